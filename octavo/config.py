@@ -1,0 +1,75 @@
+"""What a run is made of, as frozen values: the model's shape, the cache, the schedule. No torch.
+
+A model's config.json is turned into a ModelConfig by the architecture's own file (octavo/model/); nothing else reads
+Hugging Face's field names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer. `scaling` is Hugging Face's dictionary, `rope_type` in it."""
+
+    theta: float = 10000.0
+    scaling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    norm_eps: float = 1e-6
+    tied: bool = False  # the LM head is the embedding
+    dtype: str = "float32"  # what the checkpoint says; "auto" resolves to it
+    activation: str = "silu"  # or "gelu_tanh"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False  # Gemma 3: norms after attention and MLP, before the residual add
+    norm_offset: float = 0.0  # Gemma 3: the checkpoint holds weight - 1
+    embed_scale: float = 1.0
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    windows: tuple[int, ...] = ()  # per layer: how many latest positions it sees; 0: all. Empty: all layers see all
+    rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None  # for layers with a window, where they have their own
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int = 16
+    num_blocks: int = 0  # usable blocks (one more is kept for padding)
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    max_num_seqs: int = 256  # rows on the device
+    max_num_batched_tokens: int = 2048  # token budget of one step
+    max_model_len: int = 2048
+    depth: int = 1  # steps in flight: 1..3

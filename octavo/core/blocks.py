@@ -1,0 +1,94 @@
+"""The block pool: reference counts, an LRU of reusable blocks, and an index of their contents.
+
+Knows blocks and hashes, not sequences. Every block is in exactly one state:
+
+    used     some table holds it                    refs > 0
+    cached   nobody holds it, its content is known  refs == 0, hash set      } both wait in `free`, oldest first,
+    free     nobody holds it, nothing to reuse      refs == 0, no hash       } so a cached block is taken last
+
+Block 0 belongs to nobody: padding in a batch writes there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of a full block: of its tokens and, through the parent's hash, of everything before them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def root(salt: str) -> bytes:
+    """The parent of a sequence's first block: sequences of different salts share nothing."""
+    return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int):
+        self.num_blocks, self.size = num_blocks, block_size
+        self.refs = [0] * (num_blocks + 1)
+        self.hash: list[bytes | None] = [None] * (num_blocks + 1)
+        self.tokens: list[list[int] | None] = [None] * (num_blocks + 1)  # content of hashed blocks, compared on a hit
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self.index: dict[bytes, int] = {}
+        self.evictions = 0
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.refs[b] == 0 for b in self.index.values())
+
+    def take(self) -> int:
+        """A block to write to. Forgets the least recently used cached content if nothing else is left."""
+        block, _ = self.free.popitem(last=False)
+        if (h := self.hash[block]) is not None:
+            self.hash[block] = self.tokens[block] = None
+            del self.index[h]
+            self.evictions += 1
+        self.refs[block] = 1
+        return block
+
+    def share(self, block: int) -> int:
+        if self.refs[block] == 0:
+            del self.free[block]
+        self.refs[block] += 1
+        return block
+
+    def drop(self, block: int) -> None:
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self.free[block] = None
+            if self.hash[block] is None:  # nothing to reuse: the next to be taken
+                self.free.move_to_end(block, last=False)
+
+    def publish(self, block: int, h: bytes, tokens: list[int]) -> None:
+        """The content of a full, committed block becomes findable. Nobody writes to the block from now on."""
+        if h not in self.index and self.hash[block] is None:
+            self.index[h] = block
+            self.hash[block], self.tokens[block] = h, tokens
+
+    def match(self, hashes: list[bytes], tokens: list[int]) -> list[int]:
+        """Blocks of the longest known prefix. Tokens are compared, so a colliding hash is a miss and never wrong KV."""
+        hit: list[int] = []
+        for j, h in enumerate(hashes):
+            block = self.index.get(h)
+            if block is None or self.tokens[block] != tokens[j * self.size : (j + 1) * self.size]:
+                break
+            hit.append(block)
+        return hit
+
+    def check(self, tables: Iterable[list[int]]) -> None:
+        """Raise AssertionError unless references, free list and index agree with the tables."""
+        want = [0] * (self.num_blocks + 1)
+        for table in tables:
+            for block in table:
+                want[block] += 1
+        assert want == self.refs, "reference counts disagree with the tables"
+        assert want[0] == 0, "the padding block is in a table"
+        assert set(self.free) == {b for b in range(1, self.num_blocks + 1) if self.refs[b] == 0}, "free list is wrong"
+        assert all(self.hash[b] == h for h, b in self.index.items()), "index names a block of another content"
+        assert sum(h is not None for h in self.hash) == len(self.index), "a hashed block is not in the index"
+        assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))

@@ -1,0 +1,49 @@
+"""Every error a caller can cause or must handle, by type. Messages say what was wrong, what is allowed, what to do."""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Root of all errors that Octavo raises on purpose."""
+
+
+class InvalidRequest(OctavoError, ValueError):
+    """A request that is wrong in itself. `param` names the field, `code` is stable for programs."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt alone does not fit the model's context."""
+
+    def __init__(self, message: str):
+        super().__init__(message, param="prompt", code="context_length_exceeded")
+
+
+class KVCapacityExceeded(InvalidRequest):
+    """The request could never fit the KV pool, even alone."""
+
+    def __init__(self, message: str):
+        super().__init__(message, param="max_tokens", code="kv_capacity_exceeded")
+
+
+class ModelError(OctavoError):
+    """The model cannot be used as it is: config, weights or tokenizer."""
+
+
+class UnknownArchitecture(ModelError):
+    """The config names an architecture that is not registered."""
+
+
+class CheckpointError(ModelError):
+    """A weight file is damaged, or its tensors are not those the model needs."""
+
+
+class ModelNotFound(ModelError):
+    """No such directory or file, and the hub did not have it or could not be reached."""
+
+
+class NotEnoughMemory(OctavoError):
+    """The weights or the smallest useful KV pool do not fit; the message names flag values that would."""

@@ -1,0 +1,112 @@
+"""How much memory a model takes and how many tokens of KV fit beside it. Arithmetic on configs; `octavo plan` prints it.
+
+    device memory = weights + activations of the largest step + KV pool + what must stay free
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from octavo.config import DTYPE_BYTES, CacheConfig, ModelConfig, ScheduleConfig
+from octavo.errors import NotEnoughMemory
+
+CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, by what they are for."""
+
+    weights: int
+    activations: int
+    kv_per_token: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def kv(self) -> int:
+        return self.num_blocks * self.block_size * self.kv_per_token
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def concurrency(self, length: int) -> int:
+        """Sequences of this many tokens that fit at once: whole blocks each."""
+        return self.num_blocks // -(-length // self.block_size)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of the parameters and buffers; a model built on the meta device answers without holding any."""
+    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+
+
+def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:
+    """Peak of one step, from above: the widest layer's tensors for every token of the budget, and float32 logits with
+    the copies that sampling makes."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = 3 * model.hidden_size + max(2 * heads, 3 * model.intermediate_size)
+    logits = 4 * schedule.max_num_seqs * model.vocab_size * 4
+    return schedule.max_num_batched_tokens * widest * DTYPE_BYTES[dtype] + logits
+
+
+def available_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of the device; on a CPU what this process may still take, a container's limit included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = total
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            cap, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
+        except (OSError, ValueError):
+            continue
+        if cap < total:
+            free, total = min(free, cap - now), cap
+    return free, total
+
+
+def kv_budget(device: torch.device, utilization: float, activations: int) -> int:
+    """Bytes for the KV pool, asked after the weights are loaded."""
+    free, total = available_memory(device)
+    if device.type == "cuda":
+        return int(total * utilization) - (total - free) - activations
+    return int((free - activations) * CPU_KV_SHARE)
+
+
+def size_pool(
+    model: ModelConfig,
+    block_size: int,
+    kv_dtype: str,
+    budget: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    num_blocks: int | None,
+) -> tuple[CacheConfig, int]:
+    """The pool and the context length. A length that was asked for must fit; otherwise the model's own, or what fits."""
+    per_block = block_size * model.kv_bytes_per_token(kv_dtype)
+    fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
+    if fits < 1:
+        raise NotEnoughMemory(
+            f"no memory is left for KV: one block of {block_size} tokens takes {per_block / 2**20:.1f} MiB and the budget is "
+            f"{budget / 2**20:.1f} MiB. Use a smaller model or dtype, or raise gpu_memory_utilization"
+        )
+    longest = fits * block_size
+    if max_model_len is None:
+        max_model_len = min(model.max_position, longest + 1)  # the last token is never computed
+    elif max_model_len > longest + 1 and num_blocks is None:
+        raise NotEnoughMemory(
+            f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but memory holds {fits}: "
+            f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype"
+        )
+    if num_blocks is None:  # more than every row at full length is of no use but to the prefix cache
+        fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
+    return CacheConfig(block_size, fits), max_model_len

@@ -1,0 +1,112 @@
+"""The backend interface: what a model may ask of a device. Same names, same shapes, several implementations.
+
+`reference` is plain PyTorch, runs everywhere and is the oracle that every faster backend is tested against.
+A model never asks which backend it has. Letters in the shapes below:
+
+    T  tokens of all sequences in the step, packed without padding      Hq, Hk  query heads, key/value heads
+    S  sequences (items) in the step                                    D       head dimension
+    B  positions in a block                                             N       blocks in the pool
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Span(NamedTuple):
+    """One item's place in the packed batch, as far as the host knows it without asking the device."""
+
+    first: int  # index of its first token in the packed batch
+    num: int  # how many tokens
+    end: int  # at least its sequence length after this step
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """What one forward pass computes. All tensors are on the device, integers int32 unless said otherwise."""
+
+    ids: Tensor  # [T] token ids (int64)
+    positions: Tensor  # [T] (int64)
+    kv_slots: Tensor  # [T] slot = block * B + offset, where each token's K and V go (int64)
+    query_start: Tensor  # [S + 1] packed offsets
+    seq_lens: Tensor  # [S] positions readable after this step's writes: the last token's position + 1
+    block_table: Tensor  # [S, W] physical block of each logical block; entries past the sequence are any valid block
+    logit_rows: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
+    spans: list[Span]  # [S] the host's view
+    # What a backend derives from the fields above once and every layer reads (masks, write targets). A batch is one step's.
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+class Ops(Protocol):
+    """All arithmetic a decoder needs. Norms, softmax and rotation are computed in float32 inside, whatever the input is."""
+
+    name: str
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight [out, in] in the layout that this backend's linear() reads fastest, perhaps weight itself. Called once,
+        when loading is over; what it returns may be opaque: only linear() reads it."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in], weight [out, in] (packed or not) -> [T, out]"""
+        ...
+
+    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        """ids [T], weight [vocab, hidden] -> [T, hidden], times scale (rounded to the weight's dtype, as Gemma does)"""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., hidden], weight [hidden] -> like x"""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """residual' = x + residual (or x, where there is none yet); returns (norm(residual'), residual')"""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """x [T, hidden] -> like x"""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * inter] -> silu(gate) * up, [T, inter]"""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * inter] -> gelu_tanh(gate) * up, [T, inter]"""
+        ...
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """tanh-approximated GELU"""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        batch: ForwardBatch,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Split qkv [T, (Hq + 2 Hk) * D]; normalise q and k per head where norms [D] are given; rotate both by
+        cos_sin [max_position, 2, D / 2] (None: no rotation); write k and v to batch.kv_slots of kv [N, 2, Hk, B, D].
+        Returns q [T, Hq, D]. One op, because on a GPU it is one kernel."""
+        ...
+
+    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+        """Causal attention of q [T, Hq, D] over the paged kv [N, 2, Hk, B, D] -> [T, Hq, D]. Query head h reads key head
+        h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all)."""
+        ...
+
+
+def select(device: str) -> Ops:
+    """The backend for a device."""
+    from octavo.ops.cpu import CpuOps
+    from octavo.ops.reference import ReferenceOps
+
+    return CpuOps() if device == "cpu" else ReferenceOps()

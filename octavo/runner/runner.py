@@ -1,0 +1,149 @@
+"""launch(plan): bring rows and blocks up to date, prepare the batch, forward, sample. Returns a handle at once.
+
+A pure function of the stream of plans. Nothing here waits for the device; the handle does, when it is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.model.base import CausalLM
+from octavo.ops import ForwardBatch, Span
+from octavo.runner.kvstore import KVStore
+from octavo.runner.rows import Rows
+from octavo.runner.sampler import SampleJob, as_records, logprobs_of, sample
+from octavo.runner.transfer import Download, Upload
+from octavo.types import Item, Plan, StepResult, TokenLogprobs
+
+LOGPROB_CHUNK = 256  # prompt positions whose full logits exist at once: 156 MB at a vocabulary of 152k
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A launched step. Results are laid out for the host only when it asks for them."""
+
+    items: list[Item]
+    tokens: Download
+    logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
+    prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
+
+    def wait(self) -> StepResult:
+        (sampled,) = self.tokens.wait()
+        values = iter(sampled.tolist())
+        result = StepResult([[next(values)] if item.sample else [] for item in self.items])
+        if self.logprobs is not None:
+            which, wanted, download = self.logprobs
+            result.logprobs = [[] for _ in self.items]
+            tokens = [result.tokens[i][0] for i in which]
+            for i, record in zip(which, as_records(tokens, download.wait(), wanted), strict=True):
+                result.logprobs[i] = [record]
+        if self.prompt_logprobs:
+            gathered: dict[int, list[TokenLogprobs]] = {}
+            for i, num_top, download in self.prompt_logprobs:
+                *parts, after = download.wait()
+                gathered.setdefault(i, []).extend(as_records(after.tolist(), parts, [num_top] * len(after)))
+            result.prompt_logprobs = gathered
+        return result
+
+
+class Runner:
+    def __init__(self, model: CausalLM, kv: KVStore, max_rows: int, max_len: int, device: torch.device):
+        self.model, self.kv, self.device = model, kv, device
+        self.rows = Rows(max_rows, max_len, kv.block_size, device)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> StepHandle:
+        up = Upload()
+        copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
+        changes = self.rows.stage(plan, up)
+        layout = self._stage_batch(plan.items, up)
+        sampled = [i for i, item in enumerate(plan.items) if item.sample]
+        max_len = max((plan.items[i].end for i in sampled), default=0)
+        job = SampleJob.stage([plan.items[i].row for i in sampled], max_len, self.rows, up)
+        sampled_at = up.ints(sampled)
+        asked = self._asked_logprobs(plan.items, sampled)
+        asked_at = up.ints([k for k, _ in asked])
+        shipped = up.ship(self.device)
+
+        if plan.copies:
+            self.kv.copy(shipped[copies[0]].long(), shipped[copies[1]].long())
+        self.rows.apply(changes, shipped)
+        if not plan.items:
+            return StepHandle([], Download(shipped[:0]), None, [])
+        item_rows = shipped[layout[0]].long()
+        batch = self._batch(plan.items, layout, shipped)
+        hidden = self.model(batch, self.kv.tensor)
+        self.rows.computed[item_rows] = batch.seq_lens
+        prompt_logprobs = self._prompt_logprobs(plan.items, batch, hidden, item_rows)
+        if not sampled:
+            return StepHandle(plan.items, Download(shipped[:0]), None, prompt_logprobs)
+
+        index = shipped[sampled_at].long()
+        lengths = batch.seq_lens[index]
+        logits = self.model.logits(hidden[batch.logit_rows]).float()
+        which = shipped[asked_at].long()
+        raw = logits[which] if asked else None  # sampling overwrites logits
+        tokens = sample(logits, lengths, job, self.rows, shipped)
+        self.rows.tokens[item_rows[index], lengths.long()] = tokens
+        logprobs = None
+        if raw is not None:
+            parts = logprobs_of(raw, tokens[which], max(n for _, n in asked))
+            logprobs = ([sampled[k] for k, _ in asked], [n for _, n in asked], Download(*parts))
+        return StepHandle(plan.items, Download(tokens), logprobs, prompt_logprobs)
+
+    def _stage_batch(self, items: list[Item], up: Upload) -> list[slice]:
+        nums = np.array([item.num for item in items], dtype=np.int32)
+        ends = np.cumsum(nums)
+        which = np.repeat(np.arange(len(items)), nums)
+        offset = np.arange(len(which)) - (ends - nums)[which]
+        logit_rows = [end - 1 for end, item in zip(ends, items, strict=True) if item.sample]
+        rows = [item.row for item in items]
+        return [up.ints(x) for x in (rows, nums, which, offset, np.concatenate([[0], ends]), logit_rows)]
+
+    def _batch(self, items: list[Item], layout: list[slice], shipped: Tensor) -> ForwardBatch:
+        """Where each token stands is the device's knowledge: `computed` of its row, plus its offset in the item."""
+        rows, nums, which, offset, query_start, logit_rows = (shipped[s] for s in layout)
+        size, item_rows = self.kv.block_size, rows.long()
+        start = self.rows.computed[item_rows]
+        token_rows = item_rows[which.long()]
+        positions = (start[which.long()] + offset).long()
+        blocks = self.rows.table[token_rows, positions // size].long()
+        spans, first = [], 0
+        for item in items:
+            spans.append(Span(first, item.num, item.end))
+            first += item.num
+        width = -(-max(span.end for span in spans) // size)
+        return ForwardBatch(
+            ids=self.rows.tokens[token_rows, positions].long(),
+            positions=positions,
+            kv_slots=blocks * size + positions % size,
+            query_start=query_start,
+            seq_lens=start + nums,
+            block_table=self.rows.table[item_rows, :width],
+            logit_rows=logit_rows.long(),
+            spans=spans,
+        )
+
+    def _asked_logprobs(self, items: list[Item], sampled: list[int]) -> list[tuple[int, int]]:
+        """(index among the sampled, how many top) of the rows that want logprobs."""
+        rows = [self.rows.host[items[i].row] for i in sampled]
+        return [(k, r.params.logprobs) for k, r in enumerate(rows) if r is not None and r.params.logprobs is not None]
+
+    def _prompt_logprobs(
+        self, items: list[Item], batch: ForwardBatch, hidden: Tensor, item_rows: Tensor
+    ) -> list[tuple[int, int, Download]]:
+        """For each position of the items that asked: logprobs of the token that stands after it."""
+        out = []
+        for i, (item, span) in enumerate(zip(items, batch.spans, strict=True)):
+            if item.prompt_logprobs is None:
+                continue
+            for first in range(span.first, span.first + span.num, LOGPROB_CHUNK):
+                part = slice(first, min(first + LOGPROB_CHUNK, span.first + span.num))
+                after = self.rows.tokens[item_rows[i], batch.positions[part] + 1]
+                logits = self.model.logits(hidden[part])
+                out.append((i, item.prompt_logprobs, Download(*logprobs_of(logits, after, item.prompt_logprobs), after)))
+        return out

@@ -1,0 +1,154 @@
+"""From logits to tokens: penalties, bias, masks, temperature, top-k, top-p, min-p, then the choice. Stateless.
+
+A token depends on (logits, parameters, seed, position) and on nothing else: not on the other rows, nor on how the work
+was cut into steps. The noise for the choice is a hash of (seed, position, token), so a step that is run again draws
+the same token, on any device.
+
+    choice = argmax(logits / temperature + gumbel)     which samples from softmax(logits / temperature)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.runner.rows import Rows
+from octavo.runner.transfer import Upload
+from octavo.types import TokenLogprobs
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32 bits that scatters them well (xor-shift and multiply, twice). int32 in, int32 out."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Noise [R, vocab] for seeds and positions [R] (int32). Finest where it is largest, which is where it decides."""
+    key = _mix(seed_low ^ _mix(seed_high ^ _mix(position)))
+    tokens = _mix(torch.arange(vocab_size, dtype=torch.int32, device=key.device))
+    bits = _mix(tokens[None, :] ^ key[:, None]).long() & 0xFFFFFFFF
+    uniform = bits.float() * 2.0**-32 + 2.0**-33
+    return -torch.log(-torch.log1p(-uniform))
+
+
+@dataclass(slots=True)
+class SampleJob:
+    """Which rows a step samples and what they ask for, as far as the host knows; staged for the device."""
+
+    rows: list[int]
+    max_len: int  # no row has more tokens than this
+    penalised: list[int]  # indices into rows
+    filtered: list[int]  # top-k, top-p or min-p
+    allowed: list[int]
+    random: bool
+    slices: dict[str, slice]
+
+    @staticmethod
+    def stage(rows: list[int], max_len: int, state: Rows, up: Upload) -> SampleJob:
+        staged = [r for row in rows if (r := state.host[row]) is not None]
+        params = [r.params for r in staged]
+        bias = [(i, t, b) for i, p in enumerate(params) if p.logit_bias for t, b in p.logit_bias.items()]
+        banned = [(i, t) for i, r in enumerate(staged) if r.params.min_tokens for t in r.stop_ids]
+        allowed = [i for i, p in enumerate(params) if p.allowed_token_ids is not None]
+        permitted = [(k, t) for k, i in enumerate(allowed) for t in params[i].allowed_token_ids or ()]
+        penalised = [i for i, p in enumerate(params) if p.has_penalties]
+        filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)]
+        slices = {
+            "rows": up.ints(rows),
+            "penalised": up.ints(penalised),
+            "filtered": up.ints(filtered),
+            "allowed": up.ints(allowed),
+            "bias_row": up.ints([x[0] for x in bias]),
+            "bias_token": up.ints([x[1] for x in bias]),
+            "bias_value": up.floats([x[2] for x in bias]),
+            "banned_row": up.ints([x[0] for x in banned]),
+            "banned_token": up.ints([x[1] for x in banned]),
+            "permitted_row": up.ints([x[0] for x in permitted]),
+            "permitted_token": up.ints([x[1] for x in permitted]),
+        }
+        return SampleJob(rows, max_len, penalised, filtered, allowed, any(not p.greedy for p in params), slices)
+
+
+def sample(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
+    """Tokens [R] (int32) from float32 logits [R, vocab], which are overwritten. lengths [R]: tokens known of each row."""
+    at = {name: shipped[s].long() for name, s in job.slices.items() if name != "bias_value"}
+    ints, floats = state.ints[at["rows"]], state.floats[at["rows"]]
+    _, prompt_len, min_tokens, top_k, seed_low, seed_high = ints.unbind(1)
+    temperature, top_p, min_p, *penalties = floats.unbind(1)
+    if job.penalised:
+        i = at["penalised"]
+        tokens = state.tokens[at["rows"][i], : job.max_len]
+        logits[i] = penalise(logits[i], tokens, prompt_len[i], lengths[i], *(p[i] for p in penalties))
+    if len(at["bias_row"]):
+        bias = shipped[job.slices["bias_value"]].view(torch.float32)
+        logits.index_put_((at["bias_row"], at["bias_token"]), bias, accumulate=True)
+    if job.allowed:
+        keep = torch.zeros(len(job.allowed), logits.shape[1], dtype=torch.bool, device=logits.device)
+        keep[at["permitted_row"], at["permitted_token"]] = True
+        logits[at["allowed"]] = logits[at["allowed"]].masked_fill(~keep, -torch.inf)
+    if len(at["banned_row"]):
+        i = at["banned_row"]
+        early = lengths[i] - prompt_len[i] < min_tokens[i]
+        kept = logits[i, at["banned_token"]]
+        logits[i, at["banned_token"]] = torch.where(early, -torch.inf, kept)
+    if not job.random:
+        return logits.argmax(1).int()
+    greedy = temperature == 0
+    logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    if job.filtered:
+        i = at["filtered"]
+        logits[i] = keep_likely(logits[i], top_k[i], top_p[i], min_p[i])
+    noise = gumbel(seed_low, seed_high, lengths, logits.shape[1])
+    return (logits + noise.masked_fill(greedy[:, None], 0.0)).argmax(1).int()
+
+
+def penalise(
+    logits: Tensor, tokens: Tensor, prompt_len: Tensor, lengths: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> Tensor:
+    """Lower what was said before. tokens [R, L]; repetition looks at prompt and output, the others at output alone."""
+    position = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
+    known = position < lengths[:, None]
+    said = known & (position >= prompt_len[:, None])
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens.long(), said.float())
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens.long(), known.float()) > 0
+    factor = repetition[:, None]
+    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Mask all but the top k, of those the fewest that reach top_p (the one that crosses it is kept), of those the ones
+    at least min_p as likely as the first. Equal logits rank by token id."""
+    ordered, index = logits.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
+    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
+    probs = ordered.softmax(1)
+    before = probs.cumsum(1) - probs
+    drop = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    drop[:, 0] = False
+    return torch.empty_like(logits).scatter_(1, index, ordered.masked_fill(drop, -torch.inf))
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprob [R], rank [R], top ids [R, n], top logprobs [R, n]) of tokens [R] under logits [R, vocab] as the model
+    gave them, before any parameter changed them."""
+    logprobs = logits.float().log_softmax(1)
+    chosen = logprobs.gather(1, tokens.long()[:, None])
+    rank = (logprobs > chosen).sum(1) + 1
+    top, ids = logprobs.topk(num_top, dim=1) if num_top else (chosen[:, :0], rank[:, None][:, :0])
+    return chosen[:, 0], rank, ids, top
+
+
+def as_records(tokens: list[int], parts: list[Tensor], wanted: list[int]) -> list[TokenLogprobs]:
+    """The host's form of logprobs_of: one record a row, each with the number of top entries it asked for."""
+    chosen, rank, ids, top = (t.tolist() for t in parts)
+    return [
+        TokenLogprobs(t, chosen[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
+        for i, (t, n) in enumerate(zip(tokens, wanted, strict=True))
+    ]

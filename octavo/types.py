@@ -1,0 +1,267 @@
+"""The data that every part shares: what is asked, what a step does, what comes back. Data only, no torch.
+
+    SamplingParams, Request         what the client asked
+    Sequence                        one token stream, as the scheduler knows it
+    Item, NewRow, Plan              what one step computes: goes down to the runner
+    StepResult                      what it produced: comes up from the runner
+    Output                          what the engine hands to whoever asked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from octavo.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+
+
+# ---- asked -------------------------------------------------------------------------------------
+
+
+def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    """Refuse what is not a finite number within [low, high] (or (low, high])."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", name, "param_out_of_range")
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    if not ok or value < low or (high is not None and value > high):
+        most = "" if high is None else f" and at most {high}"
+        raise InvalidRequest(f"{name} must be an integer of at least {low}{most}, got {value!r}", name, "param_out_of_range")
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    seed: int | None = None  # None: derived from the engine's seed and the order of arrival
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the context's end
+    min_tokens: int = 0
+    logprobs: int | None = None  # the chosen token's, and this many of the likeliest
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        _whole("n", self.n, 1, 128)
+        _real("presence_penalty", self.presence_penalty, -2, 2)
+        _real("frequency_penalty", self.frequency_penalty, -2, 2)
+        _real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _real("temperature", self.temperature, 0, 100)
+        _real("top_p", self.top_p, 0, 1, open_low=True)
+        _whole("top_k", self.top_k, -1)
+        _real("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens", "param_out_of_range"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, 0, MAX_LOGPROBS)
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest("stop must be a non-empty string or a list of non-empty strings", "stop")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        for t in self.stop_token_ids:
+            _whole("stop_token_ids", t, 0)
+        if self.logit_bias is not None:
+            try:
+                self.logit_bias = {int(t): float(b) for t, b in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
+            for b in self.logit_bias.values():
+                _real("logit_bias", b, -100, 100)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+            for t in self.allowed_token_ids:
+                _whole("allowed_token_ids", t, 0)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Token ids are checked once the model is known."""
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for t in getattr(self, name) or ():
+                if not 0 <= t < vocab_size:
+                    raise InvalidRequest(f"{name} names token {t}, but the vocabulary has ids 0..{vocab_size - 1}", name)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(slots=True)
+class Request:
+    """What the client asked, tokenised."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float = 0.0  # time.monotonic()
+    cache_salt: str = ""  # requests of different salts never share blocks
+
+
+# ---- the scheduler's view of one stream of tokens -------------------------------------------------
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of the index-th completion of a request: the request's own for the first, unrelated ones after it."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    id: int
+    request: Request
+    index: int  # which of the request's n completions
+    tokens: list[int]  # prompt + committed output: host truth
+    prompt_len: int
+    limit: int  # it ends when len(tokens) reaches this
+    seed: int
+    stop_ids: frozenset[int]  # committing one of these ends it
+    status: Status = Status.WAITING
+    table: list[int] = field(default_factory=list)  # logical block -> physical block
+    hashes: list[bytes] = field(default_factory=list)  # content chain of its full blocks
+    published: int = 0  # leading blocks already offered to the prefix cache
+    computed: int = 0  # positions whose KV is committed
+    planned: int = 0  # KV positions once every step in flight has landed
+    inflight: int = 0  # steps launched and not yet committed
+    epoch: int = 0  # bumped on preempt, finish and abort: results of older epochs are dropped
+    row: int = -1  # device row while RUNNING
+    forks: int = 0  # children still to fork once the prompt is computed but for one token
+    cached: int = 0  # prompt positions served by the prefix cache at first admission
+    preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+
+# ---- one step -----------------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """One sequence's share of a step: compute `num` positions of `row`, and sample after the last if `sample`."""
+
+    seq: int  # Sequence.id
+    epoch: int
+    row: int
+    start: int | None  # first position, or None: only the device knows (a token still in flight precedes it)
+    num: int
+    sample: bool
+    end: int  # upper bound on start + num: what attention may have to read
+    prompt_logprobs: int | None = None  # this many top logprobs for each position computed
+
+
+class NewRow(NamedTuple):
+    """A row comes into use: everything the device must know of a sequence."""
+
+    seq: int  # Sequence.id
+    epoch: int
+    row: int
+    tokens: list[int]
+    computed: int
+    table: list[int]
+    prompt_len: int
+    seed: int
+    stop_ids: frozenset[int]
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything a runner needs for one step, applied in the order of the fields. Never edited after plan() returned it."""
+
+    step: int
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy on write: from block, to block
+    rows: list[NewRow] = field(default_factory=list)
+    appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def work(self) -> bool:
+        return bool(self.items or self.rows or self.copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num for item in self.items)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: of the token that stands there, and of the likeliest ones."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: list[tuple[int, float]]  # (token, logprob), best first
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One entry an item of the plan, in order."""
+
+    tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
+    logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # item -> of the token AFTER each position computed
+
+
+# ---- what comes out -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Output:
+    """News of one sequence: tokens since the last one, and how it ended if it did."""
+
+    request_id: str
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_reason: int | str | None = None  # the stop token id or string that ended it
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
+    error: str | None = None

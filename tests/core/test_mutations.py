@@ -1,0 +1,83 @@
+"""Plants bugs in the scheduler and the block pool, one at a time, and demands that the random workloads notice each.
+
+A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves any more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from octavo.core import blocks, scheduler
+from tests import workloads
+
+BUGS = {
+    "results are not matched by epoch": ("scheduler", "if seq is None or item.epoch != seq.epoch:", "if seq is None:"),
+    "preemption keeps the epoch": ("scheduler", "= Status.WAITING, seq.epoch + 1, seq", "= Status.WAITING, seq.epoch, seq"),
+    "shared blocks are written without a copy": ("scheduler", "if pool.refs[table[j]] > 1]", "if False]"),
+    "the fast path ignores sharing": ("scheduler", "< len(table) and pool.refs[table[last]] == 1:", "< len(table):"),
+    "the copy is never issued": ("scheduler", "            plan.copies.append((old, table[j]))\n", ""),
+    "the device is not told of a copied block": (
+        "scheduler",
+        "            plan.copies.append((old, table[j]))\n            plan.appends.append((seq.row, j, table[j]))\n",
+        "            plan.copies.append((old, table[j]))\n",
+    ),
+    "blocks are published when planned": ("scheduler", "full = seq.computed // size", "full = min(seq.planned, len(seq.tokens)) // size"),
+    "the published count survives preemption": ("scheduler", "        seq.published = len(hits)\n", ""),
+    "the whole prompt is matched": ("scheduler", "full = (known - (seq.forks == 0)) // size", "full = known // size"),
+    "hits are not pinned": ("scheduler", "[pool.share(b) for b in hits]", "list(hits)"),
+    "hits are counted as free": ("scheduler", "len(pool.free) - sum(pool.refs[b] == 0 for b in hits)", "len(pool.free)"),
+    "the hash forgets what came before": ("scheduler", "hashes.append(chain(parent, ", "hashes.append(chain(b'', "),
+    "the salt is ignored": ("blocks", "if salt else b", "if False else b"),
+    "the limit ignores steps in flight": ("scheduler", "if seq.planned + 1 < seq.limit:", "if len(seq.tokens) < seq.limit:"),
+    "children fork a position early": ("scheduler", "q.computed == len(q.tokens) - 1]", "q.computed >= len(q.tokens) - 2]"),
+    "children fork while steps are in flight": ("scheduler", "if q.forks and not q.inflight and q.computed", "if q.forks and q.planned"),
+    "children share a seed": ("scheduler", "seed = child_seed(seq.seed, index)", "seed = seq.seed"),
+    "children of a full device are forgotten": ("scheduler", "if c.status is Status.WAITING)", "if False)"),
+    "a child is not counted as a holder": ("scheduler", "[self.pool.share(b) for b in seq.table]", "list(seq.table)"),
+    "the victim may already be in the plan": ("scheduler", "(self.prefilling or self.decoding)[-1]", "self.running[0]"),
+    "the row is not given back": ("scheduler", "        self.rows.append(seq.row)\n", ""),
+    "blocks are not given back": ("scheduler", "            self.pool.drop(b)\n", "            pass\n"),
+    "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
+    "prompt logprobs are taken from the cache": ("scheduler", "if self.caching and not self._missing_prompt_logprobs(seq):", "if self.caching:"),
+    "evicted content stays in the index": ("blocks", "            del self.index[h]\n", ""),
+    "a shared block stays in the free list": ("blocks", "            del self.free[block]\n", "            pass\n"),
+    "a block is freed while somebody holds it": ("blocks", "        if self.refs[block] == 0:\n            self.free[block]", "        if True:\n            self.free[block]"),
+    "a published block is published twice": ("blocks", "if h not in self.index and self.hash[block] is None:", "if True:"),
+    "padding is handed out": ("blocks", "range(1, num_blocks + 1))\n        self.index", "range(0, num_blocks + 1))\n        self.index"),
+}  # fmt: skip
+
+
+def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
+    source = Path(module.__file__ or "").read_text()
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
+    spec = importlib.util.spec_from_loader(module.__name__, loader=None)
+    assert spec is not None
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__], saved = copy, sys.modules[module.__name__]
+    try:
+        exec(compile(source.replace(old, new), f"<{module.__name__}, mutated>", "exec"), copy.__dict__)
+    finally:
+        sys.modules[module.__name__] = saved
+    return copy
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, old, new = BUGS[name]
+    if where == "scheduler":
+        monkeypatch.setattr(workloads, "Scheduler", mutated(scheduler, old, new).Scheduler)
+    else:
+        copy = mutated(blocks, old, new)
+        for attribute in ("BlockPool", "chain", "root"):
+            monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
+    for seed in range(400):
+        try:
+            workloads.trial(seed)
+        except Exception:
+            return
+    pytest.fail("no workload noticed")

@@ -1,0 +1,121 @@
+"""Random workloads for the core: a seeded trial that drives the engine and compares every token with the oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.engine import Engine
+from octavo.core.scheduler import Scheduler
+from octavo.types import Output, Request, SamplingParams
+from tests import oracle
+from tests.fake_runner import FakeRunner
+
+MAX_LEN = 60
+
+
+@dataclass
+class Trial:
+    """What one workload did: for tests that look at counts."""
+
+    sequences: int = 0
+    preemptions: int = 0
+    copies: int = 0
+    cached: int = 0
+    settings: dict[str, object] = field(default_factory=dict)
+
+
+def make_engine(
+    num_blocks: int, block_size: int, rows: int, budget: int, depth: int, caching: bool = True, max_len: int = MAX_LEN
+) -> Engine:
+    cache = CacheConfig(block_size, num_blocks, caching)
+    schedule = ScheduleConfig(rows, budget, max_len, depth)
+    return Engine(Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,)), FakeRunner(num_blocks, block_size))
+
+
+def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request]) -> Request:
+    prompt = g.choice(bases)[: g.randrange(0, 30)] + [g.randrange(1, oracle.VOCAB) for _ in range(g.randrange(1, 10))]
+    if earlier and g.random() < 0.25:  # exact repeats: the whole prompt is in the cache
+        prompt = list(g.choice(earlier).prompt)
+    params = SamplingParams(
+        n=g.choice([1, 1, 1, 3]),
+        seed=1000 * i,
+        max_tokens=g.choice([1, 2, g.randrange(1, 18), g.randrange(1, 18), None]),
+        ignore_eos=g.random() < 0.5,
+        stop_token_ids=[7] if g.random() < 0.2 else [],
+        min_tokens=0,
+        prompt_logprobs=0 if g.random() < 0.1 else None,
+    )
+    return Request(f"r{i}", prompt, params, cache_salt=g.choice(["", "", "", "other"]))
+
+
+def trial(seed: int) -> Trial:
+    g = random.Random(seed)
+    size = g.choice([2, 4, 8])
+    least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
+    blocks = g.choice([least, least + 3, 60, 200])
+    rows = g.choice([2, 4, 16])
+    budget = max(rows, g.choice([2, 7, 16, 64]))
+    depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
+    engine = make_engine(blocks, size, rows, budget, depth, caching)
+    scheduler = engine.scheduler
+    bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
+    todo: list[Request] = []
+    for i in range(g.randrange(3, 14)):
+        todo.append(random_request(g, i, bases, todo))
+    requests = {r.id: r for r in todo}
+    got: dict[tuple[str, int], list[int]] = {}
+    ended: dict[tuple[str, int], str] = {}
+    logprobs: dict[str, list] = {}
+    aborted: set[str] = set()
+    result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching))
+
+    def take(outputs: list[Output]) -> None:
+        for out in outputs:
+            key = (out.request_id, out.index)
+            assert key not in ended, f"output after the end: {key}"
+            got.setdefault(key, []).extend(out.tokens)
+            if out.prompt_logprobs is not None:
+                logprobs[out.request_id] = out.prompt_logprobs
+            if out.finish_reason is not None:
+                ended[key] = out.finish_reason
+
+    steps = 0
+    while todo or not engine.idle:
+        if todo and g.random() < 0.5:
+            engine.add(todo.pop())
+        if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:  # few: aborts would hide hangs
+            aborted.add(victim := g.choice(list(scheduler.requests)))
+            take(engine.abort(victim))
+        take(engine.step())
+        scheduler.check()
+        owners: dict[int, str] = {}
+        for seq in scheduler.running:
+            for block in seq.table:
+                assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, "salts share a block"
+        steps += 1
+        assert steps < 20_000, "no progress"
+    scheduler.pool.check([])
+    assert len(scheduler.rows) == rows and not scheduler.live and not scheduler.requests
+
+    for r in requests.values():
+        for index in range(r.params.n):
+            key = (r.id, index)
+            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN)
+            assert key in ended, f"{key} never ended"
+            if r.id in aborted:
+                have = got.get(key, [])
+                assert have == want[: len(have)], f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
+            else:
+                assert got[key] == want, f"trial {seed} {key} {result.settings}: {got[key]} instead of {want}"
+                length = len(r.prompt) + len(want) == min(len(r.prompt) + (r.params.max_tokens or MAX_LEN), MAX_LEN)
+                stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and not r.params.ignore_eos)
+                assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
+            result.sequences += 1
+        if r.params.prompt_logprobs is not None and r.id not in aborted:
+            have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
+            assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
+    count = scheduler.count
+    result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
+    return result
