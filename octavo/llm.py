@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from octavo.collect import Collector
 from octavo.config import ModelConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
@@ -27,13 +28,12 @@ from octavo.memory import MemoryPlan, activation_bytes, kv_budget, size_pool, we
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.load import load_model
 from octavo.ops import select
-from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.text.chat import encode_chat, select_template
-from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, SamplingParams, TokenLogprobs
+from octavo.types import Output, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,14 @@ class LLM:
         if dtype == "auto" and not on_gpu:
             dtype = "float32"  # a CPU multiplies 16-bit numbers more slowly, batched several times so (docs/models.md)
         self.model, checkpoint = load_model(
-            model, dtype=dtype, device=str(self.device), load_format=load_format, ops=ops, progress=progress, revision=revision, seed=seed
+            model,
+            dtype=dtype,
+            device=str(self.device),
+            load_format=load_format,
+            ops=ops,
+            progress=progress,
+            revision=revision,
+            seed=seed,
         )
         self.config: ModelConfig = self.model.config
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer, checkpoint)
@@ -111,14 +118,14 @@ class LLM:
         runner = Runner(self.model, kv, max_num_seqs, max_model_len, self.device)
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
         self.engine = Engine(scheduler, runner)
-        self._pending: dict[str, _Pending] = {}
+        self._open: dict[str, Collector] = {}
         self._count = 0
 
     # ---- whole answers -----------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt] | None = None,
+        prompts: Prompt | list[Prompt] | Any = None,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
@@ -127,7 +134,7 @@ class LLM:
         if prompts is None:
             if prompt_token_ids is None:
                 raise InvalidRequest("give prompts: text, token ids, or a list of either", "prompts")
-            prompts = prompt_token_ids  # type: ignore[assignment]
+            prompts = prompt_token_ids
         return self._run([self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm)
 
     def chat(
@@ -139,8 +146,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once. `template` options: chat_template, add_generation_prompt,
         continue_final_message, tools, chat_template_kwargs."""
-        many = messages if messages and isinstance(messages[0], list) else [messages]
-        return self._run([(None, self.encode_chat(m, **template)) for m in many], sampling_params, use_tqdm)  # type: ignore[arg-type]
+        many: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
+        return self._run([(None, self.encode_chat(m, **template)) for m in many], sampling_params, use_tqdm)
 
     def encode_chat(
         self,
@@ -170,23 +177,23 @@ class LLM:
         several streams may be open at once, and are then computed together."""
         arrival = time.monotonic()
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            read: tuple[str | None, list[int]] = None, self.encode_chat(prompt)  # type: ignore[arg-type]
+            read: tuple[str | None, list[int]] = None, self.encode_chat(prompt)
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
-        pending = self._submit(read, sampling_params or SamplingParams(), arrival)
-        return self._follow(pending)
+        collector = self._submit(read, sampling_params or SamplingParams(), arrival)
+        collector.news = []
+        return self._follow(collector, collector.news)
 
-    def _follow(self, pending: _Pending) -> Iterator[CompletionOutput]:
+    def _follow(self, collector: Collector, news: list[CompletionOutput]) -> Iterator[CompletionOutput]:
         try:
-            while True:
-                while pending.news:
-                    yield pending.news.pop(0)
-                if pending.finished:
-                    return
-                self.step()
+            while news or not collector.finished:
+                while news:
+                    yield news.pop(0)
+                if not collector.finished:
+                    self.step()
         finally:
-            if not pending.finished:
-                self.abort(pending.request.id)
+            if not collector.finished:
+                self.abort(collector.request.id)
 
     # ---- the loop ----------------------------------------------------------------------------------
 
@@ -200,14 +207,14 @@ class LLM:
     def _take(self, outputs: list[Output]) -> list[RequestOutput]:
         ended = []
         for out in outputs:
-            pending = self._pending.get(out.request_id)
-            if pending is None:
+            collector = self._open.get(out.request_id)
+            if collector is None:
                 continue
-            if pending.take(out):
+            if collector.take(out):
                 self.engine.stop(out.request_id, out.index)
-            if pending.finished:
-                del self._pending[out.request_id]
-                ended.append(pending.output())
+            if collector.finished:
+                del self._open[out.request_id]
+                ended.append(collector.output())
         return ended
 
     def _run(
@@ -221,12 +228,12 @@ class LLM:
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one each")
-        mine: dict[str, _Pending] = {}
+        mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
         try:
             for prompt, p in zip(prompts, each, strict=True):
-                pending = self._submit(prompt, p, arrival)
-                mine[pending.request.id] = pending
+                collector = self._submit(prompt, p, arrival)
+                mine[collector.request.id] = collector
             with _Progress(len(mine), use_tqdm) as bar:
                 while len(done) < len(mine):
                     for output in self.step():
@@ -238,7 +245,7 @@ class LLM:
                 self.abort(request_id)
         return [done[request_id] for request_id in mine]
 
-    def _submit(self, prompt: tuple[str | None, list[int]], params: SamplingParams, arrival: float) -> _Pending:
+    def _submit(self, prompt: tuple[str | None, list[int]], params: SamplingParams, arrival: float) -> Collector:
         text, ids = prompt
         params.validate()
         if params.stop and self.tokenizer is None:
@@ -246,8 +253,8 @@ class LLM:
         request = Request(str(self._count), ids, params, arrival)
         self.engine.add(request)
         self._count += 1
-        pending = self._pending[request.id] = _Pending(request, text, self.tokenizer)
-        return pending
+        collector = self._open[request.id] = Collector(request, text, self.tokenizer)
+        return collector
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text, ids) of a prompt in any of its forms."""
@@ -272,83 +279,6 @@ class LLM:
         return self._need_tokenizer()
 
 
-class _Pending:
-    """One request on its way: gathers the engine's outputs into text."""
-
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None):
-        self.request, self.prompt, self.tokenizer = request, prompt, tokenizer
-        params = request.params
-        self.outputs = [CompletionOutput(i, "", []) for i in range(params.n)]
-        if params.logprobs is not None:
-            for completion in self.outputs:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
-        text = tokenizer if params.detokenize else None
-        self.texts = [TextStream(text, params) for _ in range(params.n)]
-        self.metrics = RequestMetrics(request.arrival)
-        self.cached = 0
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self.error: str | None = None
-        self.news: list[CompletionOutput] = []
-
-    @property
-    def finished(self) -> bool:
-        return all(c.finish_reason is not None for c in self.outputs)
-
-    def take(self, out: Output) -> bool:
-        """Fold in one output. True: the text met a stop string, and the engine should end the sequence."""
-        now = time.monotonic()
-        if out.tokens and self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
-        completion, stream = self.outputs[out.index], self.texts[out.index]
-        if out.prompt_logprobs is not None:
-            self.prompt_logprobs = [None if p is None else self._logprobs(p) for p in out.prompt_logprobs]
-        self.cached, self.error = out.cached_tokens, out.error or self.error
-        hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
-        delta, stop = stream.push(out.tokens[:-1] if hidden else out.tokens, finished=out.finish_reason is not None)
-        new, reason, stop_reason = out.tokens, out.finish_reason, out.stop_reason
-        if stop is not None:
-            new = new[: stream.tokens_used - len(completion.token_ids)]
-            reason, stop_reason = "stop", stop
-        piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason)
-        if out.logprobs is not None and completion.logprobs is not None:
-            chosen = out.logprobs[: len(new)]
-            piece.logprobs = [self._logprobs(p) for p in chosen]
-            piece.cumulative_logprob = sum(p.logprob for p in chosen)
-            completion.logprobs += piece.logprobs
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + piece.cumulative_logprob
-        completion.token_ids += new
-        completion.finish_reason, completion.stop_reason = reason, stop_reason
-        if reason is not None:
-            completion.text = stream.text
-        self.news.append(piece)
-        if self.finished:
-            self.metrics.finished_time = now
-        return stop is not None and out.finish_reason is None
-
-    def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest, as vLLM lays it out."""
-        found = {at.token: Logprob(at.logprob, at.rank, self._decoded(at.token))}
-        for rank, (token, logprob) in enumerate(at.top, 1):
-            found.setdefault(token, Logprob(logprob, rank, self._decoded(token)))
-        return found
-
-    def _decoded(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            self.request.id,
-            self.prompt,
-            self.request.prompt,
-            self.outputs,
-            self.finished,
-            self.metrics,
-            self.cached,
-            self.prompt_logprobs,
-            self.error,
-        )
-
-
 class _Progress:
     """A bar over the requests of a call, if the call lasts long enough to want one."""
 
@@ -356,7 +286,7 @@ class _Progress:
         self.bar: Any = None
         if wanted and total > 1:
             try:
-                from tqdm import tqdm
+                from tqdm import tqdm  # type: ignore[import-untyped]
             except ImportError:
                 return
             self.bar, self.tokens = tqdm(total=total, desc="Generating", unit="request", delay=1.0, leave=False), 0
@@ -385,12 +315,12 @@ def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint) -> Tokeniz
     raise ModelError(f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY, or skip_tokenizer_init=True and token ids")
 
 
-def _as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many: a string, a dictionary and a flat list of ids are one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    prompts = list(prompts)  # type: ignore[arg-type]
-    return [prompts] if prompts and not isinstance(prompts[0], (str, dict, list, tuple)) else prompts  # type: ignore[list-item]
+    many = list(prompts)
+    return [many] if many and not isinstance(many[0], (str, dict, list, tuple)) else many
 
 
 def _pick_device(device: str) -> torch.device:

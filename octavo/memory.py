@@ -1,6 +1,6 @@
 """How much memory a model takes and how many tokens of KV fit beside it. Arithmetic on configs; `octavo plan` prints it.
 
-    device memory = weights + activations of the largest step + KV pool + what must stay free
+device memory = weights + activations of the largest step + KV pool + what must stay free
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from octavo.config import DTYPE_BYTES, CacheConfig, ModelConfig, ScheduleConfig
-from octavo.errors import NotEnoughMemory
+from octavo.errors import InvalidRequest, NotEnoughMemory
 
 CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
 
@@ -92,6 +92,11 @@ def size_pool(
     num_blocks: int | None,
 ) -> tuple[CacheConfig, int]:
     """The pool and the context length. A length that was asked for must fit; otherwise the model's own, or what fits."""
+    if max_model_len is not None and max_model_len > model.max_position:
+        raise InvalidRequest(
+            f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: use at most that",
+            "max_model_len",
+        )
     per_block = block_size * model.kv_bytes_per_token(kv_dtype)
     fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
     if fits < 1:

@@ -1,10 +1,10 @@
 """The data that every part shares: what is asked, what a step does, what comes back. Data only, no torch.
 
-    SamplingParams, Request         what the client asked
-    Sequence                        one token stream, as the scheduler knows it
-    Item, NewRow, Plan              what one step computes: goes down to the runner
-    StepResult                      what it produced: comes up from the runner
-    Output                          what the engine hands to whoever asked
+SamplingParams, Request         what the client asked
+Sequence                        one token stream, as the scheduler knows it
+Item, NewRow, Plan              what one step computes: goes down to the runner
+StepResult                      what it produced: comes up from the runner
+Output                          what the engine hands to whoever asked
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens", "param_out_of_range"
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+                "param_out_of_range",
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:

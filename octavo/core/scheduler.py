@@ -35,7 +35,9 @@ class Counters:
 
 
 class Scheduler:
-    def __init__(self, cache: CacheConfig, schedule: ScheduleConfig, vocab_size: int, eos_ids: tuple[int, ...] = (), seed: int = 0):
+    def __init__(
+        self, cache: CacheConfig, schedule: ScheduleConfig, vocab_size: int, eos_ids: tuple[int, ...] = (), seed: int = 0
+    ):
         if schedule.max_num_batched_tokens < schedule.max_num_seqs:
             raise InvalidRequest(
                 f"max_num_batched_tokens ({schedule.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -111,7 +113,7 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """A step went wrong on the device: end every request it touched. Others never shared its writes."""
-        touched = {(x.seq, x.epoch): None for x in [*plan.rows, *plan.items]}
+        touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
         ids = {s.request.id: None for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}
         return [out for request_id in ids for out in self.abort(request_id, "error", error)]
 
@@ -225,7 +227,9 @@ class Scheduler:
             children = []
             for index in range(1, seq.forks + 1):
                 seed = child_seed(seq.seed, index)
-                child = Sequence(self._next_id(), seq.request, index, list(seq.tokens), seq.prompt_len, seq.limit, seed, seq.stop_ids)
+                child = Sequence(
+                    self._next_id(), seq.request, index, list(seq.tokens), seq.prompt_len, seq.limit, seed, seq.stop_ids
+                )
                 child.hashes, child.cached = list(seq.hashes), seq.cached
                 self.live[child.id] = child
                 children.append(child)
@@ -345,7 +349,9 @@ class Scheduler:
         size, running = self.pool.size, self.running
         self.pool.check(s.table for s in running)
         for s in running:
-            assert s.status is Status.RUNNING and s.computed <= s.planned <= len(s.table) * size, f"{s.id}: positions out of order"
+            assert s.status is Status.RUNNING and s.computed <= s.planned <= len(s.table) * size, (
+                f"{s.id}: positions out of order"
+            )
             assert s.inflight or s.planned == s.computed, f"{s.id}: planned drifted from computed"
             assert 0 <= s.inflight <= self.schedule.depth, f"{s.id}: {s.inflight} steps in flight"
             assert s.planned < s.limit, f"{s.id}: planned beyond its limit"

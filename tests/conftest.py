@@ -1,0 +1,41 @@
+"""What every test runs under: one thread a worker, no downloads, no time limits that a busy machine would break.
+
+Imports nothing but pytest and the standard library, because the GPU reference machine has little more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
+
+# Read by libraries when they are first imported, hence set here and for the processes that tests start.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")  # `make test` runs one worker a core: more threads only get in each other's way
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run without a GPU, slowly
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # A deadline would test the machine; a fixed seed makes a failure appear for everybody or for nobody.
+    settings.register_profile("octavo", deadline=None, derandomize=True)
+    settings.load_profile("octavo")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tensors live in this run: "cpu", or what OCTAVO_TEST_DEVICE says."""
+    return DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if DEVICE == "cpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: run `make test-gpu`"))

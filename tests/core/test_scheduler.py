@@ -1,0 +1,174 @@
+"""What the scheduler decides, plan by plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo.core.engine import Engine
+from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
+from octavo.types import Output, Plan, Request, SamplingParams, StepResult
+from tests import oracle
+from tests.workloads import make_engine
+
+
+def request(name: str, length: int, max_tokens: int = 8, **options: object) -> Request:
+    g = random.Random(name)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, **options)  # type: ignore[arg-type]
+    return Request(name, [g.randrange(1, oracle.VOCAB) for _ in range(length)], params)
+
+
+def drain(engine: Engine, limit: int = 1000) -> dict[tuple[str, int], list[int]]:
+    got: dict[tuple[str, int], list[int]] = {}
+    while not engine.idle:
+        for out in engine.step():
+            got.setdefault((out.request_id, out.index), []).extend(out.tokens)
+        engine.scheduler.check()
+        limit -= 1
+        assert limit > 0, "no progress"
+    return got
+
+
+def test_decoding_comes_first_and_a_long_prompt_takes_what_is_left() -> None:
+    engine = make_engine(50, 4, rows=4, budget=10, depth=1, max_len=100)
+    engine.add(request("short", 3, max_tokens=20))
+    engine.step()
+    engine.add(request("long", 40))
+    plan = engine.scheduler.plan()
+    assert [(i.num, i.sample) for i in plan.items] == [(1, True), (9, False)]
+
+
+def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
+    engine = make_engine(50, 4, rows=4, budget=7, depth=1, max_len=100)
+    for name in "abc":
+        engine.add(request(name, 23))
+    starts: dict[int, int] = {}
+    launch = engine.runner.launch
+
+    def watched(plan: Plan) -> object:
+        assert plan.num_tokens <= 7
+        for item in plan.items:
+            if item.start is not None:
+                assert item.start == starts.get(item.seq, 0)
+                starts[item.seq] = item.start + item.num
+        return launch(plan)
+
+    engine.runner.launch = watched  # type: ignore[method-assign, assignment]
+    drain(engine)
+    assert list(starts.values()) == [23, 23, 23]
+
+
+@pytest.mark.parametrize(
+    "asked,error,says",
+    [
+        (request("x", 60), ContextLengthExceeded, "60 tokens, but the context holds 60"),
+        (request("x", 50, max_tokens=10), KVCapacityExceeded, "'x' needs 15 KV blocks of 4.*pool has 10.*lower max_tokens to 0"),
+        (request("x", 30, max_tokens=20), KVCapacityExceeded, "lower max_tokens to 11"),
+        (Request("x", [], SamplingParams()), InvalidRequest, "empty"),
+        (Request("x", [oracle.VOCAB], SamplingParams()), InvalidRequest, "token id 50"),
+        (Request("x", [True], SamplingParams()), InvalidRequest, "token id True"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(asked: Request, error: type, says: str) -> None:
+    engine = make_engine(10, 4, rows=2, budget=8, depth=1)
+    engine.add(request("good", 10))
+    with pytest.raises(error, match=says):
+        engine.add(asked)
+    assert list(drain(engine)) == [("good", 0)]
+
+
+def test_a_running_id_cannot_be_used_again() -> None:
+    engine = make_engine(10, 4, rows=2, budget=8, depth=1)
+    engine.add(request("a", 3))
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.add(request("a", 3))
+    drain(engine)
+    engine.add(request("a", 3))
+    drain(engine)
+
+
+def test_exactly_as_many_blocks_as_it_needs_are_enough() -> None:
+    asked = request("x", 9, max_tokens=8)  # 17 tokens, the last never computed: 16 positions in 4 blocks of 4
+    for depth in (1, 2, 3):
+        engine = make_engine(4, 4, rows=2, budget=8, depth=depth)
+        engine.add(asked)
+        assert drain(engine)[("x", 0)] == oracle.generate(asked.prompt, asked.params, 1)
+
+
+def test_forks_compute_the_prompt_once_and_copy_one_block_each_but_the_last() -> None:
+    engine = make_engine(50, 4, rows=8, budget=32, depth=1)
+    engine.add(request("x", 11, max_tokens=1, n=4))
+    drain(engine)
+    count = engine.scheduler.count
+    assert count.computed_tokens == 10 + 4, "all but the last token once, the last by each"
+    assert count.copies == 3
+
+
+def test_a_finished_request_serves_the_next_one() -> None:
+    engine = make_engine(50, 4, rows=8, budget=32, depth=1)
+    asked = request("x", 16, max_tokens=4)
+    for name in "xy":
+        engine.add(Request(name, asked.prompt, asked.params))
+        drain(engine)
+    assert engine.scheduler.count.cached_tokens == 12, "three of four blocks: one token must be computed"
+    engine.add(Request("z", asked.prompt, asked.params, cache_salt="somebody else"))
+    drain(engine)
+    assert engine.scheduler.count.cached_tokens == 12
+
+
+def test_every_completion_of_an_aborted_request_ends() -> None:
+    engine = make_engine(50, 4, rows=8, budget=8, depth=2)
+    engine.add(request("x", 20, n=3))
+    engine.step()
+    out = engine.abort("x")
+    assert [(o.index, o.finish_reason) for o in out] == [(0, "abort"), (1, "abort"), (2, "abort")]
+    assert engine.abort("x") == [] and drain(engine) == {}
+    engine.scheduler.check()
+
+
+class Failing:
+    """A runner that fails on chosen steps, at launch or when its result is read."""
+
+    def __init__(self, runner: object, at_launch: set[int], at_wait: set[int]):
+        self.runner, self.at_launch, self.at_wait, self.step = runner, at_launch, at_wait, 0
+
+    def launch(self, plan: Plan) -> object:
+        self.step += 1
+        if self.step in self.at_launch:
+            raise RuntimeError("launch")
+        handle = self.runner.launch(plan)  # type: ignore[attr-defined]
+        if self.step in self.at_wait:
+            handle.wait = self._fail
+        return handle
+
+    def _fail(self) -> StepResult:
+        raise RuntimeError("wait")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("when", ["at_launch", "at_wait"])
+def test_a_failing_step_ends_its_requests_and_the_rest_go_on(depth: int, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = [request(f"r{i}", 12, max_tokens=6, n=1 + i % 2) for i in range(6)]
+    for step in range(1, 14):
+        engine = make_engine(30, 4, rows=2, budget=12, depth=depth)
+        engine.runner = Failing(engine.runner, **{"at_launch": set(), "at_wait": set(), when: {step}})  # type: ignore[assignment]
+        for r in asked:
+            engine.add(r)
+        ends: dict[tuple[str, int], Output] = {}
+        got: dict[tuple[str, int], list[int]] = {}
+        for _ in range(500):
+            for out in engine.step():
+                got.setdefault((out.request_id, out.index), []).extend(out.tokens)
+                if out.finish_reason:
+                    assert (out.request_id, out.index) not in ends
+                    ends[out.request_id, out.index] = out
+            engine.scheduler.check()
+            if engine.idle:
+                break
+        assert len(ends) == 9 and engine.idle
+        failed = {key for key, out in ends.items() if out.finish_reason == "error"}
+        assert failed and len(failed) < 9
+        for (name, index), tokens in got.items():
+            want = oracle.generate(asked[int(name[1:])].prompt, asked[int(name[1:])].params, 1, index)
+            assert tokens == (want if (name, index) not in failed else want[: len(tokens)])

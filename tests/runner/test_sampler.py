@@ -1,0 +1,179 @@
+"""The sampler alone: what each parameter does, that rows do not touch each other, that frequencies are right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from octavo.runner import sampler
+from octavo.runner.rows import Rows
+from octavo.runner.transfer import Upload
+from octavo.types import NewRow, Plan, SamplingParams
+
+VOCAB = 97
+
+
+def choose(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    tokens: list[list[int]] | None = None,
+    prompt_lens: list[int] | None = None,
+    seeds: list[int] | None = None,
+    stop_ids: frozenset[int] = frozenset(),
+) -> list[int]:
+    """Sample one token a row through the same staging that the runner uses."""
+    n = len(params)
+    tokens = tokens or [[1, 2, 3]] * n
+    prompt_lens = prompt_lens or [len(t) for t in tokens]
+    seeds = seeds or [p.seed or 0 for p in params]
+    state = Rows(n, 64, 16, torch.device("cpu"))
+    rows = [NewRow(i, 0, i, tokens[i], 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]) for i in range(n)]
+    up = Upload()
+    changes = state.stage(Plan(1, rows=rows), up)
+    job = sampler.SampleJob.stage(list(range(n)), max(map(len, tokens)), state, up)
+    shipped = up.ship(torch.device("cpu"))
+    state.apply(changes, shipped)
+    lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int32)
+    return sampler.sample(logits.float().clone(), lengths, job, state, shipped).tolist()
+
+
+def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    logits = random_logits(8)
+    assert choose(logits, [SamplingParams(temperature=0)] * 8) == logits.argmax(1).tolist()
+
+
+def test_top_k_of_one_takes_the_likeliest_at_any_temperature() -> None:
+    logits = random_logits(8)
+    assert choose(logits, [SamplingParams(temperature=5.0, top_k=1, seed=i) for i in range(8)]) == logits.argmax(1).tolist()
+
+
+def test_a_row_is_the_same_alone_and_among_others() -> None:
+    logits = random_logits(6)
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0),
+        SamplingParams(seed=3, top_k=5),
+        SamplingParams(seed=4, top_p=0.5, repetition_penalty=1.3),
+        SamplingParams(seed=5, min_p=0.1, logit_bias={4: 3.0}),
+        SamplingParams(seed=6, temperature=1.7, presence_penalty=1.0, allowed_token_ids=[3, 5, 8, 13, 21]),
+    ]
+    together = choose(logits, params)
+    alone = [choose(logits[i : i + 1], params[i : i + 1])[0] for i in range(6)]
+    assert together == alone
+
+
+def test_the_draw_depends_on_seed_and_position_alone() -> None:
+    logits = torch.zeros(1, VOCAB)
+    a = choose(logits, [SamplingParams(seed=7)], tokens=[[1, 2, 3]])
+    assert a == choose(logits, [SamplingParams(seed=7)], tokens=[[9, 8, 7]], prompt_lens=[1])
+    seeds = {choose(logits, [SamplingParams(seed=s)])[0] for s in range(50)}
+    positions = {choose(logits, [SamplingParams(seed=7)], tokens=[[1] * n])[0] for n in range(1, 50)}
+    high_bits = {choose(logits, [SamplingParams(seed=7 + (s << 32))])[0] for s in range(50)}
+    assert min(len(seeds), len(positions), len(high_bits)) > 25
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    """Chi-squared over 20,000 draws at different seeds and positions."""
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
+    n = 20_000
+    low = torch.arange(n, dtype=torch.int32) // 100
+    noise = sampler.gumbel(low, torch.zeros_like(low), torch.arange(n, dtype=torch.int32) % 100, 12)
+    counts = torch.bincount((logits + noise).argmax(1), minlength=12).double()
+    expected = logits.double().softmax(0) * n
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert chi2 < 31.3, f"chi-squared {chi2:.1f} with 11 degrees of freedom: less than one chance in a thousand"
+
+
+def test_noise_is_finite_and_gumbel() -> None:
+    key = torch.arange(64, dtype=torch.int32)
+    noise = sampler.gumbel(key, key * 3, key * 7, 5000).double()
+    assert noise.isfinite().all()
+    assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.03
+    flat = noise.reshape(-1)
+    assert abs(float(torch.corrcoef(torch.stack([flat[:-1], flat[1:]]))[0, 1])) < 0.01
+
+
+@pytest.mark.parametrize("top_k,top_p,min_p", [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.05), (20, 0.7, 0.02), (0, 0.999, 0.0)])
+def test_what_is_kept_equals_transformers(top_k: int, top_p: float, min_p: float) -> None:
+    logits = random_logits(40, seed=2)
+    want = logits.clone()
+    if top_k:
+        want = hf.TopKLogitsWarper(top_k)(None, want)
+    if top_p < 1:
+        want = hf.TopPLogitsWarper(top_p)(None, want)
+    if min_p:
+        want = hf.MinPLogitsWarper(min_p)(None, want)
+    n = len(logits)
+    k = torch.full((n,), top_k if top_k else 2**31 - 1)
+    got = sampler.keep_likely(logits, k, torch.full((n,), top_p), torch.full((n,), min_p))
+    torch.testing.assert_close(got, want)
+
+
+def test_the_token_that_crosses_top_p_is_kept() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    k = torch.tensor([2**31 - 1])
+    for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.9, 3), (0.96, 4), (1e-9, 1)):
+        got = sampler.keep_likely(logits, k, torch.tensor([top_p]), torch.tensor([0.0]))
+        assert int(got.isfinite().sum()) == kept, top_p
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    logits = random_logits(3, seed=3)
+    tokens = torch.tensor([[1, 5, 5, 9], [3, 3, 3, 3], [0, 96, 40, 2]])
+    want = hf.RepetitionPenaltyLogitsProcessor(1.7)(tokens, logits.clone())
+    three = torch.full((3,), 0.0)
+    lengths = torch.full((3,), 4)
+    got = sampler.penalise(logits, tokens, torch.full((3,), 2), lengths, three, three, torch.full((3,), 1.7))
+    torch.testing.assert_close(got, want)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    logits = torch.zeros(1, VOCAB)
+    tokens = torch.tensor([[4, 4, 6, 6, 7, 50, 50]])  # prompt 4 4, output 6 6 7; 50 is stale memory behind the end
+    got = sampler.penalise(
+        logits, tokens, torch.tensor([2]), torch.tensor([5]), torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([1.0])
+    )
+    assert got[0, 4] == 0 and got[0, 50] == 0
+    assert got[0, 6] == -1.0 and got[0, 7] == -0.75
+
+
+def test_logit_bias_forces_and_forbids() -> None:
+    logits = random_logits(2, seed=4)
+    best = int(logits[1].argmax())
+    got = choose(
+        logits, [SamplingParams(temperature=0, logit_bias={11: 100}), SamplingParams(temperature=0, logit_bias={best: -100})]
+    )
+    assert got[0] == 11 and got[1] == int(logits[1].topk(2).indices[1])
+
+
+def test_allowed_token_ids_are_the_only_ones() -> None:
+    logits = random_logits(200, seed=5)
+    got = choose(logits, [SamplingParams(seed=i, temperature=3.0, allowed_token_ids=[2, 30]) for i in range(200)])
+    assert set(got) == {2, 30}
+
+
+def test_stop_ids_wait_for_min_tokens() -> None:
+    logits = torch.full((2, VOCAB), -1.0)
+    logits[:, 8], logits[:, 9] = 5.0, 4.0
+    params = [SamplingParams(temperature=0, min_tokens=2)] * 2
+    got = choose(logits, params, tokens=[[1, 2, 3], [1, 2, 3]], prompt_lens=[2, 1], stop_ids=frozenset([8]))
+    assert got == [9, 8], "one token said: too early to stop; two said: free to"
+
+
+def test_logprobs_are_of_the_model_and_ranked() -> None:
+    logits = random_logits(3, seed=6)
+    tokens = torch.tensor([5, int(logits[1].argmax()), 7])
+    parts = sampler.logprobs_of(logits, tokens, 4)
+    want = logits.log_softmax(1)
+    records = sampler.as_records(tokens.tolist(), list(parts), [4, 2, 0])
+    assert [len(r.top) for r in records] == [4, 2, 0]
+    assert records[1].rank == 1 and records[1].top[0] == (records[1].token, pytest.approx(float(want[1].max())))
+    for r, row in zip(records, want, strict=True):
+        assert r.logprob == pytest.approx(float(row[r.token])) and r.rank == 1 + int((row > row[r.token]).sum())

@@ -1,0 +1,355 @@
+"""The in-process API on real (tiny, random) models: the same tokens as transformers, whatever the engine does inside."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded, NotEnoughMemory
+from octavo.memory import size_pool
+from tests import tiny
+
+GREEDY = dict(temperature=0.0, ignore_eos=True)
+
+
+def make(architecture: str = "llama", **options: Any) -> LLM:
+    options = {"max_model_len": 200, "max_num_seqs": 8, "progress": False, "num_gpu_blocks_override": 200, **options}
+    return LLM(tiny.model_dir(architecture), **options)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make()
+
+
+def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    g = random.Random(seed)
+    shared = [g.randrange(250) for _ in range(40)]
+    return [shared[: g.randrange(40)] + [g.randrange(250) for _ in range(g.randrange(1, longest - 39))] for _ in range(count)]
+
+
+def ids_of(outputs: list) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def blocks_in_use(llm: LLM) -> int:
+    return sum(r > 0 for r in llm.engine.scheduler.pool.refs)
+
+
+# ---- the same tokens, whatever happens inside -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_a_batch_equals_the_naive_loop(architecture: str) -> None:
+    """Chunked prompts, a pool too small for all of them, shared prefixes, steps in flight: token for token."""
+    many = prompts(7)
+    want = [tiny.hf_greedy(architecture, p, 12) for p in many]
+    params = SamplingParams(max_tokens=12, **GREEDY)
+    for options in (
+        dict(),
+        dict(max_num_batched_tokens=9, depth=2),
+        dict(num_gpu_blocks_override=6, block_size=16, depth=3, max_num_batched_tokens=16),
+        dict(num_gpu_blocks_override=19, block_size=4, enable_prefix_caching=False, depth=2),
+    ):
+        llm = make(architecture, **options)
+        assert ids_of(llm.generate(many, params)) == want, options
+        assert ids_of(llm.generate(many, params)) == want, ("again, from the prefix cache", options)
+        llm.engine.scheduler.check()
+        assert blocks_in_use(llm) == 0
+
+
+def sampled(llm: LLM, many: list[list[int]]) -> list[list[list[int]]]:
+    each = [
+        SamplingParams(max_tokens=10, seed=i, n=1 + 2 * (i % 2), ignore_eos=True, temperature=0.5 + 0.1 * i, top_p=0.9,
+                       repetition_penalty=1.2 if i % 3 == 0 else 1.0, top_k=20 if i % 2 else 0)
+        for i in range(len(many))
+    ]  # fmt: skip
+    return [[c.token_ids for c in o.outputs] for o in llm.generate(many, each)]
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_schedule() -> None:
+    many = prompts(6, seed=1)
+    want = sampled(make(), many)
+    assert len({tuple(t) for c in want for t in c}) > 6
+    for seed in range(8):
+        g = random.Random(seed)
+        options = dict(
+            block_size=g.choice([4, 16]),
+            num_gpu_blocks_override=g.choice([20, 40, 300]),
+            max_num_seqs=g.choice([3, 8]),
+            max_num_batched_tokens=g.choice([8, 17, 512]),
+            depth=g.choice([1, 2, 3]),
+            enable_prefix_caching=g.random() < 0.5,
+        )
+        llm = make(**options)
+        assert sampled(llm, many) == want, options
+        alone = [sampled(llm, many[: i + 1])[i] for i in (0, 3)]
+        assert alone == [want[0], want[3]], options
+
+
+def test_six_blocks_are_enough() -> None:
+    """Four requests of 32 tokens in a pool of 6 blocks: the same tokens; one of 7 blocks is refused by name."""
+    four = [p[:20] for p in prompts(4, seed=2)]
+    params = SamplingParams(max_tokens=32, **GREEDY)
+    want = ids_of(make(num_gpu_blocks_override=1000).generate(four, params))
+    llm = make(num_gpu_blocks_override=6)
+    streams = [llm.stream(p, params) for p in four]
+    got: list[list[int]] = [next(s).token_ids for s in streams]
+    with pytest.raises(KVCapacityExceeded, match=r"needs 7 KV blocks of 16 .* the pool has 6"):
+        llm.generate([list(range(66))], SamplingParams(max_tokens=32))
+    for tokens, stream in zip(got, streams, strict=True):
+        for piece in stream:
+            tokens += piece.token_ids
+    assert got == want
+    assert llm.engine.scheduler.count.preemptions > 0, "the pool was meant to be too small"
+
+
+def test_the_same_prompt_again_reuses_its_blocks(llm: LLM) -> None:
+    llm = make(max_model_len=600, num_gpu_blocks_override=100)
+    prompt = [i * 7 % 251 for i in range(512)]
+    params = SamplingParams(max_tokens=4, **GREEDY)
+    first, second = (llm.generate([prompt], params)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 31 * 16, "31 of 32 blocks: the last token must be computed"
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_requests_of_one_call_do_not_depend_on_each_other(llm: LLM) -> None:
+    many = prompts(5, seed=3)
+    params = SamplingParams(max_tokens=6, **GREEDY)
+    assert ids_of(llm.generate(many, params)) == [ids_of(llm.generate([p], params))[0] for p in many]
+
+
+# ---- what comes back ------------------------------------------------------------------------------------
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    ids = llm.get_tokenizer().encode("hello")
+    want = ids_of(llm.generate("hello", params))
+    assert want == ids_of(llm.generate(["hello"], params))
+    assert want == ids_of(llm.generate(ids, params)) == ids_of(llm.generate([ids], params))
+    assert want == ids_of(llm.generate({"prompt_token_ids": ids}, params)) == ids_of(llm.generate([{"prompt": "hello"}], params))
+    assert want == ids_of(llm.generate(prompt_token_ids=[ids], sampling_params=params))
+    out = llm.generate(["hello", ids], [params, params])
+    assert [o.prompt for o in out] == ["hello", None] and [o.prompt_token_ids for o in out] == [ids, ids]
+
+
+def test_logprobs_equal_transformers(llm: LLM) -> None:
+    prompt = prompts(1, seed=4)[0]
+    out = llm.generate([prompt], SamplingParams(max_tokens=5, seed=3, logprobs=3, prompt_logprobs=2, ignore_eos=True))[0]
+    done = out.outputs[0]
+    want = tiny.hf_logits("llama", prompt + done.token_ids).log_softmax(-1)
+    assert done.logprobs is not None and out.prompt_logprobs is not None
+    total = 0.0
+    for k, (token, at) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
+        row = want[len(prompt) + k - 1]
+        assert at[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert at[token].rank == 1 + int((row > row[token]).sum())
+        assert set(row.topk(3).indices.tolist()) <= set(at) and 3 <= len(at) <= 4
+        total += at[token].logprob
+    assert done.cumulative_logprob == pytest.approx(total)
+    assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == len(prompt)
+    for p in range(1, len(prompt)):
+        at = out.prompt_logprobs[p] or {}
+        assert at[prompt[p]].logprob == pytest.approx(float(want[p - 1, prompt[p]]), abs=1e-4)
+        assert set(want[p - 1].topk(2).indices.tolist()) <= set(at)
+
+
+def test_prompt_logprobs_are_whole_when_the_prompt_is_chunked_or_cached() -> None:
+    prompt = prompts(1, seed=5)[0][:50]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, n=2, **GREEDY)
+    want = make().generate([prompt], params)[0].prompt_logprobs
+    llm = make(max_num_batched_tokens=8, depth=2)
+    for _ in range(2):
+        got = llm.generate([prompt], params)[0].prompt_logprobs
+        assert got is not None and want is not None and got[0] is None
+        for a, b, token in zip(got[1:], want[1:], prompt[1:], strict=True):
+            assert a is not None and b is not None and a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+
+
+def test_n_completions_share_the_prompt_and_differ(llm: LLM) -> None:
+    out = llm.generate([prompts(1, seed=6)[0]], SamplingParams(n=4, seed=1, temperature=1.5, max_tokens=8, ignore_eos=True))[0]
+    assert [c.index for c in out.outputs] == [0, 1, 2, 3]
+    assert len({tuple(c.token_ids) for c in out.outputs}) == 4
+
+
+def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={tiny.EOS: 100}, min_tokens=3)
+    done = llm.generate(["hi"], params)[0].outputs[0]
+    assert done.token_ids[-1] == tiny.EOS and len(done.token_ids) == 4 and done.finish_reason == "stop"
+    assert done.stop_reason is None and "eos" not in done.text
+    ignored = llm.generate(["hi"], SamplingParams(temperature=0, max_tokens=5, logit_bias={tiny.EOS: 100}, ignore_eos=True))
+    assert ids_of(ignored) == [[tiny.EOS] * 5] and ignored[0].outputs[0].finish_reason == "length"
+
+
+def test_a_stop_token_is_reported(llm: LLM) -> None:
+    token = llm.generate(["hi"], SamplingParams(max_tokens=4, **GREEDY))[0].outputs[0].token_ids[2]
+    done = llm.generate(["hi"], SamplingParams(max_tokens=9, stop_token_ids=[token], **GREEDY))[0].outputs[0]
+    assert done.finish_reason == "stop" and done.stop_reason == token and done.token_ids[-1] == token
+
+
+def letters(llm: LLM, text: str) -> dict[int, float]:
+    """A bias that leaves only these letters to choose from."""
+    return {t: 50.0 for t in llm.get_tokenizer().encode(text)}
+
+
+def test_stop_strings_cut_exactly_and_end_the_request(llm: LLM) -> None:
+    free = SamplingParams(max_tokens=60, seed=5, logit_bias=letters(llm, "abc"), ignore_eos=True)
+    whole = llm.generate(["x"], free)[0].outputs[0]
+    assert set(whole.text) == set("abc") and len(whole.text) == 60
+    stop = whole.text[20:23]
+    at = whole.text.index(stop)
+    for include, depth in ((False, 1), (True, 3)):
+        llm2 = llm if depth == 1 else make(depth=depth)
+        params = SamplingParams(
+            max_tokens=60,
+            seed=5,
+            logit_bias=letters(llm, "abc"),
+            ignore_eos=True,
+            stop=[stop],
+            include_stop_str_in_output=include,
+        )
+        done = llm2.generate(["x"], params)[0].outputs[0]
+        assert done.text == whole.text[: at + 3 * include] and (done.finish_reason, done.stop_reason) == ("stop", stop)
+        assert done.token_ids == whole.token_ids[: at + 3]
+        assert "".join(p.text for p in llm2.stream("x", params)) == done.text
+        assert (blocks_in_use(llm2) == 0 and llm2.engine.idle) or llm2.step() == []
+
+
+def test_chat_is_the_template_and_a_completion(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, **GREEDY)
+    messages = [{"role": "user", "content": "hi <|end|>"}]
+    ids = llm.encode_chat(messages)
+    special = {"<|user|>": 259, "<|end|>": 258, "<|assistant|>": 260}
+    assert ids[0] == special["<|user|>"] and ids[-2:] == [special["<|end|>"], special["<|assistant|>"]]
+    assert ids.count(special["<|end|>"]) == 1, "a user cannot end the turn"
+    assert ids_of(llm.chat(messages, params)) == ids_of(llm.generate([ids], params))
+    assert ids_of(llm.chat([messages, messages], params)) == 2 * ids_of(llm.generate([ids], params))
+
+
+# ---- streams --------------------------------------------------------------------------------------------
+
+
+def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, seed=2, n=2, logprobs=0)
+    whole = llm.generate(["héllo"], params)[0]
+    pieces = list(llm.stream("héllo", params))
+    for completion in whole.outputs:
+        mine = [p for p in pieces if p.index == completion.index]
+        assert [t for p in mine for t in p.token_ids] == completion.token_ids
+        assert "".join(p.text for p in mine) == completion.text
+        assert mine[-1].finish_reason == completion.finish_reason and all(p.finish_reason is None for p in mine[:-1])
+        assert math.fsum(p.cumulative_logprob or 0 for p in mine) == pytest.approx(completion.cumulative_logprob)
+
+
+def test_two_streams_at_once_and_one_is_left(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, **GREEDY)
+    want = llm.generate(["one"], params)[0].outputs[0].token_ids
+    a, b = llm.stream("one", params), llm.stream("two", params)
+    got = list(next(a).token_ids)
+    next(b)
+    b.close()
+    for piece in a:
+        got += piece.token_ids
+    assert got == want and blocks_in_use(llm) == 0 and not llm.engine.scheduler.live
+
+
+# ---- bad input ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt,params,error,says",
+    [
+        ([1] * 200, {}, ContextLengthExceeded, "200 tokens, but the context holds 200"),
+        ([5, 300], {}, InvalidRequest, r"token id 300.*0\.\.299"),
+        ([5, -1], {}, InvalidRequest, "token id -1"),
+        ([], {}, InvalidRequest, "empty"),
+        ([1.5], {}, InvalidRequest, "text or a list of token ids"),
+        ([1], dict(stop_token_ids=[300]), InvalidRequest, "stop_token_ids names token 300"),
+        ([1], dict(logit_bias={999: 1.0}), InvalidRequest, "logit_bias names token 999"),
+    ],
+)
+def test_a_bad_request_is_refused_and_harms_nobody(llm: LLM, prompt: Any, params: Any, error: type, says: str) -> None:
+    good = SamplingParams(max_tokens=8, **GREEDY)
+    want = ids_of(llm.generate(["good"], good))
+    other = llm.stream("good", good)
+    got = list(next(other).token_ids)
+    with pytest.raises(error, match=says):
+        llm.generate([[1, 2, 3], prompt], SamplingParams(max_tokens=4, **params))
+    for piece in other:
+        got += piece.token_ids
+    assert [got] == want == ids_of(llm.generate(["good"], good))
+    assert blocks_in_use(llm) == 0 and llm.engine.idle
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(temperature=float("nan")), dict(temperature=-1), dict(temperature=float("inf")), dict(top_p=0), dict(top_p=1.1),
+        dict(top_k=-2), dict(top_k=1.5), dict(min_p=-0.1), dict(n=0), dict(n=1000), dict(max_tokens=0), dict(max_tokens=True),
+        dict(min_tokens=5, max_tokens=4), dict(repetition_penalty=0), dict(presence_penalty=3), dict(seed=1.5),
+        dict(frequency_penalty=float("nan")),
+        dict(stop=""), dict(stop=["a", ""]), dict(stop=["a"], detokenize=False), dict(logprobs=21), dict(logprobs=-1),
+        dict(prompt_logprobs="x"), dict(logit_bias={1: float("nan")}), dict(logit_bias={"x": 1}), dict(logit_bias=3),
+        dict(allowed_token_ids=[]), dict(stop_token_ids=[-1]),
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_refused_by_name(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        SamplingParams(**params)
+    assert error.value.param in params
+
+
+def test_parameters_changed_after_construction_are_checked_again(llm: LLM) -> None:
+    params = SamplingParams()
+    params.temperature = float("nan")
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.generate(["x"], params)
+
+
+def test_options_that_cannot_be_honoured_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="quantization"):
+        make(quantization="awq")
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size"):
+        make(tensor_parallel_size=2)
+    with pytest.raises(InvalidRequest, match="depth"):
+        make(depth=4)
+    with pytest.raises(InvalidRequest, match="beyond the model's 1024 positions"):
+        make(max_model_len=1025)
+
+
+def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_token = 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, dim, bytes
+    monkeypatch.setattr("octavo.llm.kv_budget", lambda *_: 100 * 16 * per_token)
+    with pytest.raises(NotEnoughMemory, match="1700 needs .* memory holds 100: max_model_len=1600 would work") as _:
+        size_pool(replace(make().config, max_position=2000), 16, "float32", 100 * 16 * per_token, 8, 1700, None)
+    assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 1024
+    monkeypatch.setattr("octavo.llm.kv_budget", lambda *_: 10 * 16 * per_token)
+    assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 161
+    monkeypatch.setattr("octavo.llm.kv_budget", lambda *_: 0)
+    with pytest.raises(NotEnoughMemory, match="no memory is left for KV"):
+        make(num_gpu_blocks_override=None)
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=5, **GREEDY)
+    want = ids_of(llm.generate(["good"], params))
+    forward = llm.model.forward
+
+    def broken(*args: Any) -> torch.Tensor:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(llm.model, "forward", broken)
+    failed = llm.generate(["bad", "worse"], params)
+    assert all(o.outputs[0].finish_reason == "error" and "on fire" in (o.error or "") for o in failed)
+    monkeypatch.setattr(llm.model, "forward", forward)
+    assert ids_of(llm.generate(["good"], params)) == want
+    llm.engine.scheduler.check()
+    assert blocks_in_use(llm) == 0
