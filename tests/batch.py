@@ -52,6 +52,7 @@ def make_batch(
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor([start + len(tokens) for tokens, start in chunks], dtype=torch.int32, device=device),
         block_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device),
+        rows=torch.arange(len(tables), dtype=torch.int32, device=device),
         logit_rows=torch.arange(len(ids), device=device),
         spans=spans,
     )

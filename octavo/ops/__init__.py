@@ -34,7 +34,8 @@ class ForwardBatch:
     kv_slots: Tensor  # [T] slot = block * B + offset, where each token's K and V go (int64)
     query_start: Tensor  # [S + 1] packed offsets
     seq_lens: Tensor  # [S] positions readable after this step's writes: the last token's position + 1
-    block_table: Tensor  # [S, W] physical block of each logical block; entries past the sequence are any valid block
+    block_table: Tensor  # [rows, W] physical block of each logical block; entries past a sequence's end are any valid block
+    rows: Tensor  # [S] which row of block_table is each item's
     logit_rows: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
     spans: list[Span]  # [S] the host's view
     # What a backend derives from the fields above once and every layer reads (masks, write targets). A batch is one step's.
@@ -64,7 +65,8 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual (or x, where there is none yet); returns (norm(residual'), residual')"""
+        """residual' = x + residual (or x, where there is none yet); returns (norm(residual'), residual'). What `residual`
+        was is gone: its memory may be reused."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -101,6 +103,14 @@ class Ops(Protocol):
     def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
         """Causal attention of q [T, Hq, D] over the paged kv [N, 2, Hk, B, D] -> [T, Hq, D]. Query head h reads key head
         h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all)."""
+        ...
+
+    def choose(
+        self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
+    ) -> Tensor:
+        """Draw a token from softmax(logits / temperature) for each of logits [R, vocab]; temperature 0 takes the likeliest.
+        rows [R] says which entries of temperature (float32) and the seed's halves are whose; position [R] is the new
+        token's. The draw is a function of (logits, temperature, seed, position). Returns [R] int32."""
         ...
 
 

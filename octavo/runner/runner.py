@@ -84,10 +84,10 @@ class Runner:
 
         index = shipped[sampled_at].long()
         lengths = batch.seq_lens[index]
-        logits = self.model.logits(hidden[batch.logit_rows]).float()
+        logits = self.model.logits(hidden[batch.logit_rows])
         which = shipped[asked_at].long()
-        raw = logits[which] if asked else None  # sampling overwrites logits
-        tokens = sample(logits, lengths, job, self.rows, shipped)
+        raw = logits[which] if asked else None  # sampling may overwrite logits
+        tokens = sample(logits, lengths, job, self.rows, shipped, self.model.ops)
         self.rows.tokens[item_rows[index], lengths.long()] = tokens
         logprobs = None
         if raw is not None:
@@ -116,14 +116,14 @@ class Runner:
         for item in items:
             spans.append(Span(first, item.num, item.end))
             first += item.num
-        width = -(-max(span.end for span in spans) // size)
         return ForwardBatch(
             ids=self.rows.tokens[token_rows, positions].long(),
             positions=positions,
             kv_slots=blocks * size + positions % size,
             query_start=query_start,
             seq_lens=start + nums,
-            block_table=self.rows.table[item_rows, :width],
+            block_table=self.rows.table,
+            rows=rows,
             logit_rows=logit_rows.long(),
             spans=spans,
         )

@@ -4,7 +4,7 @@ A token depends on (logits, parameters, seed, position) and on nothing else: not
 was cut into steps. The noise for the choice is a hash of (seed, position, token), so a step that is run again draws
 the same token, on any device.
 
-    choice = argmax(logits / temperature + gumbel)     which samples from softmax(logits / temperature)
+    choice = argmax(logits / temperature + gumbel)     which samples from softmax(logits / temperature): ops.choose
 """
 
 from __future__ import annotations
@@ -14,27 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.ops import Ops
 from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import TokenLogprobs
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits that scatters them well (xor-shift and multiply, twice). int32 in, int32 out."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * (0x846CA68B - 2**32)
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Noise [R, vocab] for seeds and positions [R] (int32). Finest where it is largest, which is where it decides."""
-    key = _mix(seed_low ^ _mix(seed_high ^ _mix(position)))
-    tokens = _mix(torch.arange(vocab_size, dtype=torch.int32, device=key.device))
-    bits = _mix(tokens[None, :] ^ key[:, None]).long() & 0xFFFFFFFF
-    uniform = bits.float() * 2.0**-32 + 2.0**-33
-    return -torch.log(-torch.log1p(-uniform))
 
 
 @dataclass(slots=True)
@@ -46,7 +29,7 @@ class SampleJob:
     penalised: list[int]  # indices into rows
     filtered: list[int]  # top-k, top-p or min-p
     allowed: list[int]
-    random: bool
+    plain: bool  # none of these, nor bias or banned tokens: the logits go straight to the choice
     slices: dict[str, slice]
 
     @staticmethod
@@ -72,14 +55,23 @@ class SampleJob:
             "permitted_row": up.ints([x[0] for x in permitted]),
             "permitted_token": up.ints([x[1] for x in permitted]),
         }
-        return SampleJob(rows, max_len, penalised, filtered, allowed, any(not p.greedy for p in params), slices)
+        plain = not (bias or banned or allowed or penalised or filtered)
+        return SampleJob(rows, max_len, penalised, filtered, allowed, plain, slices)
 
 
-def sample(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
-    """Tokens [R] (int32) from float32 logits [R, vocab], which are overwritten. lengths [R]: tokens known of each row."""
+def sample(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor, ops: Ops) -> Tensor:
+    """Tokens [R] (int32) from logits [R, vocab]. lengths [R]: tokens known of each row, so the new one's position."""
+    rows = shipped[job.slices["rows"]]
+    if not job.plain:
+        logits = adjust(logits.float(), lengths, job, state, shipped)
+    return ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], lengths)
+
+
+def adjust(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
+    """What the parameters make of float32 logits, before the choice. Overwrites them."""
     at = {name: shipped[s].long() for name, s in job.slices.items() if name != "bias_value"}
     ints, floats = state.ints[at["rows"]], state.floats[at["rows"]]
-    _, prompt_len, min_tokens, top_k, seed_low, seed_high = ints.unbind(1)
+    _, prompt_len, min_tokens, top_k, _, _ = ints.unbind(1)
     temperature, top_p, min_p, *penalties = floats.unbind(1)
     if job.penalised:
         i = at["penalised"]
@@ -97,15 +89,10 @@ def sample(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped
         early = lengths[i] - prompt_len[i] < min_tokens[i]
         kept = logits[i, at["banned_token"]]
         logits[i, at["banned_token"]] = torch.where(early, -torch.inf, kept)
-    if not job.random:
-        return logits.argmax(1).int()
-    greedy = temperature == 0
-    logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
     if job.filtered:
         i = at["filtered"]
-        logits[i] = keep_likely(logits[i], top_k[i], top_p[i], min_p[i])
-    noise = gumbel(seed_low, seed_high, lengths, logits.shape[1])
-    return (logits + noise.masked_fill(greedy[:, None], 0.0)).argmax(1).int()
+        logits[i] = keep_likely(logits[i], temperature[i], top_k[i], top_p[i], min_p[i])
+    return logits
 
 
 def penalise(
@@ -122,13 +109,13 @@ def penalise(
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
-def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def keep_likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Mask all but the top k, of those the fewest that reach top_p (the one that crosses it is kept), of those the ones
     at least min_p as likely as the first. Equal logits rank by token id."""
     ordered, index = logits.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
     ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
-    probs = ordered.softmax(1)
+    probs = (ordered / temperature[:, None]).softmax(1)
     before = probs.cumsum(1) - probs
     drop = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
     drop[:, 0] = False

@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
+from octavo.ops.reference import ReferenceOps, gumbel
 from octavo.runner import sampler
 from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import NewRow, Plan, SamplingParams
 
 VOCAB = 97
+OPS = ReferenceOps()
 
 
 def choose(
@@ -37,7 +39,7 @@ def choose(
     shipped = up.ship(torch.device("cpu"))
     state.apply(changes, shipped)
     lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int32)
-    return sampler.sample(logits.float().clone(), lengths, job, state, shipped).tolist()
+    return sampler.sample(logits.float().clone(), lengths, job, state, shipped, OPS).tolist()
 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -84,7 +86,7 @@ def test_frequencies_follow_the_softmax() -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
     n = 20_000
     low = torch.arange(n, dtype=torch.int32) // 100
-    noise = sampler.gumbel(low, torch.zeros_like(low), torch.arange(n, dtype=torch.int32) % 100, 12)
+    noise = gumbel(low, torch.zeros_like(low), torch.arange(n, dtype=torch.int32) % 100, 12)
     counts = torch.bincount((logits + noise).argmax(1), minlength=12).double()
     expected = logits.double().softmax(0) * n
     chi2 = float(((counts - expected) ** 2 / expected).sum())
@@ -93,7 +95,7 @@ def test_frequencies_follow_the_softmax() -> None:
 
 def test_noise_is_finite_and_gumbel() -> None:
     key = torch.arange(64, dtype=torch.int32)
-    noise = sampler.gumbel(key, key * 3, key * 7, 5000).double()
+    noise = gumbel(key, key * 3, key * 7, 5000).double()
     assert noise.isfinite().all()
     assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.03
     flat = noise.reshape(-1)
@@ -112,7 +114,7 @@ def test_what_is_kept_equals_transformers(top_k: int, top_p: float, min_p: float
         want = hf.MinPLogitsWarper(min_p)(None, want)
     n = len(logits)
     k = torch.full((n,), top_k if top_k else 2**31 - 1)
-    got = sampler.keep_likely(logits, k, torch.full((n,), top_p), torch.full((n,), min_p))
+    got = sampler.keep_likely(logits, torch.ones(len(logits)), k, torch.full((n,), top_p), torch.full((n,), min_p))
     torch.testing.assert_close(got, want)
 
 
@@ -120,7 +122,7 @@ def test_the_token_that_crosses_top_p_is_kept() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     k = torch.tensor([2**31 - 1])
     for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.9, 3), (0.96, 4), (1e-9, 1)):
-        got = sampler.keep_likely(logits, k, torch.tensor([top_p]), torch.tensor([0.0]))
+        got = sampler.keep_likely(logits, torch.ones(len(logits)), k, torch.tensor([top_p]), torch.tensor([0.0]))
         assert int(got.isfinite().sum()) == kept, top_p
 
 

@@ -1,0 +1,111 @@
+"""What a model is to the rest of Octavo. A new architecture is one file that subclasses CausalLM and registers itself.
+
+A model turns its config.json into a ModelConfig, builds its parameters, says where each checkpoint tensor goes, and
+computes hidden states for a ForwardBatch. It knows nothing of requests, scheduling or devices: `ops` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.config import ModelConfig
+from octavo.errors import UnknownArchitecture
+from octavo.ops import ForwardBatch, Ops
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where one checkpoint tensor goes: a view of a parameter, of the shape the tensor has after `transform`."""
+
+    dest: Tensor
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def fill(self, value: Tensor) -> None:
+        self.dest.copy_(value if self.transform is None else self.transform(value))
+
+
+class CausalLM(nn.Module):
+    """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        self.config, self.ops = config, ops
+
+    @classmethod
+    def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
+        """A ModelConfig from a config.json."""
+        raise NotImplementedError
+
+    def weight_map(self) -> dict[str, Slot]:
+        """Checkpoint tensor name -> where it goes. Exactly the tensors the model needs: the loader reports the rest."""
+        raise NotImplementedError
+
+    def canonical_name(self, name: str) -> str:
+        """A checkpoint's tensor name as weight_map() and ignored_weights() spell it, where checkpoints spell it in several
+        ways. The loader passes every name through it."""
+        return name
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Suffixes of checkpoint tensors that are known and not needed (saved buffers, a tied head saved twice)."""
+        return ()
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """kv [N, layers, 2, Hk, B, D]: the one KV tensor. Returns hidden states after the last norm, [T, hidden]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocab]"""
+        raise NotImplementedError
+
+    def finish_loading(self) -> None:
+        """Called once after all weights are in place."""
+
+
+class Registry:
+    """Architecture name, as in config.json's `architectures`, to class."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type[CausalLM]] = {}
+
+    def add(self, *names: str) -> Callable[[type[CausalLM]], type[CausalLM]]:
+        def register(cls: type[CausalLM]) -> type[CausalLM]:
+            for name in names:
+                self._classes[name] = cls
+            return cls
+
+        return register
+
+    def find(self, hf: dict[str, Any]) -> type[CausalLM]:
+        """The class for a config.json."""
+        names = hf.get("architectures") or []
+        for name in names:
+            if name in self._classes:
+                return self._classes[name]
+        asked = ", ".join(names) or f"none (model_type {hf.get('model_type')!r})"
+        raise UnknownArchitecture(
+            f"unknown architecture: {asked}. Supported: {', '.join(sorted(self._classes))}. "
+            "A new one is one file that subclasses octavo.model.base.CausalLM: see docs/models.md"
+        )
+
+    def parse(self, hf: dict[str, Any]) -> ModelConfig:
+        return self.find(hf).parse_config(hf)
+
+
+registry = Registry()
+
+
+def build(config: ModelConfig, cls: type[CausalLM], ops: Ops, dtype: torch.dtype, device: str) -> CausalLM:
+    """A model with its parameters allocated and not yet filled."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), torch.no_grad():
+            model = cls(config, ops)
+    finally:
+        torch.set_default_dtype(previous)
+    return model.eval().requires_grad_(False)

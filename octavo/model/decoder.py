@@ -1,0 +1,218 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Gemma 3: they differ by fields of ModelConfig and by nothing else.
+
+    hidden = embed(ids)
+    for each layer:   hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
+    logits = head(norm(hidden))
+
+The sum on the left is called `residual` below and is carried beside the latest addend, so that each addition happens in the
+same kernel as the norm that follows it. It must not know: batching, paging (ops does both), devices, checkpoint files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from octavo.config import ModelConfig, RopeConfig
+from octavo.errors import ModelError
+from octavo.model.base import CausalLM, Slot, registry
+from octavo.model.fields import Fields
+from octavo.model.layers import Embedding, Linear, norm_weight, pack_linears
+from octavo.model.rope import rope_config, rope_table
+from octavo.ops import ForwardBatch, Ops
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+# What a config.json may leave out, where the architecture's own default is not the common one.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {"max_window_layers": 28},
+    "Qwen3ForCausalLM": {"max_window_layers": 28, "head_dim": 128},
+    "Gemma3ForCausalLM": {
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+}
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each around a residual."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, index: int):
+        super().__init__()
+        self.config, self.ops, self.window = config, ops, config.window(index)
+        hidden, inter = config.hidden_size, config.intermediate_size
+        q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(ops, hidden, {"q_proj": q, "k_proj": k, "v_proj": k}, config.qkv_bias)
+        self.out = Linear(ops, q, {"o_proj": hidden}, config.out_bias)
+        self.gate_up = Linear(ops, hidden, {"gate_proj": inter, "up_proj": inter}, config.mlp_bias)
+        self.down = Linear(ops, inter, {"down_proj": hidden}, config.mlp_bias)
+        self.attn_norm, self.mlp_norm = norm_weight(hidden), norm_weight(hidden)
+        self.q_norm = norm_weight(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm_weight(config.head_dim) if config.qk_norm else None
+        self.post_attn_norm = norm_weight(hidden) if config.post_norms else None
+        self.post_mlp_norm = norm_weight(hidden) if config.post_norms else None
+        self.act_mul = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [T, hidden]; kv [N, 2, Hk, B, D]: this layer's. The layer's output is the sum of what it returns."""
+        ops, eps = self.ops, self.config.norm_eps
+        x, residual = ops.add_rms_norm(x, residual, self.attn_norm, eps)
+        q = ops.rope_and_cache(self.qkv(x), kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
+        x = self.out(ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1))
+        if self.post_attn_norm is not None:
+            x = ops.rms_norm(x, self.post_attn_norm, eps)
+        x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, eps)
+        x = self.down(self.act_mul(self.gate_up(x)))
+        if self.post_mlp_norm is not None:
+            x = ops.rms_norm(x, self.post_mlp_norm, eps)
+        return x, residual
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        slots = self.qkv.slots(attn) | self.out.slots(attn) | self.gate_up.slots(mlp) | self.down.slots(mlp)
+        norms = {"input_layernorm": self.attn_norm, "self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        if self.config.post_norms:  # Gemma 3 calls another norm by the name that the MLP's has elsewhere
+            norms["post_attention_layernorm"] = self.post_attn_norm
+            norms["pre_feedforward_layernorm"] = self.mlp_norm
+            norms["post_feedforward_layernorm"] = self.post_mlp_norm
+        else:
+            norms["post_attention_layernorm"] = self.mlp_norm
+        for name, weight in norms.items():
+            if weight is not None:
+                slots[f"{prefix}{name}.weight"] = norm_slot(weight, self.config)
+        return slots
+
+
+@registry.add(*DEFAULTS)
+class Decoder(CausalLM):
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__(config, ops)
+        self.embed = Embedding(ops, config.vocab_size, config.hidden_size, config.embed_scale)
+        self.layers = nn.ModuleList(Layer(config, ops, i) for i in range(config.num_layers))
+        self.norm = norm_weight(config.hidden_size)
+        self.head = None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+        self.register_buffer("rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False)
+        local = None if config.local_rope is None else rope_table(config.local_rope, config.head_dim, config.max_position)
+        self.register_buffer("local_rope", local, persistent=False)
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        x, residual = self.embed(batch.ids), None
+        for i, layer in enumerate(self.layers):
+            local = self.local_rope is not None and self.config.window(i)
+            x, residual = layer(x, residual, batch, kv[:, i], self.local_rope if local else self.rope)
+        return self.ops.add_rms_norm(x, residual, self.norm, self.config.norm_eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ops.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+
+    def weight_map(self) -> dict[str, Slot]:
+        slots = {"model.embed_tokens.weight": Slot(self.embed.weight), "model.norm.weight": norm_slot(self.norm, self.config)}
+        if self.head is not None:
+            slots |= self.head.slots()
+        for i, layer in enumerate(cast("Iterable[Layer]", self.layers)):
+            slots |= layer.slots(f"model.layers.{i}.")
+        return slots
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        return ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tied else ("rotary_emb.inv_freq",)
+
+    def finish_loading(self) -> None:
+        pack_linears(self)
+
+    @classmethod
+    def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
+        name = next(name for name in hf["architectures"] if name in DEFAULTS)
+        f = Fields(hf, DEFAULTS[name])
+        hidden, heads, layers = f.whole("hidden_size"), f.whole("num_attention_heads"), f.whole("num_hidden_layers")
+        kv_heads = f.whole("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ModelError(f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        if f["head_dim"] is None and hidden % heads:
+            raise ModelError(
+                f"config.json: num_attention_heads ({heads}) must divide hidden_size ({hidden}), or head_dim be given"
+            )
+        head_dim = f.whole("head_dim", hidden // heads)
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim ({head_dim}) must be even for rotary embedding")
+        f.refuse("attn_logit_softcapping", "attention computes no soft cap")
+        f.refuse("final_logit_softcapping", "logits are not soft-capped")
+        f.refuse("use_bidirectional_attention", "attention is causal")
+        gemma = name == "Gemma3ForCausalLM"
+        bias = f.flag("attention_bias")
+        return ModelConfig(
+            architecture=name,
+            vocab_size=f.whole("vocab_size"),
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=f.whole("intermediate_size"),
+            max_position=f.whole("max_position_embeddings"),
+            norm_eps=f.real("rms_norm_eps", 1e-6),
+            tied=f.flag("tie_word_embeddings"),
+            dtype=f.dtype(),
+            activation=f.choice("hidden_activation" if f["hidden_activation"] else "hidden_act", ACTIVATIONS, "silu"),
+            qkv_bias=name == "Qwen2ForCausalLM" or (bias and name != "MistralForCausalLM"),
+            out_bias=bias and name not in ("Qwen2ForCausalLM", "MistralForCausalLM"),
+            mlp_bias=f.flag("mlp_bias") and name == "LlamaForCausalLM",
+            qk_norm=gemma or name == "Qwen3ForCausalLM",
+            post_norms=gemma,
+            norm_offset=1.0 if gemma else 0.0,
+            embed_scale=hidden**0.5 if gemma else 1.0,
+            attention_scale=f.real("query_pre_attn_scalar") ** -0.5 if gemma else None,
+            windows=windows(name, f, layers),
+            eos_ids=f.token_ids("eos_token_id"),
+            bos_id=next(iter(f.token_ids("bos_token_id")), None),
+            **ropes(f, gemma),
+        )
+
+
+def norm_slot(weight: Tensor, config: ModelConfig) -> Slot:
+    """The offset is folded in when the weight is loaded."""
+    offset = config.norm_offset
+    return Slot(weight, (lambda w: w.float() + offset) if offset else None)
+
+
+def ropes(f: Fields, gemma: bool) -> dict[str, RopeConfig]:
+    """Gemma 3 turns its windowed layers at another base and scales only the others."""
+    scaling, parameters = f["rope_scaling"] or {}, f["rope_parameters"] or {}
+    theta = f.real("rope_theta", 10_000.0)
+    if not gemma:
+        return {"rope": rope_config(f, scaling or parameters, theta)}
+    everywhere, local = parameters.get("full_attention") or {}, parameters.get("sliding_attention") or {}
+    return {
+        "rope": rope_config(f, {**everywhere, **scaling}, theta),
+        "local_rope": rope_config(f, local, f.real("rope_local_base_freq")),
+    }
+
+
+def windows(name: str, f: Fields, layers: int) -> tuple[int, ...]:
+    """How far each layer looks back; empty where all look back to the start."""
+    if name == "LlamaForCausalLM" or f["sliding_window"] is None:
+        return ()
+    window = f.whole("sliding_window")
+    if name == "MistralForCausalLM":
+        return (window,) * layers
+    if name != "Gemma3ForCausalLM" and not f.flag("use_sliding_window"):
+        return ()
+    types = f["layer_types"]
+    if types is None and name == "Gemma3ForCausalLM":
+        pattern = f.whole("sliding_window_pattern")
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    elif types is None:
+        types = ["sliding_attention" if i >= f["max_window_layers"] else "full_attention" for i in range(layers)]
+    if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"config.json: layer_types must be {layers} times sliding_attention or full_attention, got {types}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)

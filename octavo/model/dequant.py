@@ -1,0 +1,186 @@
+"""GGUF's block formats, unpacked to float32. Bytes in, values out: knows nothing of files, names or models.
+
+A quantised tensor is a row of blocks; a block holds 32 or 256 values as small integers with their scales. Below, each
+format's function takes blocks [n, bytes] (uint8) and returns values [n, values] (float32). Every product and sum is
+rounded by itself, in the order ggml has them, so results equal ggml's own bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+
+# Values unpacked at a time. Temporaries stay in the cache and never amount to a second tensor; and torch does not spread
+# an operation this small over threads, whose barriers made a load four times as slow on a machine with other work to do.
+CHUNK = 1 << 15
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block, as float32 [n, 1]."""
+    return blocks[:, at : at + 2].view(torch.float16).float()
+
+
+def _planes(packed: Tensor, bits: int) -> Tensor:
+    """packed [n, g, w] -> [n, g * (8 / bits), w]: group by group, all lowest fields of its bytes, then all next ones."""
+    n, groups, width = packed.shape
+    mask = (1 << bits) - 1
+    return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], 2).view(n, groups * (8 // bits), width)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    q = _planes(blocks[:, None, 2:], 4).flatten(1)
+    return (q.float() - 8) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    q = _planes(blocks[:, None, 4:], 4).flatten(1)
+    return (q.float() * _half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _five_bits(low: Tensor, high: Tensor) -> Tensor:
+    """low [n, 16]: four bits of values i and i + 16; high [n, 4]: the fifth bits, value 0 first -> [n, 32]"""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    fifth = (high[:, :, None] >> shifts & 1).flatten(1)
+    return (_planes(low[:, None], 4).flatten(1) | fifth << 4).float()
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return (_five_bits(blocks[:, 6:], blocks[:, 2:6]) - 16) * _half(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return (_five_bits(blocks[:, 8:], blocks[:, 4:8]) * _half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16: a 4-bit scale and a 4-bit minimum each [16 bytes], 2-bit values [64], d, dmin."""
+    packed = blocks[:, :16]
+    scale = (packed & 15).float() * _half(blocks, 80)
+    least = (packed >> 4).float() * _half(blocks, 82)
+    q = _planes(blocks[:, 16:80].unflatten(1, (2, 32)), 2).view(-1, 16, 16)
+    return (q.float() * scale[:, :, None] - least[:, :, None]).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16: third bits [32 bytes; a clear bit means minus 4], 2-bit values [64], 6-bit scales [12], d."""
+    low = _planes(blocks[:, None, 96:104], 4).flatten(1)
+    high = _planes(blocks[:, None, 104:108], 2).flatten(1)
+    scale = ((low | high << 4).float() - 32) * _half(blocks, 108)
+    third = _planes(blocks[:, None, :32], 1)
+    q = (_planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third << 2).view(-1, 16, 16)
+    return ((q.float() - 4) * scale[:, :, None]).flatten(1)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of the 8 groups of a Q4_K or Q5_K block: d, dmin, then 6-bit pairs in 12 bytes. The first four
+    pairs lie whole in bytes 0-3 and 4-7; of the others the top two bits ride there and the rest is in bytes 8-11."""
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = torch.cat([a & 63, c & 15 | a >> 6 << 4], 1).float()
+    least = torch.cat([b & 63, c >> 4 | b >> 6 << 4], 1).float()
+    return (scale * _half(blocks, 0))[:, :, None], (least * _half(blocks, 2))[:, :, None]
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """8 groups of 32: d, dmin, scales [16 bytes together], 4-bit values [128]."""
+    scale, least = _k_scales(blocks)
+    q = _planes(blocks[:, 16:].unflatten(1, (4, 32)), 4)
+    return (q.float() * scale - least).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    """8 groups of 32: d, dmin, scales [16 bytes together], fifth bits [32], 4-bit values [128]."""
+    scale, least = _k_scales(blocks)
+    q = _planes(blocks[:, 48:].unflatten(1, (4, 32)), 4) | _planes(blocks[:, None, 16:48], 1) << 4
+    return (q.float() * scale - least).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16: 4 low bits [128 bytes], 2 high bits [64], signed scales [16], d."""
+    scale = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208)
+    low = _planes(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 8, 32)
+    high = _planes(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
+    q = (low | high << 4).view(-1, 16, 16)
+    return ((q.float() - 32) * scale[:, :, None]).flatten(1)
+
+
+class Format(NamedTuple):
+    name: str
+    values: int  # in a block
+    nbytes: int  # of a block
+    plain: torch.dtype | None = None  # blocks of one value: the bytes are the tensor
+    unpack: Callable[[Tensor], Tensor] | None = None  # neither: only the gguf library knows how
+
+
+FORMATS: dict[int, Format] = {
+    0: Format("F32", 1, 4, torch.float32),
+    1: Format("F16", 1, 2, torch.float16),
+    2: Format("Q4_0", 32, 18, unpack=_q4_0),
+    3: Format("Q4_1", 32, 20, unpack=_q4_1),
+    6: Format("Q5_0", 32, 22, unpack=_q5_0),
+    7: Format("Q5_1", 32, 24, unpack=_q5_1),
+    8: Format("Q8_0", 32, 34, unpack=_q8_0),
+    10: Format("Q2_K", 256, 84, unpack=_q2_k),
+    11: Format("Q3_K", 256, 110, unpack=_q3_k),
+    12: Format("Q4_K", 256, 144, unpack=_q4_k),
+    13: Format("Q5_K", 256, 176, unpack=_q5_k),
+    14: Format("Q6_K", 256, 210, unpack=_q6_k),
+    16: Format("IQ2_XXS", 256, 66),
+    17: Format("IQ2_XS", 256, 74),
+    18: Format("IQ3_XXS", 256, 98),
+    19: Format("IQ1_S", 256, 50),
+    20: Format("IQ4_NL", 32, 18),
+    21: Format("IQ3_S", 256, 110),
+    22: Format("IQ2_S", 256, 82),
+    23: Format("IQ4_XS", 256, 136),
+    24: Format("I8", 1, 1, torch.int8),
+    25: Format("I16", 1, 2, torch.int16),
+    26: Format("I32", 1, 4, torch.int32),
+    27: Format("I64", 1, 8, torch.int64),
+    28: Format("F64", 1, 8, torch.float64),
+    29: Format("IQ1_M", 256, 56),
+    30: Format("BF16", 1, 2, torch.bfloat16),
+    34: Format("TQ1_0", 256, 54),
+    35: Format("TQ2_0", 256, 66),
+    39: Format("MXFP4", 32, 17),
+    40: Format("NVFP4", 64, 36),
+}
+
+
+def dequantize(data: Tensor, kind: int) -> Tensor:
+    """data [bytes] (uint8), whole blocks of format `kind` -> values [n]: float32, or the stored dtype of a plain format."""
+    form = FORMATS[kind]
+    if form.plain is not None:
+        return data.view(form.plain)
+    unpack = form.unpack or _through_library(kind)
+    blocks = data.view(-1, form.nbytes)
+    step = CHUNK // form.values
+    if len(blocks) <= step:
+        return unpack(blocks).flatten()
+    out = torch.empty(len(blocks), form.values)
+    for first in range(0, len(blocks), step):
+        out[first : first + step] = unpack(blocks[first : first + step])
+    return out.flatten()
+
+
+def _through_library(kind: int) -> Callable[[Tensor], Tensor]:
+    """The rarer formats: the gguf library's numpy code, slower and just as exact."""
+    name = FORMATS[kind].name
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as by_library
+
+        library_kind = GGMLQuantizationType(kind)
+    except ImportError:
+        raise CheckpointError(f"tensors of GGUF format {name} need the gguf library: pip install gguf") from None
+    except ValueError:
+        raise CheckpointError(f"this gguf library does not know format {name}: pip install --upgrade gguf") from None
+    return lambda blocks: torch.from_numpy(by_library(blocks.numpy(), library_kind))

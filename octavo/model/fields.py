@@ -1,0 +1,64 @@
+"""Reads a config.json field by field, with errors that name the field. It knows no architecture and no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.config import DTYPE_BYTES
+from octavo.errors import ModelError
+
+
+class Fields:
+    """A config.json; null counts as absent. A field without a default is required."""
+
+    def __init__(self, hf: dict[str, Any], defaults: dict[str, Any] | None = None):
+        self.values = {**(defaults or {}), **{name: value for name, value in hf.items() if value is not None}}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        return self._number(name, default, int, "a positive integer")
+
+    def real(self, name: str, default: float | None = None) -> float:
+        return float(self._number(name, default, (int, float), "a positive number"))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
+        return value
+
+    def choice(self, name: str, allowed: dict[str, str], default: str) -> str:
+        """What `allowed` gives for the field's value."""
+        value = self.values.get(name, default)
+        if value not in allowed:
+            raise ModelError(f"config.json: {name} is {value!r}, but only {', '.join(sorted(allowed))} are supported")
+        return allowed[value]
+
+    def refuse(self, name: str, why: str) -> None:
+        """For a field that would change the result in a way not implemented."""
+        if self.values.get(name):
+            raise ModelError(f"config.json: {name} = {self.values[name]!r} is not supported: {why}")
+
+    def dtype(self) -> str:
+        value = self.values.get("dtype", self.values.get("torch_dtype", "float32"))
+        if value not in DTYPE_BYTES:
+            raise ModelError(f"config.json: dtype is {value!r}, but only {', '.join(DTYPE_BYTES)} are supported")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One id, a list of ids, or none."""
+        value = self.values.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+            raise ModelError(f"config.json: {name} must be a token id or a list of them, got {value!r}")
+        return tuple(ids)
+
+    def _number(self, name: str, default: float | None, kind: Any, what: str) -> Any:
+        value = self.values.get(name, default)
+        if value is None:
+            raise ModelError(f"config.json lacks {name}: it must be {what}")
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ModelError(f"config.json: {name} must be {what}, got {value!r}")
+        return value

@@ -1,0 +1,127 @@
+"""GPT-2: learned positions, LayerNorm, biases everywhere, and checkpoints that hold matrices as [in, out].
+
+It must not know: batching, paging (ops does both), devices, checkpoint files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from octavo.config import ModelConfig
+from octavo.errors import ModelError
+from octavo.model.base import CausalLM, Slot, registry
+from octavo.model.fields import Fields
+from octavo.model.layers import Embedding, Linear, norm_weight, pack_linears
+from octavo.ops import ForwardBatch, Ops
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, ops: Ops, size: int, eps: float):
+        super().__init__()
+        self.ops, self.eps = ops, eps
+        self.weight, self.bias = norm_weight(size), norm_weight(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        return {f"{prefix}.weight": Slot(self.weight), f"{prefix}.bias": Slot(self.bias)}
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        self.config, self.ops = config, ops
+        hidden, inter = config.hidden_size, config.intermediate_size
+        self.attn_norm, self.mlp_norm = LayerNorm(ops, hidden, config.norm_eps), LayerNorm(ops, hidden, config.norm_eps)
+        self.qkv = Linear(ops, hidden, {"c_attn": 3 * hidden}, bias=True)
+        self.out = Linear(ops, hidden, {"c_proj": hidden}, bias=True)
+        self.up = Linear(ops, hidden, {"c_fc": inter}, bias=True)
+        self.down = Linear(ops, inter, {"c_proj": hidden}, bias=True)
+
+    def forward(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """x [T, hidden]; kv [N, 2, H, B, D]: this layer's."""
+        ops = self.ops
+        q = ops.rope_and_cache(self.qkv(self.attn_norm(x)), kv, batch, None)
+        x = x + self.out(ops.attention(q, kv, batch, self.config.scale).flatten(1))
+        return x + self.down(ops.gelu(self.up(self.mlp_norm(x))))
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        slots = self.attn_norm.slots(prefix + "ln_1") | self.mlp_norm.slots(prefix + "ln_2")
+        for linear, owner in ((self.qkv, "attn."), (self.out, "attn."), (self.up, "mlp."), (self.down, "mlp.")):
+            slots |= linear.slots(prefix + owner, transform=Tensor.t)
+        return slots
+
+
+@registry.add("GPT2LMHeadModel")
+class GPT2(CausalLM):
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__(config, ops)
+        self.tokens = Embedding(ops, config.vocab_size, config.hidden_size)
+        self.positions = Embedding(ops, config.max_position, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, ops) for _ in range(config.num_layers))
+        self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
+        self.head = None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        x = self.tokens(batch.ids) + self.positions(batch.positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, batch, kv[:, i])
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ops.linear(hidden, self.tokens.weight) if self.head is None else self.head(hidden)
+
+    def weight_map(self) -> dict[str, Slot]:
+        slots = {"transformer.wte.weight": Slot(self.tokens.weight), "transformer.wpe.weight": Slot(self.positions.weight)}
+        slots |= self.norm.slots("transformer.ln_f")
+        if self.head is not None:
+            slots |= self.head.slots()
+        for i, layer in enumerate(cast("Iterable[Layer]", self.layers)):
+            slots |= layer.slots(f"transformer.h.{i}.")
+        return slots
+
+    def canonical_name(self, name: str) -> str:
+        """The first checkpoints were saved without the head, and so without `transformer.` before every name."""
+        return name if name.startswith(("transformer.", "lm_head.")) else "transformer." + name
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        masks = (".attn.bias", ".attn.masked_bias")  # the causal mask, saved with the weights
+        return (*masks, "lm_head.weight") if self.config.tied else masks
+
+    def finish_loading(self) -> None:
+        pack_linears(self)
+
+    @classmethod
+    def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
+        f = Fields(hf)
+        hidden, heads = f.whole("n_embd"), f.whole("n_head")
+        if hidden % heads:
+            raise ModelError(f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})")
+        f.refuse("scale_attn_by_inverse_layer_idx", "all layers scale attention alike")
+        f.refuse("add_cross_attention", "there is no encoder")
+        gelu = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+        return ModelConfig(
+            architecture="GPT2LMHeadModel",
+            vocab_size=f.whole("vocab_size"),
+            hidden_size=hidden,
+            num_layers=f.whole("n_layer"),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=hidden // heads,
+            intermediate_size=f.whole("n_inner", 4 * hidden),
+            max_position=f.whole("n_positions"),
+            norm_eps=f.real("layer_norm_epsilon", 1e-5),
+            tied=f.flag("tie_word_embeddings", True),
+            dtype=f.dtype(),
+            activation=f.choice("activation_function", gelu, "gelu_new"),
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            attention_scale=None if f.flag("scale_attn_weights", True) else 1.0,
+            eos_ids=f.token_ids("eos_token_id"),
+            bos_id=next(iter(f.token_ids("bos_token_id")), None),
+        )

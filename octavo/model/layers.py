@@ -1,0 +1,68 @@
+"""The modules that models are made of: each holds parameters and says which checkpoint tensors fill them.
+
+A layer asks `ops` for the arithmetic and knows neither the device nor the architecture it is part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from octavo.model.base import Slot
+from octavo.ops import Ops
+
+
+class Linear(nn.Module):
+    """One matrix product for several projections of the same input: q, k and v, or gate and up.
+
+    `parts` names them as the checkpoint does, in order, with the number of outputs of each."""
+
+    def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int], bias: bool = False):
+        super().__init__()
+        self.ops, self.parts = ops, dict(parts)
+        outputs = sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]"""
+        return self.ops.linear(x, self.weight, self.bias)
+
+    def slots(self, prefix: str = "", transform: Callable[[Tensor], Tensor] | None = None) -> dict[str, Slot]:
+        """Where the parts' tensors go; `transform` is for the weights."""
+        slots, first = {}, 0
+        for name, size in self.parts.items():
+            rows = slice(first, first + size)
+            slots[f"{prefix}{name}.weight"] = Slot(self.weight[rows], transform)
+            if self.bias is not None:
+                slots[f"{prefix}{name}.bias"] = Slot(self.bias[rows])
+            first += size
+        return slots
+
+    def pack(self) -> None:
+        """The weights are in place: hand them to the backend to lay out as it likes."""
+        self.weight = nn.Parameter(self.ops.pack(self.weight.data), requires_grad=False)
+
+
+class Embedding(nn.Module):
+    def __init__(self, ops: Ops, count: int, hidden: int, scale: float = 1.0):
+        super().__init__()
+        self.ops, self.scale = ops, scale
+        self.weight = nn.Parameter(torch.empty(count, hidden), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]"""
+        return self.ops.embedding(ids, self.weight, self.scale)
+
+
+def norm_weight(size: int) -> nn.Parameter:
+    """Norms keep float32 weights whatever the model's dtype: they are applied in float32 and weigh next to nothing."""
+    return nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+
+
+def pack_linears(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()

@@ -1,0 +1,210 @@
+"""From a model's name to a model with its weights in place.
+
+Finds the checkpoint (a directory, a GGUF file, the hub, the embedded model), compares its tensors with what the model
+wants, and streams them in one at a time: peak memory is the model and one tensor. Knows models only as CausalLM; file
+formats are checkpoint.py's and gguf.py's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.config import DTYPE_BYTES
+from octavo.errors import CheckpointError, ModelError, ModelNotFound
+from octavo.model import embedded
+from octavo.model.base import CausalLM, Slot, build, registry
+from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
+from octavo.model.gguf import open_gguf
+from octavo.ops import Ops
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth"]  # subfolders and doubles; pickles are never read
+HUB_PATIENCE = 3.0  # seconds
+
+
+# ---- find ---------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Checkpoint:
+    """A local directory, a .gguf file, a name on the hub, or the embedded model (its name, or None).
+    Without `weights` a directory needs only its config.json."""
+    if model is None:
+        return open_gguf(embedded.embedded_path())
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is not a .gguf file; for safetensors give the directory that holds config.json too")
+        return open_gguf(path)
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if ggufs and not any(path.glob("*.safetensors")):
+            if len(ggufs) > 1:
+                raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}")
+            return open_gguf(ggufs[0])
+        return open_directory(path, weights)
+    name = str(model)
+    if name == embedded.NAME:
+        return open_gguf(embedded.embedded_path())
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or name.endswith(".gguf"):
+        raise ModelNotFound(f"no such directory or file: {name}. {WAYS_ON}")
+    return open_directory(_from_hub(name, revision), weights)
+
+
+WAYS_ON = (
+    "Ways to go on: a local directory with config.json and *.safetensors; a .gguf file; a name org/name on huggingface.co; "
+    "a snapshot already in the cache (HF_HOME says where, HF_HUB_OFFLINE=1 uses it alone); the embedded model "
+    f'({embedded.NAME!r}, {embedded.INSTALL}); or load_format="dummy" with a directory that holds only config.json'
+)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    """The snapshot's directory: downloaded where needed, from the cache alone if the hub gives no answer."""
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+    except ImportError:
+        raise ModelNotFound(
+            f"there is no directory {name}, and looking it up on the hub needs: pip install huggingface_hub. {WAYS_ON}"
+        ) from None
+    # The library's errors differ by version and transport; whatever went wrong is told with its own words.
+    refusal: Exception | None = None
+    try:
+        HfApi().model_info(name, revision=revision, timeout=HUB_PATIENCE)
+    except Exception as error:
+        refusal = error
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_SKIP,
+            local_files_only=refusal is not None,
+        )
+    except Exception as error:
+        why = " ".join(str(refusal or error).split())[:300]
+        raise ModelNotFound(
+            f"there is no directory {name}, no complete snapshot of it in the hub's cache, and the hub did not give it "
+            f"({type(refusal or error).__name__}: {why}). {WAYS_ON}"
+        ) from error
+    return Path(folder)
+
+
+# ---- fill ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: bool | Callable[[float], None] = True) -> None:
+    """All tensors of the checkpoint into the model, or one error that lists everything that does not match.
+    `progress`: a bar on stderr, or a function that is told the part that is done."""
+    slots, ignored = model.weight_map(), model.ignored_weights()
+    places: dict[str, Slot] = {}  # by the name in the checkpoint
+    taken: set[str] = set()
+    unexpected, misshapen = [], []
+    for name, shape in checkpoint.shapes.items():
+        known = model.canonical_name(name)
+        if known in slots and known not in taken:
+            taken.add(known)
+            slot = places[name] = slots[known]
+            if (got := _shape_after(slot, shape)) != slot.dest.shape:
+                rearranged = f", rearranged {got}" if slot.transform else ""
+                misshapen.append(f"{name} {list(shape)}{rearranged}: must be {list(slot.dest.shape)}")
+        elif not known.endswith(ignored):
+            unexpected.append(f"{name} {list(shape)}")
+    missing = [f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in taken]
+    if missing or unexpected or misshapen:
+        parts = [_report("missing", missing), _report("unexpected", unexpected), _report("of the wrong shape", misshapen)]
+        raise CheckpointError(
+            f"the tensors in {checkpoint.source} are not those that {model.config.architecture} needs:{''.join(parts)}\n"
+            "Does config.json belong to these weights?"
+        )
+
+    bar = _bar(checkpoint.nbytes) if progress is True else None
+    total, done = checkpoint.nbytes, 0
+    for name, tensor in checkpoint.tensors.items():
+        if name in places:
+            places[name].fill(tensor.read())
+        done += tensor.nbytes
+        if callable(progress):
+            progress(done / max(total, 1))
+        if bar is not None:
+            bar.update(tensor.nbytes)
+    if bar is not None:
+        bar.close()
+    model.finish_loading()
+
+
+def _shape_after(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...] | str:
+    """What the slot's transform makes of a shape, found without data; or why it makes nothing of it."""
+    if slot.transform is None:
+        return shape
+    try:
+        return tuple(slot.transform(torch.empty(shape, device="meta")).shape)
+    except (RuntimeError, IndexError, ValueError) as error:
+        return str(error).splitlines()[0]
+
+
+def _report(what: str, lines: list[str]) -> str:
+    if not lines:
+        return ""
+    more = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+    return f"\n{len(lines)} {what}:" + "".join(f"\n  {line}" for line in lines[:MAX_LISTED] + more)
+
+
+def _bar(nbytes: int) -> Any:
+    """A progress bar on stderr that shows itself only when loading takes a while."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return tqdm(total=nbytes, desc="loading weights", unit="B", unit_scale=True, delay=0.5, leave=False)
+
+
+@torch.no_grad()
+def dummy_weights(model: CausalLM, seed: int = 0) -> None:
+    """Small random weights, the same for the same seed: for measuring speed and memory without a checkpoint."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms and biases
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    model.finish_loading()
+
+
+# ---- both ---------------------------------------------------------------------------------------------
+
+
+def load_model(
+    model: str | Path | dict[str, Any] | None,
+    *,
+    ops: Ops,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    revision: str | None = None,
+    progress: bool | Callable[[float], None] = True,
+    seed: int = 0,
+) -> tuple[CausalLM, Checkpoint]:
+    """A model ready to run, and where it came from. For load_format="dummy", `model` may be a config.json's content."""
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"load_format is 'auto' or 'dummy', not {load_format!r}")
+    if isinstance(model, dict):
+        if load_format != "dummy":
+            raise ModelError("a config given directly has no weights: use load_format='dummy'")
+        checkpoint = Checkpoint("a config given directly", model)
+    else:
+        checkpoint = open_checkpoint(model, revision, weights=load_format == "auto")
+    cls = registry.find(checkpoint.config)
+    config = cls.parse_config(checkpoint.config)
+    if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
+        raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+    built = build(config, cls, ops, getattr(torch, dtype), device)
+    if load_format == "dummy":
+        dummy_weights(built, seed)
+    else:
+        load_weights(built, checkpoint, progress)
+    return built, checkpoint

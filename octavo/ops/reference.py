@@ -1,0 +1,180 @@
+"""Every op in plain PyTorch: the oracle that faster backends are tested against, and the documentation of what they compute.
+
+It runs on any device and never makes the host wait for it: loops follow batch.spans, which the host knows, and true lengths
+act only through masks computed on the device. It knows nothing of models, requests or block allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops import ForwardBatch
+
+
+class Group(NamedTuple):
+    """Neighbouring items with the same number of tokens: one rectangular attention problem over L = W * B slots."""
+
+    tokens: slice  # its place in the packed batch
+    items: int
+    num: int  # tokens of each item
+    end: int  # no sequence is longer
+    fresh: bool  # nothing precedes these tokens
+    blocks: Tensor  # [items * W] physical blocks to read
+    queries: Tensor  # [items, 1, num, 1] positions
+    keys: Tensor  # [L] positions
+    stale: Tensor  # [items, 1, L, 1] slots past the end of the sequence
+
+
+class ReferenceOps:
+    name = "reference"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        out = F.embedding(ids, weight)
+        return out if scale == 1.0 else out * torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual = x if residual is None else x + residual
+        return self.rms_norm(residual, weight, eps), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.gelu(gate) * up
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        batch: ForwardBatch,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        _, _, kv_heads, block_size, dim = kv.shape
+        heads = qkv.view(qkv.shape[0], -1, dim)
+        q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, eps)
+        if cos_sin is not None:
+            cos, sin = cos_sin[batch.positions].unsqueeze(2).unbind(1)  # each [T, 1, D / 2]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if "write" not in batch.scratch:
+            batch.scratch["write"] = (batch.kv_slots // block_size, batch.kv_slots % block_size)
+        block, offset = batch.scratch["write"]
+        kv[block, 0, :, offset] = k.to(kv.dtype)
+        kv[block, 1, :, offset] = v.to(kv.dtype)
+        return q
+
+    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+        _, _, kv_heads, block_size, dim = kv.shape
+        if "groups" not in batch.scratch:
+            batch.scratch["groups"] = list(group_items(batch, block_size))
+        out = q.new_empty(q.shape)
+        for index, group in enumerate(batch.scratch["groups"]):
+            items, num = group.items, group.num
+            pages = kv.index_select(0, group.blocks).view(items, -1, 2, kv_heads, block_size, dim)
+            pages = pages.permute(2, 0, 3, 1, 4, 5).reshape(2, items, kv_heads, -1, dim).to(q.dtype)
+            seen = window if window < group.end else 0
+            if group.fresh and not seen:  # the triangle that SDPA knows: no mask to build or read
+                (k, v), mask = pages[..., :num, :], None
+            else:
+                # What another sequence left in a slot may be inf or NaN, which no mask stops: 0 * NaN is NaN.
+                (k, v), mask = pages.masked_fill_(group.stale, 0), batch.scratch.get((index, seen))
+                if mask is None:
+                    mask = group.keys <= group.queries
+                    if seen:
+                        mask &= group.keys > group.queries - seen
+                    batch.scratch[index, seen] = mask
+            rows = q[group.tokens].view(items, num, -1, dim).transpose(1, 2)  # [items, Hq, num, D]
+            if num == 1:
+                # Query heads that share a key head are the rows of one product: on a CPU twice as fast as one product a head.
+                rows = rows.reshape(items, kv_heads, -1, dim)
+            result = F.scaled_dot_product_attention(
+                rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=rows.shape[1] != kv_heads
+            )
+            out[group.tokens].view(items, num, -1, dim).copy_(result.reshape(items, -1, num, dim).transpose(1, 2))
+        return out
+
+    def choose(
+        self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
+    ) -> Tensor:
+        at = rows.long()
+        heat = temperature[at][:, None]
+        noise = gumbel(seed_low[at], seed_high[at], position, logits.shape[1])
+        drawn = logits.float() / torch.where(heat == 0, 1.0, heat) + noise.masked_fill(heat == 0, 0.0)
+        return drawn.argmax(1).int()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D] by angles given as cos, sin [T, 1, D / 2]: dimension i turns together with dimension i + D / 2."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def group_items(batch: ForwardBatch, block_size: int) -> Iterator[Group]:
+    """Only neighbours are joined, so that a group is a slice of the batch and needs no gather. Decoding rows, one token
+    each, stand together in a plan and make one group."""
+    device = batch.positions.device
+    for (num, fresh), run in groupby(enumerate(batch.spans), key=lambda pair: (pair[1].num, pair[1].end == pair[1].num)):
+        members = list(run)
+        items, first, low = len(members), members[0][1].first, members[0][0]
+        end = max(span.end for _, span in members)
+        width = -(-end // block_size)
+        tokens = slice(first, first + items * num)
+        keys = torch.arange(width * block_size, device=device)
+        yield Group(
+            tokens=tokens,
+            items=items,
+            num=num,
+            end=end,
+            fresh=fresh and num > 1,
+            blocks=batch.block_table[batch.rows[low : low + items], :width].flatten(),
+            queries=batch.positions[tokens].view(items, 1, num, 1),
+            keys=keys,
+            stale=(keys >= batch.seq_lens[low : low + items, None]).view(items, 1, -1, 1),
+        )
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32 bits that scatters them well (xor-shift and multiply, twice). int32 in, int32 out."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Noise [R, vocab] for seeds and positions [R] (int32). Finest where it is largest, which is where it decides."""
+    key = _mix(seed_low ^ _mix(seed_high ^ _mix(position)))
+    tokens = _mix(torch.arange(vocab_size, dtype=torch.int32, device=key.device))
+    bits = _mix(tokens[None, :] ^ key[:, None]).long() & 0xFFFFFFFF
+    uniform = bits.float() * 2.0**-32 + 2.0**-33
+    return -torch.log(-torch.log1p(-uniform))

@@ -1,0 +1,223 @@
+"""Causal attention over the paged KV cache, read in place: one kernel for decoding rows, one for everything else.
+
+Both pack the G query heads that share a key head into the rows of one tile, so that each key and value is read once.
+Both keep a running maximum and sum (online softmax), in float32 and in powers of two.
+
+    decode    one program a (sequence, key head, split): all of it is reading KV, so the split count only serves to
+              occupy every multiprocessor; with several splits a second kernel joins their partial results
+    prefill   one program a (tile of query tokens, key head), longest first: mostly matrix products
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops import ForwardBatch
+
+LOG2E = 1.4426950408889634
+MULTIPROCESSORS = 132  # of the chip the constants below were measured on
+
+
+@triton.jit
+def _load_pages(
+    kv, table, position, valid, s_block, s_token, d, D: tl.constexpr, B: tl.constexpr, ON_LEFT: tl.constexpr
+):  # fmt: skip
+    """Keys or values at `position` [n] of one head: [n, D], or [D, n] where ON_LEFT is false. Invalid ones are zero: what
+    another sequence left there may be NaN."""
+    block = tl.load(table + position // B, mask=valid, other=0).to(tl.int64)
+    at = block * s_block + (position % B) * s_token
+    if ON_LEFT:
+        return tl.load(kv + at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
+    return tl.load(kv + at[None, :] + d[:, None], mask=valid[None, :] & (d[:, None] < D), other=0.0)
+
+
+@triton.jit
+def _attend(
+    queries, keys, values, table, low, high, own, peak, total, acc, scale, s_block, s_token,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take in the positions low .. high - 1. `own` [rows]: each row's position, which it sees up to and including."""
+    d, n = tl.arange(0, DP), tl.arange(0, N)
+    for start in range(low, high, N):
+        position = start + n
+        valid = position < high
+        k = _load_pages(keys, table, position, valid, s_block, s_token, d, D, B, False)
+        v = _load_pages(values, table, position, valid, s_block, s_token, d, D, B, True)
+        score = tl.dot(queries, k, input_precision=PRECISION) * scale
+        if MASKED:
+            score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
+        if WINDOW > 0:
+            score = tl.where(position[None, :] > own[:, None] - WINDOW, score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        shift = new_peak
+        if WINDOW > 0:  # all of the tile may lie before a row's window, which leaves its maximum at -inf
+            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        p = tl.exp2(score - shift[:, None])
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def decode_kernel(
+    q, kv, table, table_rows, seq_lens, out, part, part_max, part_sum, scale, s_block, s_kind, s_head, s_token, s_table,
+    HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(seq_lens + seq)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // N
+    each = tl.cdiv(tl.cdiv(length, N) - first, SPLITS)
+    low = (first + split * each) * N
+    high = tl.minimum(low + each * N, length)
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    rows = seq * HEADS + head * G + g
+    mask = (g[:, None] < G) & (d[None, :] < D)
+    queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+    own = tl.zeros([GP], tl.int32) + length - 1
+    peak = tl.full([GP], -float("inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    table += tl.load(table_rows + seq).to(tl.int64) * s_table
+    peak, total, acc = _attend(
+        queries, kv + head * s_head, kv + head * s_head + s_kind, table, low, high, own, peak, total, acc,
+        scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
+    )  # fmt: skip
+    if SPLITS == 1:
+        tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+    else:
+        at = rows * SPLITS + split
+        tl.store(part + at[:, None] * D + d[None, :], acc, mask=mask)
+        tl.store(part_max + at, peak, mask=g < G)
+        tl.store(part_sum + at, total, mask=g < G)
+
+
+@triton.jit
+def join_kernel(part, part_max, part_sum, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr):
+    """One program a query head: weigh the splits' results by their maxima. An empty split has maximum -inf, weight 0."""
+    row = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SP), tl.arange(0, DP)
+    peaks = tl.load(part_max + row * SPLITS + s, mask=s < SPLITS, other=-float("inf"))
+    weight = tl.exp2(peaks - tl.max(peaks, 0))
+    total = tl.sum(weight * tl.load(part_sum + row * SPLITS + s, mask=s < SPLITS, other=0.0), 0)
+    mask = (s[:, None] < SPLITS) & (d[None, :] < D)
+    acc = tl.load(part + (row * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0)
+    tl.store(out + row * D + d, tl.sum(acc * weight[:, None], 0) / total, mask=d < D)
+
+
+@triton.jit
+def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
+    """The item whose tiles include `tile`, when item i owns those from query_start[i] // BLOCK_Q + i on."""
+    low, high = 0, num_items
+    while low < high - 1:
+        mid = (low + high) // 2
+        if tl.load(query_start + mid) // BLOCK_Q + mid <= tile:
+            low = mid
+        else:
+            high = mid
+    return low
+
+
+@triton.jit
+def prefill_kernel(
+    q, kv, table, table_rows, query_start, seq_lens, out, scale, num_items, s_block, s_kind, s_head, s_token, s_table,
+    HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = M // GP
+    head = tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a sequence have the most to read: they go first
+    tile += tl.load(query_start) // BLOCK_Q
+    item = _find_item(query_start, tile, num_items, BLOCK_Q)
+    begin, end = tl.load(query_start + item), tl.load(query_start + item + 1)
+    token = (tile - begin // BLOCK_Q - item) * BLOCK_Q
+    if token < end - begin:
+        past = tl.load(seq_lens + item) - (end - begin)  # positions before this step's
+        m, d = tl.arange(0, M), tl.arange(0, DP)
+        local, g = token + m // GP, m % GP
+        rows = (begin + local).to(tl.int64) * HEADS + head * G + g
+        mask = ((local < end - begin) & (g < G))[:, None] & (d[None, :] < D)
+        queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+        own = past + local
+        low = 0
+        if WINDOW > 0:
+            low = tl.maximum(past + token - WINDOW + 1, 0) // N * N
+        diagonal = (past + token + 1) // N * N  # before it, every row sees everything
+        high = past + tl.minimum(token + BLOCK_Q, end - begin)
+        table += tl.load(table_rows + item).to(tl.int64) * s_table
+        keys, values = kv + head * s_head, kv + head * s_head + s_kind
+        peak = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DP], tl.float32)
+        peak, total, acc = _attend(
+            queries, keys, values, table, low, diagonal, own, peak, total, acc,
+            scale, s_block, s_token, D, DP, B, N, WINDOW, False, PRECISION,
+        )  # fmt: skip
+        peak, total, acc = _attend(
+            queries, keys, values, table, tl.maximum(low, diagonal), high, own, peak, total, acc,
+            scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
+        )  # fmt: skip
+        tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+
+
+def attention(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
+    """As Ops.attention. A plan lists decoding rows first, one token each; the rest is prefill."""
+    out = torch.empty_like(q)
+    decoding = next((i for i, span in enumerate(batch.spans) if span.num != 1), len(batch.spans))
+    if decoding:
+        _decode(q, kv, batch, out, decoding, scale, window)
+    if decoding < len(batch.spans):
+        _prefill(q, kv, batch, out, decoding, scale, window)
+    return out
+
+
+def _shape(q: Tensor, kv: Tensor) -> dict[str, Any]:
+    """What both kernels are specialised for."""
+    heads, (_, _, kv_heads, block, dim) = q.shape[1], kv.shape
+    return dict(HEADS=heads, G=heads // kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), B=block,
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32")  # fmt: skip
+
+
+def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
+    shape, kv_heads = _shape(q, kv), kv.shape[2]
+    tile = 64
+    longest = max(span.end for span in batch.spans[:count])
+    splits = max(1, min(2 * MULTIPROCESSORS // (count * kv_heads), triton.cdiv(longest, tile), 32))
+    part = part_max = part_sum = out
+    if splits > 1:
+        part = torch.empty(count, q.shape[1], splits, q.shape[2], dtype=torch.float32, device=q.device)
+        part_max = torch.empty(2, count, q.shape[1], splits, dtype=torch.float32, device=q.device)
+        part_max, part_sum = part_max.unbind(0)
+    decode_kernel[count, kv_heads, splits](
+        q, kv, batch.block_table, batch.rows, batch.seq_lens, out, part, part_max, part_sum, scale * LOG2E,
+        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
+        GP=max(16, triton.next_power_of_2(shape["G"])), N=tile, SPLITS=splits, WINDOW=window, num_warps=4, num_stages=3, **shape,
+    )  # fmt: skip
+    if splits > 1:
+        join_kernel[count * q.shape[1],](
+            part, part_max, part_sum, out, shape["D"], shape["DP"], splits, triton.next_power_of_2(splits), num_warps=4
+        )
+
+
+def _prefill(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
+    shape, kv_heads = _shape(q, kv), kv.shape[2]
+    group = triton.next_power_of_2(shape["G"])
+    items, tokens = len(batch.spans) - skip, q.shape[0] - skip
+    rows = 128 if max(span.num for span in batch.spans[skip:]) * group >= 64 else 16
+    rows = max(rows, group)
+    tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
+    prefill_kernel[tiles, kv_heads](
+        q, kv, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E, items,
+        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
+        GP=group, M=rows, N=64, WINDOW=window, num_warps=8 if rows == 128 else 4, num_stages=3, **shape,
+    )  # fmt: skip

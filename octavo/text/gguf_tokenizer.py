@@ -1,0 +1,192 @@
+"""A `tokenizers.Tokenizer` out of a GGUF file's metadata. Knows llama.cpp's key names; knows nothing of files or models.
+
+Two kinds of vocabulary are in use:
+
+    "gpt2"   byte-level BPE: tokens are spelled in the byte alphabet, merges are listed, and `tokenizer.ggml.pre` names
+             the rule that cuts text into words before any merge
+    "llama"  SentencePiece BPE: a space is spelled as the meta symbol, unknown characters fall back to bytes, and merges
+             are mostly not listed: they follow from the vocabulary and its scores
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from octavo.errors import ModelError
+
+META = "\u2581"  # how SentencePiece spells a space
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+
+# How text is cut into words, by the vocabulary's family. None: GPT-2's rule, which `tokenizers` has built in.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = _WORDS.replace("@", "") + r"|\p{N}" + _REST
+GPT4O = _WORDS.replace("@", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _REST
+
+
+class Pre(NamedTuple):
+    """What `tokenizer.ggml.pre` stands for."""
+
+    split: str | None = None  # None: GPT-2's rule
+    digits: bool = False  # every digit is a word of its own
+    nfc: bool = False
+    whole_words: bool = False  # a word that is in the vocabulary is taken as it is, whatever the merges say
+    add_bos: bool = False  # unless the file says
+
+
+_GPT2, _DIGITS = Pre(), Pre(digits=True)
+_LLAMA3 = Pre(LLAMA3, whole_words=True, add_bos=True)
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "jais"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), _DIGITS),
+    "command-r": Pre(digits=True, nfc=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre(LLAMA3)),
+    "qwen2": Pre(QWEN2, nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), Pre(QWEN2)),
+    "tekken": Pre(TEKKEN, whole_words=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Pre(GPT4O)),
+}
+
+
+def from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, str], frozenset[int]]:
+    """The tokenizer, its named special tokens ("bos_token": "<s>", ...) and the ids that end a turn or a text."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError("the GGUF file holds no vocabulary (tokenizer.ggml.tokens): use a file made with its tokenizer")
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelError(f"the GGUF file is damaged: {len(tokens)} tokens but {len(types)} token types")
+    if kind == "gpt2":
+        pre = _pre(metadata.get("tokenizer.ggml.pre", "default"))
+        merges = metadata.get("tokenizer.ggml.merges")
+        if merges is None:
+            raise ModelError("the GGUF file's byte-level vocabulary has no merges (tokenizer.ggml.merges): convert it again")
+        backend = byte_level(dict(zip(tokens, range(len(tokens)), strict=True)), merges, pre)
+        add_bos = pre.add_bos
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, tokens, types)
+        add_bos = True
+    else:
+        raise ModelError(f'unsupported tokenizer.ggml.model {kind!r}: "gpt2" and "llama" are supported; use the safetensors')
+
+    def token(key: str) -> str | None:
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and not 0 <= index < len(tokens):
+            raise ModelError(f"the GGUF file is damaged: {key}_token_id is {index}, the vocabulary has {len(tokens)} tokens")
+        return None if index is None else tokens[index]
+
+    named = {"bos_token": token("bos"), "eos_token": token("eos"), "unk_token": token("unknown"), "pad_token": token("padding")}
+    names = {name: text for name, text in named.items() if text is not None}
+    ends = [text for text in (token("eos"), token("eot"), token("eom")) if text is not None]
+    control = [t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    special = dict.fromkeys([*control, *names.values(), *ends])  # in order, each once
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    backend.add_tokens(
+        [
+            AddedToken(t, normalized=False, special=False)
+            for t, kind in zip(tokens, types, strict=True)
+            if kind == USER_DEFINED and t not in special and backend.token_to_id(t) is not None
+        ]
+    )
+    set_bos_eos(
+        backend,
+        names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
+        names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    return backend, names, frozenset(tokens.index(t) for t in ends)
+
+
+def _pre(name: str) -> Pre:
+    if name not in PRE_TOKENIZERS:
+        raise ModelError(
+            f"unknown tokenizer.ggml.pre {name!r} in the GGUF file: text would be cut into other words than the model learned. "
+            f"Known: {', '.join(sorted(PRE_TOKENIZERS))}. Use the model's safetensors with its tokenizer.json instead"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def byte_level(vocab: dict[str, int], merges: Iterable[str], pre: Pre, prefix_space: bool = False) -> Tokenizer:
+    """Byte-level BPE from a vocabulary and merges spelled "left right"."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        backend = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre.whole_words))
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"the tokenizer's merges do not fit its vocabulary: {error}") from error
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    if pre.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=pre.split is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    # Some files spell tokens made of spaces alone with real spaces.
+    tokens = [META * len(t) if t and not t.strip(" ") else t for t in tokens]
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    listed = metadata.get("tokenizer.ggml.merges")
+    if listed is not None:
+        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
+    else:
+        # Gemma's scores do not follow the order its merges were learned in; its ids do.
+        by_id = str(metadata.get("general.architecture", "")).startswith("gemma")
+        scores = None if by_id else metadata.get("tokenizer.ggml.scores")
+        if scores is not None and len(scores) != len(tokens):
+            raise ModelError(f"the GGUF file is damaged: {len(tokens)} tokens but {len(scores)} scores")
+        pairs = derive_merges(tokens, types, scores or [-float(i) for i in range(len(tokens))])
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    try:
+        model = models.BPE(
+            vocab, pairs, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True
+        )
+    except Exception as error:
+        raise ModelError(f"the GGUF file's merges do not fit its vocabulary: {error}") from error
+    backend = Tokenizer(model)
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme="first" if prefix else "never", split=False)
+    steps: list[Any] = [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def derive_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, best score first: what SentencePiece does without a list of merges.
+
+    Only text takes part: plain characters must never merge into a control token or into the name of a byte.
+    """
+    text = {t for t, kind in zip(tokens, types, strict=True) if kind in (NORMAL, USER_DEFINED)}
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        if token in text:
+            for i in range(1, len(token)):
+                left, right = token[:i], token[i:]
+                if left in text and right in text:
+                    found.append((-score, -len(left), -len(right), left, right))
+    found.sort(key=lambda merge: merge[:3])
+    return [merge[3:] for merge in found]
+
+
+def set_bos_eos(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make the tokenizer put these special tokens, and no others, around every text."""
+    around = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
+    single = [bos, "$A", eos]
+    pair = [bos, "$A", eos, *([f"{bos}:1"] if bos else []), "$B:1", *([f"{eos}:1"] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[part for part in single if part is not None],
+        pair=[part for part in pair if part is not None],
+        special_tokens=list(around.items()),
+    )

@@ -1,0 +1,263 @@
+"""Text to tokens and back, from a model directory or a GGUF file's metadata.
+
+Special tokens are a model's control characters. What a user wrote must never become one, so `encode` recognises them only
+when asked to; `encode_marked` is for text in which some special tokens are meant and others are a user's words.
+Knows nothing of chat messages, requests or weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from octavo.errors import InvalidRequest, ModelError
+from octavo.text.detokenize import BYTE_OF, Detokenizer, Pieces
+from octavo.text.gguf_tokenizer import PRE_TOKENIZERS, byte_level, from_gguf, set_bos_eos
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
+
+
+class _Plain(NamedTuple):
+    """A tokenizer that knows no special token by its text, only by a stand-in that nobody can guess."""
+
+    backend: tokenizers.Tokenizer
+    ids: dict[int, int]  # its ids of added tokens -> the real ones
+    stand_in: dict[str, str]  # special token -> stand-in
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        specials: dict[str, str] | None = None,
+        chat_templates: dict[str, str] | None = None,
+        end_ids: frozenset[int] | None = None,
+    ):
+        """`specials` names special tokens ("bos_token": "<s>"), as chat templates know them."""
+        backend.no_truncation()  # a tokenizer.json may carry settings of its author's training run
+        backend.no_padding()
+        self.backend = backend
+        self.specials = specials or {}
+        self.chat_templates = chat_templates or {}
+        self.bos_token, self.eos_token = self.specials.get("bos_token"), self.specials.get("eos_token")
+        self.bos_id, self.eos_id = self._id("bos_token"), self._id("eos_token")
+        self.end_ids = end_ids or frozenset([] if self.eos_id is None else [self.eos_id])  # any of them ends a generation
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.vocab_size = max([backend.get_vocab_size(), *(id + 1 for id in added)])
+        self.pieces = Pieces(backend)
+        # Longest first: where several special tokens begin at one place, the longest is meant.
+        texts = sorted((added[id].content for id in self.special_ids), key=len, reverse=True)
+        self._special = "|".join(map(re.escape, texts)) or r"(?!)"
+        self._prefixes = {text[:n] for text in texts for n in range(1, len(text)) if not text[0].isalnum()}
+        self._longest = len(texts[0]) if texts else 0
+
+    def _id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.specials[name]) if name in self.specials else None
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    # ---- ids to text ------------------------------------------------------------------------------
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        stream = Detokenizer(self, skip_special_tokens)
+        return stream.push(ids) + stream.finish()
+
+    def token_bytes(self, id: int) -> bytes:
+        return self.pieces[id]
+
+    def token_str(self, id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id that has none."""
+        return self.backend.id_to_token(id) or ""
+
+    # ---- text to ids ------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+        """`add_special_tokens` puts BOS and EOS around the text where the model wants them. `allow_special` takes special
+        tokens written in the text for what they say; without it they are ordinary characters."""
+        encoding = self._run(self.backend, text)
+        if not allow_special and not self.special_ids.isdisjoint(encoding.ids):
+            ids = self._plain_ids(text)
+        else:
+            ids = encoding.ids
+        if add_special_tokens:
+            before, after = self._around
+            ids = [*before, *ids, *after]
+        return ids
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Special tokens count as such but where `mark`, one character, stands right before them. Marks are left out."""
+        stand_in = {mark: "", **self._plain.stand_in}
+        return self._plain_ids(re.sub(f"{mark}|(?<!{mark})(?:{self._special})", lambda found: stand_in[found[0]], text))
+
+    def protect(self, text: str, mark: str) -> str:
+        """Put `mark` before every special token in the text, and before an unfinished one at its end, which what comes
+        after might complete."""
+        starts: set[int] = set()
+        if re.search(self._special, text):
+            starts.update(found.start() for found in re.finditer(self._special, text))
+        for i in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[i:] in self._prefixes:
+                starts.add(i)
+        cuts = [0, *sorted(starts), len(text)]
+        return mark.join(text[a:b] for a, b in pairwise(cuts)) if starts else text
+
+    def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        try:
+            return backend.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            raise InvalidRequest("the text must be a string of valid Unicode, without lone surrogates", "prompt") from None
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text: its mask tells, around any one token."""
+        if not self.special_ids:
+            return [], []
+        around = self.backend.encode(self.token_str(min(self.special_ids)), add_special_tokens=True)
+        text = around.special_tokens_mask.index(0)
+        return around.ids[:text], around.ids[text + 1 :]
+
+    @cached_property
+    def _plain(self) -> _Plain:
+        # Shares the vocabulary with `backend`: only the handling of added tokens is its own.
+        backend = tokenizers.Tokenizer(self.backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(self.backend, part)) is not None:
+                setattr(backend, part, value)
+        secret = secrets.token_hex(8)
+        added = sorted(self.backend.get_added_tokens_decoder().items())
+        stand_in = {token.content: f"\ufdd0{secret}{id}\ufdd1" for id, token in added if token.special}
+        names = {stand_in.get(token.content, token.content): (id, token) for id, token in added}
+        backend.add_tokens(
+            [
+                AddedToken(
+                    name, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=t.normalized, special=False
+                )
+                for name, (_, t) in names.items()
+            ]
+        )
+        ids = {backend.token_to_id(name): id for name, (id, _) in names.items()}
+        return _Plain(backend, {here: real for here, real in ids.items() if here is not None}, stand_in)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        unknown = self._id("unk_token")
+        ids: list[int] = []
+        for id in self._run(self._plain.backend, text).ids:
+            if id in self._plain.ids:
+                ids.append(self._plain.ids[id])
+            elif id in self.special_ids and id != unknown:  # a vocabulary whose merges spell a special token
+                ids += self._spelled(id)
+            else:
+                ids.append(id)
+        return ids
+
+    def _spelled(self, id: int) -> list[int]:
+        """A special token's text, byte by byte."""
+        ids: list[int] = []
+        for byte in self.token_str(id).encode():
+            named = map(self.backend.token_to_id, (f"<0x{byte:02X}>", _CHAR_OF[byte]))
+            ids += [i for i in named if i is not None and self.pieces[i] == bytes([byte])][:1]
+        return ids
+
+    # ---- where tokenizers come from ---------------------------------------------------------------
+
+    @classmethod
+    def from_gguf(cls, metadata: dict[str, Any]) -> Tokenizer:
+        backend, specials, end_ids = from_gguf(metadata)
+        key = "tokenizer.chat_template"
+        templates = {k[len(key) + 1 :] or "default": v for k, v in metadata.items() if k == key or k.startswith(f"{key}.")}
+        return cls(backend, specials, templates, end_ids)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """From a Hugging Face model directory: tokenizer.json, or vocab.json and merges.txt, and the files beside them."""
+        path = Path(path)
+        config = _read_json(path / "tokenizer_config.json")
+        named = {**_read_json(path / "special_tokens_map.json"), **config}
+        if (path / "tokenizer.json").is_file():
+            try:
+                backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+            except Exception as error:  # the library raises nothing more specific
+                raise ModelError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+        elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
+            merges = [line for line in lines if line and not line.startswith("#version")]
+            pre = PRE_TOKENIZERS["qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen") else "gpt-2"]
+            backend = byte_level(_read_json(path / "vocab.json"), merges, pre, bool(config.get("add_prefix_space", False)))
+            if "eos_token" not in named and backend.token_to_id("<|endoftext|>") is not None:
+                named.update(bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>")
+        elif (path / "tokenizer.model").is_file():
+            raise ModelError(
+                f"{path} has only a SentencePiece tokenizer.model. Convert it once, in there: "
+                f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('.').save_pretrained('.')\" "
+                "(needs: pip install transformers sentencepiece protobuf), which writes tokenizer.json"
+            )
+        else:
+            raise ModelError(f"{path} has no tokenizer: expected tokenizer.json, or vocab.json and merges.txt")
+        _add_missing(backend, config, named)
+        specials = {name: _text(named[name]) for name in _NAMED if named.get(name)}
+        extra = named.get("extra_special_tokens")
+        specials.update({name: _text(token) for name, token in extra.items()} if isinstance(extra, dict) else {})
+        if backend.post_processor is None or isinstance(backend.post_processor, processors.ByteLevel):
+            set_bos_eos(  # the post-processor says nothing of them: others, if only that there are none, have the last word
+                backend,
+                specials.get("bos_token") if config.get("add_bos_token") else None,
+                specials.get("eos_token") if config.get("add_eos_token") else None,
+            )
+        return cls(backend, specials, _chat_templates(path, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _text(token: Any) -> str:
+    """Special tokens are written as strings or as objects with their text in "content"."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _add_missing(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, Any]) -> None:
+    """Tokens that only the files beside tokenizer.json declare, or declare special."""
+    have = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        special = bool(token.get("special"))
+        if have.get(token["content"]) != special:
+            flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            add = backend.add_special_tokens if special else backend.add_tokens
+            add([AddedToken(token["content"], special=special, **flags)])
+            have[token["content"]] = special
+    extra = named.get("additional_special_tokens") or named.get("extra_special_tokens") or []
+    wanted = [named[name] for name in _NAMED if named.get(name)] + list(extra.values() if isinstance(extra, dict) else extra)
+    missing = [text for text in dict.fromkeys(map(_text, wanted)) if not have.get(text)]
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name; "default" is the one for ordinary chats, "tool_use" the one for chats with tools where there are two."""
+    listed = config.get("chat_template") or []
+    templates = {"default": listed} if isinstance(listed, str) else {entry["name"]: entry["template"] for entry in listed}
+    files = [path / "chat_template.jinja", *sorted((path / "additional_chat_templates").glob("*.jinja"))]
+    for file in files:
+        if file.is_file():
+            templates["default" if file == files[0] else file.stem] = file.read_text(encoding="utf-8")
+    return templates

@@ -1,0 +1,488 @@
+"""Checkpoints are found, checked before they are believed, and streamed into models."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from octavo.config import ModelConfig
+from octavo.errors import CheckpointError, ModelError, ModelNotFound, OctavoError, UnknownArchitecture
+from octavo.model import load
+from octavo.model.base import CausalLM, Slot, build, registry
+from octavo.model.checkpoint import DTYPES, Checkpoint, StoredTensor, open_directory, open_safetensors, read_header
+from octavo.model.load import dummy_weights, load_model, load_weights, open_checkpoint
+
+CONFIG = {"architectures": ["ToyForCausalLM"], "eos_token_id": 1, "torch_dtype": "float32"}
+SHAPES = {"embed.weight": (10, 4), "q.weight": (4, 4), "kv.weight": (8, 4), "proj.weight": (4, 6), "norm.weight": (4,)}
+NO_OPS: Any = None  # nothing here computes
+
+
+@registry.add("ToyForCausalLM")
+class Toy(CausalLM):
+    """Two checkpoint tensors fused into one parameter, one transposed, one known under a longer name."""
+
+    def __init__(self, config: ModelConfig, ops: Any):
+        super().__init__(config, ops)
+        self.embed = nn.Parameter(torch.empty(10, 4))
+        self.qkv = nn.Parameter(torch.empty(12, 4))
+        self.proj = nn.Parameter(torch.empty(6, 4))
+        self.norm = nn.Parameter(torch.empty(4))
+        self.bias = nn.Parameter(torch.empty(4))
+        self.finished = 0
+
+    @classmethod
+    def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
+        return ModelConfig("toy", 10, 4, 1, 1, 1, 4, 8, 16, dtype=hf["torch_dtype"])
+
+    def weight_map(self) -> dict[str, Slot]:
+        return {
+            "embed.weight": Slot(self.embed),
+            "q.weight": Slot(self.qkv[:4]),
+            "kv.weight": Slot(self.qkv[4:]),
+            "proj.weight": Slot(self.proj, lambda weight: weight.t()),
+            "norm.weight": Slot(self.norm),
+        }
+
+    def canonical_name(self, name: str) -> str:
+        return name.removeprefix("model.")
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        return ("inv_freq",)
+
+    def finish_loading(self) -> None:
+        self.finished += 1
+
+
+def toy(dtype: torch.dtype = torch.float32) -> Toy:
+    model = build(Toy.parse_config(CONFIG), Toy, NO_OPS, dtype, "cpu")
+    assert isinstance(model, Toy)
+    return model
+
+
+def weights(**changed: tuple[int, ...] | None) -> dict[str, Tensor]:
+    """The toy's tensors; a changed shape replaces or adds one, None leaves one out."""
+    torch.manual_seed(0)
+    shapes = SHAPES | {name.replace("__", "."): shape for name, shape in changed.items()}
+    return {name: torch.randn(shape) for name, shape in shapes.items() if shape is not None}
+
+
+def in_memory(tensors: dict[str, Tensor]) -> Checkpoint:
+    stored = {name: StoredTensor(tuple(t.shape), t.nbytes, lambda t=t: t) for name, t in tensors.items()}
+    return Checkpoint("memory", CONFIG, stored)
+
+
+def write_directory(folder: Path, tensors: dict[str, Tensor] | None = None, config: dict[str, Any] = CONFIG) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_raw(path: Path, header: object, data: bytes = b"") -> Path:
+    """A safetensors file with any header whatever."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+# ---- safetensors files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_reads_back_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    want = torch.randint(0, 2, (3, 5)).to(dtype)
+    save_file({"a": want, "empty": want[:0], "scalar": want[0, 0].clone()}, tmp_path / "x.safetensors")
+    got = {name: tensor.read() for name, tensor in open_safetensors(tmp_path / "x.safetensors").items()}
+    assert got["a"].dtype == dtype and got["a"].shape == (3, 5) and torch.equal(got["a"].float(), want.float())
+    assert got["empty"].shape == (0, 5) and got["scalar"].shape == ()
+
+
+def test_unaligned_tensors_read_back_exactly(tmp_path: Path) -> None:
+    data = b"\x07" + struct.pack("<2f", 1.5, -2.0)
+    path = write_raw(tmp_path / "x.safetensors", {"odd": entry(0, 1), "floats": entry(1, 9, [2], "F32")}, data)
+    floats = open_safetensors(path)["floats"].read()
+    assert floats.tolist() == [1.5, -2.0] and floats.data_ptr() % 4 == 0
+
+
+def test_tensors_come_in_file_order(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "x.safetensors", {"late": entry(2, 4), "early": entry(0, 2)}, b"abcd")
+    assert list(open_safetensors(path)) == ["early", "late"]
+
+
+BAD_HEADERS: dict[str, tuple[object, bytes]] = {
+    "not JSON": (b'{"a": ', b""),
+    "not UTF-8": (b'{"\xff": 1}', b""),
+    "not an object": ([1, 2], b""),
+    "nested without end": (b"[" * 100_000, b""),
+    "a key twice": (b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',) * 2), b"x"),
+    "entry is no object": ({"a": 3}, b""),
+    "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"x"),
+    "unknown dtype": ({"a": entry(0, 1, dtype="Q4")}, b"x"),
+    "dtype is a list": ({"a": entry(0, 1, dtype=["U8"])}, b"x"),
+    "negative dimension": ({"a": entry(0, 1, [-1])}, b"x"),
+    "fractional dimension": ({"a": entry(0, 1, [1.0])}, b"x"),
+    "boolean dimension": ({"a": entry(0, 1, [True])}, b"x"),
+    "three offsets": ({"a": entry(0, 1) | {"data_offsets": [0, 1, 1]}}, b"x"),
+    "end before begin": ({"a": entry(0, 2) | {"data_offsets": [2, 0]}}, b"xx"),
+    "too few bytes for the shape": ({"a": entry(0, 4, [2], "F32")}, b"xxxx"),
+    "shape overflows 64 bits": ({"a": entry(0, 0, [2**32, 2**32], "U8")}, b""),
+    "shape overflows behind a zero": ({"a": entry(0, 0, [2**62, 2**62, 0])}, b""),
+    "offsets past the end": ({"a": entry(0, 9)}, b"x"),
+    "offsets beyond 64 bits": ({"a": entry(2**64, 2**64 + 1)}, b"x"),
+    "offsets of more digits than Python prints": ({"a": entry(10**4300 - 2, 10**4300 - 1)}, b"x"),
+    "overlap": ({"a": entry(0, 2), "b": entry(1, 3)}, b"xxx"),
+    "gap": ({"a": entry(0, 1), "b": entry(2, 3)}, b"xxx"),
+    "bytes that belong to nobody": ({"a": entry(0, 1)}, b"xx"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_damaged_headers_are_refused(tmp_path: Path, case: str) -> None:
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors is not a sound safetensors file"):
+        read_header(write_raw(tmp_path / "bad.safetensors", *BAD_HEADERS[case]))
+
+
+@pytest.mark.parametrize("raw", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "short.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="truncated"):
+        read_header(tmp_path / "short.safetensors")
+
+
+def test_a_header_over_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    with open(tmp_path / "sparse.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", 200_000_000))
+        file.truncate(300_000_000)  # takes no space on the disk
+    with pytest.raises(CheckpointError, match="200000000 bytes, more than 100000000"):
+        read_header(tmp_path / "sparse.safetensors")
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "whole.safetensors")
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    for length in range(0, len(whole), 7):
+        (tmp_path / "cut.safetensors").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            read_header(tmp_path / "cut.safetensors")
+
+
+def test_random_damage_ends_in_an_error_or_in_tensors(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "whole.safetensors")
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(500):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(header_end)] = rng.randrange(256)
+        (tmp_path / "damaged.safetensors").write_bytes(damaged)
+        try:
+            for tensor in open_safetensors(tmp_path / "damaged.safetensors").values():
+                assert tensor.read().shape == tensor.shape
+        except OctavoError:
+            refused += 1
+    assert refused > 300
+
+
+# ---- directories -----------------------------------------------------------------------------------------
+
+
+def write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], index: dict[str, str]) -> Path:
+    write_directory(folder)
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    a, b = torch.ones(2), torch.zeros(3)
+    shards = {"one.safetensors": {"a": a}, "two.safetensors": {"b": b}}
+    found = open_directory(write_shards(tmp_path, shards, {"a": "one.safetensors", "b": "two.safetensors"}))
+    assert found.shapes == {"a": (2,), "b": (3,)} and found.nbytes == 20
+    assert torch.equal(found.read("a"), a) and torch.equal(found.read("b"), b)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"one.safetensors": {"a": torch.ones(2)}}, {"a": "one.safetensors", "b": "two.safetensors"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 shards: two\.safetensors"):
+        open_directory(tmp_path)
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"one.safetensors": {"a": torch.ones(2)}}, {"a": "one.safetensors", "b": "one.safetensors"})
+    with pytest.raises(CheckpointError, match=r"one\.safetensors lacks tensors .*: b$"):
+        open_directory(tmp_path)
+
+
+def test_an_index_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "outside.safetensors")
+    write_shards(tmp_path / "model", {}, {"a": "../outside.safetensors"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 1 shards: \.\./outside"):
+        open_directory(tmp_path / "model")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_a_damaged_index_is_refused(tmp_path: Path, index: str) -> None:
+    (write_directory(tmp_path) / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        open_directory(tmp_path)
+
+
+def test_files_that_repeat_a_tensor_are_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(2)}, write_directory(tmp_path) / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"repeats tensors.*: a$"):
+        open_directory(tmp_path)
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
+    (write_directory(tmp_path) / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*Convert them to safetensors"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_end_tokens_of_both_configs_count(tmp_path: Path) -> None:
+    write_directory(tmp_path, weights())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1], "temperature": 0.6}')
+    found = open_checkpoint(str(tmp_path))
+    assert found.config["eos_token_id"] == [1, 7]
+    assert found.generation_config["temperature"] == 0.6 and found.directory == tmp_path
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_directory_of_several_gguf_files_asks_for_one(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf"):
+        open_checkpoint(str(tmp_path))
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./here", "no/such/place", "absent.gguf", "org/absent.gguf", "sp ace", ""])
+def test_what_cannot_be_a_hub_name_is_refused_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_from_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.chdir("/")
+    with pytest.raises(OctavoError):
+        open_checkpoint(name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, offline."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def test_offline_and_not_cached_tells_the_ways_to_go_on(hub: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"(?s)no directory org/name.*local directory.*\.gguf.*HF_HOME.*pip install.*dummy"):
+        open_checkpoint("org/name")
+
+
+def test_a_cached_snapshot_serves_when_the_hub_cannot_be_reached(hub: Path) -> None:
+    cached = hub / "models--org--name"
+    write_directory(cached / "snapshots" / ("0" * 40), weights())
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    assert open_checkpoint("org/name").shapes == SHAPES
+
+
+def test_a_hub_that_does_not_answer_costs_seconds_only(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants as constants
+
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setattr(load, "HUB_PATIENCE", 0.5)
+        started = time.monotonic()
+        with pytest.raises(ModelNotFound, match="imeout|timed out"):
+            open_checkpoint("org/name")
+        assert time.monotonic() - started < 5
+
+
+# ---- into the model ------------------------------------------------------------------------------------------
+
+
+def test_weights_go_where_the_map_says() -> None:
+    model, given = toy(torch.float64), weights()
+    load_weights(model, in_memory(given), progress=False)
+    assert torch.equal(model.embed, given["embed.weight"].double())
+    assert torch.equal(model.qkv, torch.cat([given["q.weight"], given["kv.weight"]]).double())
+    assert torch.equal(model.proj, given["proj.weight"].t().double())
+    assert model.finished == 1
+
+
+def test_names_are_made_canonical_and_known_leftovers_ignored() -> None:
+    model, given = toy(), weights(rotary__inv_freq=(3,))
+    load_weights(model, in_memory({f"model.{name}": tensor for name, tensor in given.items()}), progress=False)
+    assert torch.equal(model.embed, given["embed.weight"])
+
+
+def test_all_mismatches_are_listed_at_once_and_nothing_is_loaded() -> None:
+    model = toy()
+    with torch.no_grad():
+        model.embed.fill_(7)
+    bad = in_memory(weights(q__weight=None, kv__weight=(8, 5), proj__weight=(6, 4), norm__weight=(1,), extra__weight=(2, 2)))
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, bad, progress=False)
+    text = str(caught.value)
+    assert "1 missing:\n  q.weight [4, 4]" in text
+    assert "1 unexpected:\n  extra.weight [2, 2]" in text
+    assert "3 of the wrong shape:" in text
+    assert "  kv.weight [8, 5]: must be [8, 4]" in text
+    assert "  proj.weight [6, 4], rearranged (4, 6): must be [6, 4]" in text
+    assert "  norm.weight [1]: must be [4]" in text  # would broadcast
+    assert bool((model.embed == 7).all()) and not model.finished
+
+
+def test_two_tensors_for_one_place_are_reported() -> None:
+    doubled = weights() | {"model.norm.weight": torch.ones(4)}
+    with pytest.raises(CheckpointError, match=r"1 unexpected:\n  model\.norm\.weight \[4\]"):
+        load_weights(toy(), in_memory(doubled), progress=False)
+
+
+def test_long_lists_of_mismatches_are_cut() -> None:
+    bad = in_memory(weights() | {f"extra.{i}": torch.ones(1) for i in range(33)})
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(toy(), bad, progress=False)
+    text = str(caught.value)
+    assert "33 unexpected:" in text and "extra.19" in text and "extra.20" not in text and "... and 13 more" in text
+
+
+def test_each_tensor_is_dropped_before_the_next_is_read() -> None:
+    alive: list[str] = []
+
+    class Watched(Tensor):
+        pass
+
+    def stored(name: str, tensor: Tensor) -> StoredTensor:
+        def read() -> Tensor:
+            gc.collect()
+            alive.extend(name for kept in gc.get_objects() if type(kept) is Watched)
+            return tensor.clone().as_subclass(Watched)
+
+        return StoredTensor(tuple(tensor.shape), tensor.nbytes, read)
+
+    checkpoint = Checkpoint("memory", CONFIG, {name: stored(name, tensor) for name, tensor in weights().items()})
+    load_weights(toy(), checkpoint, progress=False)
+    assert alive == []
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from octavo.config import ModelConfig
+from octavo.model.base import CausalLM, Slot, build
+from octavo.model.checkpoint import open_directory
+from octavo.model.load import load_weights
+
+class Big(CausalLM):
+    def __init__(self, config, ops):
+        super().__init__(config, ops)
+        self.all = torch.nn.Parameter(torch.ones(10, 5_000_000))
+    def weight_map(self):
+        return {f"t{i}": Slot(self.all[i]) for i in range(10)}
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+model = build(ModelConfig("big", 1, 1, 1, 1, 1, 1, 1, 1), Big, None, torch.bfloat16, "cpu")
+checkpoint = open_directory(Path(sys.argv[1]))
+before = peak()
+load_weights(model, checkpoint, progress=False)
+print((peak() - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+def test_streaming_200_mb_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
+    write_directory(tmp_path, {f"t{i}": torch.ones(5_000_000) for i in range(10)})
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 40  # MB; a tensor has 20
+
+
+def test_progress_stays_silent_on_short_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    load_weights(toy(), in_memory(weights()), progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+# ---- the whole way ------------------------------------------------------------------------------------------
+
+
+def test_load_model_from_a_directory(tmp_path: Path) -> None:
+    given = weights()
+    model, checkpoint = load_model(str(write_directory(tmp_path, given)), ops=NO_OPS, dtype="bfloat16", progress=False)
+    assert isinstance(model, Toy) and model.embed.dtype == torch.bfloat16 and not model.embed.requires_grad
+    assert torch.equal(model.embed, given["embed.weight"].bfloat16())
+    assert checkpoint.config["architectures"] == ["ToyForCausalLM"]
+
+
+def test_auto_dtype_is_the_checkpoints(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, weights(), CONFIG | {"torch_dtype": "float16"})
+    assert next(load_model(path, ops=NO_OPS, progress=False)[0].parameters()).dtype == torch.float16
+
+
+def test_dummy_weights_need_only_a_config_and_depend_on_the_seed(tmp_path: Path) -> None:
+    made = [
+        load_model(write_directory(tmp_path), ops=NO_OPS, load_format="dummy", seed=5)[0],
+        load_model(CONFIG, ops=NO_OPS, load_format="dummy", seed=5)[0],
+        load_model(CONFIG, ops=NO_OPS, load_format="dummy", seed=6)[0],
+    ]
+    a, b, c = (dict(model.named_parameters()) for model in made)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["embed"], c["embed"]) and not torch.equal(a["embed"][:4], a["proj"][:4])
+    assert a["norm"].tolist() == [1] * 4 and a["bias"].tolist() == [0] * 4
+    assert 0.01 < a["embed"].std() < 0.03
+    assert isinstance(made[0], Toy) and made[0].finished == 1
+
+
+def test_dummy_weights_fill_low_precision_in_place() -> None:
+    model = toy(torch.bfloat16)
+    dummy_weights(model, seed=1)
+    assert model.embed.dtype == torch.bfloat16 and bool(model.embed.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"load_format": "pickle"}, ModelError),
+        ({"load_format": "auto"}, ModelError),
+        ({"load_format": "dummy", "dtype": "int8"}, ModelError),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        load_model(CONFIG, ops=NO_OPS, **options)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(UnknownArchitecture, match="MysteryModel"):
+        load_model(CONFIG | {"architectures": ["MysteryModel"]}, ops=NO_OPS, load_format="dummy")

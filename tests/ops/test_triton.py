@@ -1,0 +1,114 @@
+"""Every Triton kernel computes what its reference op computes. On a machine without a GPU they run interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.reference import ReferenceOps
+from tests.conftest import DEVICE
+from tests.ops.test_reference import BATCHES, draw, filled
+
+pytest.importorskip("triton")
+from octavo.ops.triton import TritonOps
+
+pytestmark = pytest.mark.parity
+TRITON, REFERENCE = TritonOps(), ReferenceOps()
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """To float32's rounding, or to two units of bfloat16's last place."""
+    tolerance = dict(atol=1e-5, rtol=1e-5) if got.dtype == torch.float32 else dict(atol=2e-2, rtol=1.6e-2)
+    torch.testing.assert_close(got.float(), want.float(), **tolerance)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return draw(*shape, seed=seed).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 5, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention(name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, dtype: torch.dtype) -> None:
+    batch, kv = filled(BATCHES[name], kv_heads, dim, DEVICE, slack)
+    kv = kv.to(dtype)
+    q = random(len(batch.ids), heads, dim, dtype=dtype)
+    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_in_long_sequences(window: int) -> None:
+    """Several tiles, several splits, a prompt's tail after a long past, decoding rows beside it."""
+    batch, kv = filled([(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)], 1, 16, DEVICE)
+    q = random(len(batch.ids), 2, 16)
+    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [16, 100, 576])
+def test_norms(hidden: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (random(7, hidden, seed=i, dtype=dtype) for i in range(3))
+    weight = weight[0].float()
+    want, sum_wanted = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+    got, sum_got = TRITON.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    close(got, want)
+    torch.testing.assert_close(sum_got, sum_wanted)
+    close(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    got, sum_got = TRITON.add_rms_norm(x, None, weight, 1e-5)
+    close(got, REFERENCE.rms_norm(x, weight, 1e-5))
+    assert sum_got is x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inter", [8, 100, 1500])
+def test_gated_activations(inter: int, dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * inter, dtype=dtype) * 3
+    close(TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
+    close(TRITON.gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 24), (2, 1, 8)])
+def test_rope_and_cache(heads: int, kv_heads: int, dim: int, rope: bool, norm: bool, dtype: torch.dtype) -> None:
+    batch, _ = filled(BATCHES["mixed"], kv_heads, dim, DEVICE)
+    blocks = int(batch.block_table.max()) + 1
+    qkv = random(len(batch.ids), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angle = random(64, dim // 2, seed=1)
+    cos_sin = torch.stack([angle.cos(), angle.sin()], 1) if rope else None
+    norms = (random(dim, seed=2), random(dim, seed=3)) if norm else (None, None)
+    caches = [torch.full((blocks, 3, 2, kv_heads, 8, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    got = TRITON.rope_and_cache(qkv, caches[0][:, 1], batch, cos_sin, *norms)
+    want = REFERENCE.rope_and_cache(qkv, caches[1][:, 1], batch, cos_sin, *norms)
+    close(got, want)
+    close(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (100, 33), (576, 70)])
+def test_linear_with_few_rows(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, inputs, dtype=dtype) / 8, random(outputs, inputs, seed=1, dtype=dtype)
+    b = random(outputs, seed=2, dtype=dtype) if bias else None
+    got, want = TRITON.linear(x, weight, b), x.double() @ weight.double().T + (0 if b is None else b.double())
+    assert float((got.double() - want).norm() / want.norm()) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("vocab", [50, 1024, 9001])
+def test_choose(vocab: int) -> None:
+    """The same tokens as the reference: rows in any order, some greedy, some hot, seeds of 64 bits, ties to the first."""
+    logits = random(12, vocab) * 4
+    logits[3, [5, 9]] = 100.0
+    rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(DEVICE, torch.int32)
+    floats = torch.tensor([[0.0, 9.0], [0.7, 9.0], [1.0, 9.0], [2.5, 9.0]] * 5, device=DEVICE)
+    floats[rows[3]] = 0.0
+    ints = torch.randint(-(2**31), 2**31 - 1, (20, 3), generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)
+    position = torch.arange(1, 13, dtype=torch.int32, device=DEVICE)
+    arguments = (logits, rows, floats[:, 0], ints[:, 1], ints[:, 2], position)
+    got, want = TRITON.choose(*arguments), REFERENCE.choose(*arguments)
+    assert got.tolist() == want.tolist() and got[3] == 5
