@@ -30,20 +30,25 @@ class Collector:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
         self.news: list[CompletionOutput] | None = None  # what is new, where somebody follows the stream
+        self.open = params.n  # completions that have not ended
+        self._ids_only = text is None and params.logprobs is None
 
     @property
     def finished(self) -> bool:
-        return all(c.finish_reason is not None for c in self.outputs)
+        return self.open == 0
 
     def take(self, out: Output) -> bool:
         """Fold in one output. True: the text met a stop string, and the engine should end the sequence."""
+        if self._ids_only and out.finish_reason is None and self.news is None and self.metrics.first_token_time is not None:
+            self.outputs[out.index].token_ids += out.tokens  # nothing to do with them: most of a batch job's outputs
+            return False
         now = time.monotonic()
         if out.tokens and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         completion, stream = self.outputs[out.index], self.texts[out.index]
         if out.prompt_logprobs is not None:
             self.prompt_logprobs = [None if p is None else self._logprobs(p) for p in out.prompt_logprobs]
-        self.cached, self.error = out.cached_tokens, out.error or self.error
+        self.cached, self.error = max(self.cached, out.cached_tokens), out.error or self.error
         hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         delta, stop = stream.push(out.tokens[:-1] if hidden else out.tokens, finished=out.finish_reason is not None)
         new, reason, stop_reason = out.tokens, out.finish_reason, out.stop_reason
@@ -61,6 +66,7 @@ class Collector:
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         if reason is not None:
             completion.text = stream.text
+            self.open -= 1
         if self.news is not None:
             self.news.append(piece)
         if self.finished:

@@ -10,9 +10,11 @@ One thread at a time may call it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,7 +46,7 @@ Prompt: TypeAlias = str | list[int] | dict[str, Any]  # text, token ids, {"promp
 HARMLESS = {
     "trust_remote_code", "swap_space", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
     "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
-    "async_scheduling", "hf_token", "generation_config", "max_logprobs", "enforce_eager",
+    "async_scheduling", "hf_token", "generation_config", "max_logprobs",
 }  # fmt: skip
 
 
@@ -59,6 +61,7 @@ class LLM:
         seed: int = 0,
         revision: str | None = None,
         load_format: str = "auto",
+        quantization: str | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -67,9 +70,10 @@ class LLM:
         block_size: int = 16,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
         depth: int | None = None,
-        progress: bool = True,
+        progress: bool | Callable[[float], None] = True,
         **options: Any,
     ):
         unknown = sorted(set(options) - HARMLESS)
@@ -86,23 +90,24 @@ class LLM:
         ops = select(self.device.type)
         if dtype == "auto" and not on_gpu:
             dtype = "float32"  # a CPU multiplies 16-bit numbers more slowly, batched several times so (docs/models.md)
-        self.model, checkpoint = load_model(
+        self.model, self.checkpoint = load_model(
             model,
             dtype=dtype,
             device=str(self.device),
             load_format=load_format,
+            quantization=quantization,
             ops=ops,
             progress=progress,
             revision=revision,
             seed=seed,
         )
         self.config: ModelConfig = self.model.config
-        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer, checkpoint)
+        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer, self.checkpoint)
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
-        self.model_dtype = next(self.model.parameters()).dtype
+        self.model_dtype = self.model.dtype
         name = str(self.model_dtype).removeprefix("torch.")
-        budget = max_num_batched_tokens or max(max_num_seqs, 8192 if on_gpu else 2048)
+        budget = max_num_batched_tokens or max(max_num_seqs, 16384 if on_gpu else 2048)
         schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
         activations = activation_bytes(self.config, schedule, name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
@@ -115,9 +120,10 @@ class LLM:
             weight_bytes(self.model), activations, self.config.kv_bytes_per_token(name), block_size, cache.num_blocks
         )
         kv = KVStore(self.config, self.cache, self.model_dtype, self.device)
-        runner = Runner(self.model, kv, max_num_seqs, max_model_len, self.device)
+        graphs = ops.name == "triton" and on_gpu and not enforce_eager
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, self.device, graphs)
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
-        self.engine = Engine(scheduler, runner)
+        self.engine = Engine(scheduler, self.runner)
         self._open: dict[str, Collector] = {}
         self._count = 0
 
@@ -195,6 +201,17 @@ class LLM:
             if not collector.finished:
                 self.abort(collector.request.id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt, as if the engine had just started."""
+        self.engine.scheduler.pool.forget()
+
+    def warm_up(self) -> None:
+        """Compile and capture everything ahead of the first request: nothing later stalls for it."""
+        tokens = min(64, self.schedule.max_model_len - 2)
+        self.generate([[0] * tokens], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
+        self.runner.capture()
+        self.reset_prefix_cache()
+
     # ---- the loop ----------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -234,7 +251,7 @@ class LLM:
             for prompt, p in zip(prompts, each, strict=True):
                 collector = self._submit(prompt, p, arrival)
                 mine[collector.request.id] = collector
-            with _Progress(len(mine), use_tqdm) as bar:
+            with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
                     for output in self.step():
                         if output.request_id in mine:
@@ -303,6 +320,19 @@ class _Progress:
             self.tokens += sum(len(c.token_ids) for c in output.outputs)
             self.bar.set_postfix_str(f"{self.tokens} tokens", refresh=False)
             self.bar.update()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection walks every live object, some 10 ms at a thousand sequences, in the middle of a step. Nothing the loop
+    makes is cyclic."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:

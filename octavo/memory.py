@@ -36,13 +36,18 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     def concurrency(self, length: int) -> int:
-        """Sequences of this many tokens that fit at once: whole blocks each."""
-        return self.num_blocks // -(-length // self.block_size)
+        """Sequences of this many tokens that fit at once: whole blocks each, and the last token is never computed."""
+        return self.num_blocks // max(1, -(-(length - 1) // self.block_size))
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Of the parameters and buffers; a model built on the meta device answers without holding any."""
     return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+
+
+def token_budget(kind: str, max_num_seqs: int) -> int:
+    """Tokens of one step where nobody says how many: enough to keep a "cuda" or "cpu" device busy with prompts."""
+    return max(max_num_seqs, 16384 if kind == "cuda" else 2048)
 
 
 def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:
@@ -76,8 +81,12 @@ def available_memory(device: torch.device) -> tuple[int, int]:
 
 def kv_budget(device: torch.device, utilization: float, activations: int) -> int:
     """Bytes for the KV pool, asked after the weights are loaded."""
-    free, total = available_memory(device)
-    if device.type == "cuda":
+    return kv_share(device.type, *available_memory(device), utilization, activations)
+
+
+def kv_share(kind: str, free: int, total: int, utilization: float, activations: int) -> int:
+    """kv_budget of a "cuda" or "cpu" device that has this much memory free once the weights are loaded."""
+    if kind == "cuda":
         return int(total * utilization) - (total - free) - activations
     return int((free - activations) * CPU_KV_SHARE)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -159,7 +160,7 @@ class Sequence:
     id: int
     request: Request
     index: int  # which of the request's n completions
-    tokens: list[int]  # prompt + committed output: host truth
+    tokens: array[int]  # prompt + committed output: host truth. An array: copied, hashed and shipped as bytes
     prompt_len: int
     limit: int  # it ends when len(tokens) reaches this
     seed: int
@@ -205,7 +206,7 @@ class NewRow(NamedTuple):
     seq: int  # Sequence.id
     epoch: int
     row: int
-    tokens: list[int]
+    tokens: array[int]
     computed: int
     table: list[int]
     prompt_len: int
@@ -264,6 +265,6 @@ class Output:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or string that ended it
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # with the first and the last output only
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
     error: str | None = None

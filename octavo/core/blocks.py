@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
-def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+def chain(parent: bytes, tokens: array[int]) -> bytes:
     """Hash of a full block: of its tokens and, through the parent's hash, of everything before them."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
 
 
 def root(salt: str) -> bytes:
@@ -32,7 +32,7 @@ class BlockPool:
         self.num_blocks, self.size = num_blocks, block_size
         self.refs = [0] * (num_blocks + 1)
         self.hash: list[bytes | None] = [None] * (num_blocks + 1)
-        self.tokens: list[list[int] | None] = [None] * (num_blocks + 1)  # content of hashed blocks, compared on a hit
+        self.tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # content of hashed blocks, compared on a hit
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.index: dict[bytes, int] = {}
         self.evictions = 0
@@ -64,13 +64,13 @@ class BlockPool:
             if self.hash[block] is None:  # nothing to reuse: the next to be taken
                 self.free.move_to_end(block, last=False)
 
-    def publish(self, block: int, h: bytes, tokens: list[int]) -> None:
+    def publish(self, block: int, h: bytes, tokens: array[int]) -> None:
         """The content of a full, committed block becomes findable. Nobody writes to the block from now on."""
         if h not in self.index and self.hash[block] is None:
             self.index[h] = block
             self.hash[block], self.tokens[block] = h, tokens
 
-    def match(self, hashes: list[bytes], tokens: list[int]) -> list[int]:
+    def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
         """Blocks of the longest known prefix. Tokens are compared, so a colliding hash is a miss and never wrong KV."""
         hit: list[int] = []
         for j, h in enumerate(hashes):
@@ -79,6 +79,12 @@ class BlockPool:
                 break
             hit.append(block)
         return hit
+
+    def forget(self) -> None:
+        """Empty the cache: no content is findable any more, whoever holds a block keeps it."""
+        for block in self.index.values():
+            self.hash[block] = self.tokens[block] = None
+        self.index.clear()
 
     def check(self, tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless references, free list and index agree with the tables."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 from octavo.core.scheduler import Scheduler
@@ -29,11 +31,23 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> Handle: ...
 
 
+@dataclass(slots=True)
+class HostTime:
+    """Seconds the host spent in each part of the loop. All but `wait` must hide behind the device's work."""
+
+    steps: int = 0
+    plan: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    commit: float = 0.0
+
+
 class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner):
         self.scheduler, self.runner = scheduler, runner
         self.depth = scheduler.schedule.depth
         self.inflight: deque[tuple[Plan, Handle]] = deque()
+        self.time = HostTime()
 
     @property
     def idle(self) -> bool:
@@ -51,20 +65,27 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step if there is one, then take in the oldest result that is due."""
+        time, start = self.time, perf_counter()
         plan = self.scheduler.plan()
+        time.steps += 1
+        time.plan += (planned := perf_counter()) - start
         if plan.work:
             try:
                 self.inflight.append((plan, self.runner.launch(plan)))
             except Exception as e:
                 return self._fail(plan, e)
-        if self.inflight and (len(self.inflight) >= self.depth or not plan.work):
-            done, handle = self.inflight.popleft()
-            try:
-                result = handle.wait()
-            except Exception as e:
-                return self._fail(done, e)
-            return self.scheduler.commit(done, result)
-        return []
+        time.launch += (launched := perf_counter()) - planned
+        if not self.inflight or (len(self.inflight) < self.depth and plan.work):
+            return []
+        done, handle = self.inflight.popleft()
+        try:
+            result = handle.wait()
+        except Exception as e:
+            return self._fail(done, e)
+        time.wait += (waited := perf_counter()) - launched
+        outputs = self.scheduler.commit(done, result)
+        time.commit += perf_counter() - waited
+        return outputs
 
     def _fail(self, plan: Plan, e: Exception) -> list[Output]:
         """A step that raises ends the requests in it and nothing else."""

@@ -12,13 +12,14 @@ plan looks at `planned` (where the sequence will be once they land) and commit()
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.blocks import BlockPool, chain, root
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.types import Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, child_seed
+from octavo.types import Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Scheduler:
         self.rows = list(range(schedule.max_num_seqs))  # device rows nobody uses
         self.live: dict[int, Sequence] = {}
         self.requests: dict[str, list[Sequence]] = {}
+        self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
         self._ids = 0
 
@@ -69,7 +71,7 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
         if not prompt:
             raise InvalidRequest("the prompt is empty: at least one token is needed", "prompt")
-        if any(type(t) is not int for t in prompt) or min(prompt) < 0 or max(prompt) >= self.vocab_size:
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             bad = next(t for t in prompt if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{self.vocab_size - 1}", "prompt")
         params.check_vocabulary(self.vocab_size)
@@ -89,7 +91,7 @@ class Scheduler:
             )
         seed = params.seed if params.seed is not None else child_seed(self.seed, 1 + self._ids)
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
-        seq = Sequence(self._next_id(), request, 0, list(prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
+        seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
         self.live[seq.id] = seq
@@ -124,20 +126,7 @@ class Scheduler:
         plan, left = Plan(self.count.steps), self.schedule.max_num_batched_tokens
         preemptions = self.count.preemptions
         self._fork(plan)
-        i = 0
-        while i < len(self.decoding):
-            seq = self.decoding[i]
-            if seq.planned + 1 < seq.limit:  # else what is in flight reaches the limit
-                while not self._reserve(seq, 1, plan):
-                    victim = (self.prefilling or self.decoding)[-1]  # never in this plan yet, so plans are never edited
-                    self._preempt(victim)
-                    if victim is seq:
-                        break
-                if seq.status is not Status.RUNNING:
-                    break
-                self._schedule(seq, 1, None, plan)
-                left -= 1
-            i += 1
+        left -= self._plan_decoding(plan)
         for seq in list(self.prefilling):
             num = min(len(seq.tokens) - (seq.forks > 0) - seq.planned, left)
             if num <= 0 or seq.status is not Status.RUNNING:
@@ -147,25 +136,41 @@ class Scheduler:
                     break
                 self._preempt(self.prefilling[-1])
             else:
-                self._schedule(seq, num, seq.planned, plan)
+                self._schedule(seq, num, plan)
                 left -= num
                 continue
             break  # it waits for older work to finish, and nobody younger may take what it waits for
         if self.count.preemptions == preemptions:  # a victim does not come straight back
-            while self.waiting and self.rows and left > 0:
-                used = self._admit(self.waiting[0], left, plan)
-                if used == 0:
-                    break
-                left -= used
+            self._plan_waiting(plan, left)
         self.count.copies += len(plan.copies)
         return plan
+
+    def _plan_decoding(self, plan: Plan) -> int:
+        """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide."""
+        size, refs, items = self.pool.size, self.pool.refs, plan.items
+        i = 0
+        while i < len(self.decoding):
+            seq = self.decoding[i]
+            i += 1
+            at = seq.planned
+            if at + 1 >= seq.limit:  # what is in flight reaches the limit
+                continue
+            j = at // size
+            if j >= len(seq.table) or refs[seq.table[j]] > 1:
+                while not self._reserve(seq, 1, plan):
+                    victim = (self.prefilling or self.decoding)[-1]  # never in this plan yet, so plans are never edited
+                    self._preempt(victim)
+                    if victim is seq:
+                        return len(items)
+            seq.planned = at + 1
+            seq.inflight += 1
+            items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1))
+        return len(items)
 
     def _reserve(self, seq: Sequence, num: int, plan: Plan) -> bool:
         """Own every block that positions [planned, planned + num) will be written to. All of them or none."""
         size, pool, table = self.pool.size, self.pool, seq.table
         first, last = seq.planned // size, (seq.planned + num - 1) // size
-        if first == last < len(table) and pool.refs[table[last]] == 1:
-            return True  # nearly every decode step
         shared = [j for j in range(first, min(last + 1, len(table))) if pool.refs[table[j]] > 1]
         fresh = max(last + 1 - len(table), 0)
         if len(shared) + fresh > len(pool.free):
@@ -180,44 +185,75 @@ class Scheduler:
             plan.appends.append((seq.row, j, table[j]))
         return True
 
-    def _schedule(self, seq: Sequence, num: int, start: int | None, plan: Plan) -> None:
-        seq.planned += num
+    def _schedule(self, seq: Sequence, num: int, plan: Plan) -> None:
+        """A chunk of known tokens. With the last of them the sequence starts to decode."""
+        start, seq.planned = seq.planned, seq.planned + num
         seq.inflight += 1
-        sample = start is None or seq.planned == len(seq.tokens)
-        logprobs = seq.params.prompt_logprobs if start is not None and self._missing_prompt_logprobs(seq) else None
+        sample = seq.planned == len(seq.tokens)
+        logprobs = seq.params.prompt_logprobs if self._missing_prompt_logprobs(seq) else None
         plan.items.append(Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs))
-        if sample and start is not None:
+        if sample:
             self.prefilling.remove(seq)
             self.decoding.append(seq)
 
-    def _admit(self, seq: Sequence, left: int, plan: Plan) -> int:
+    def _plan_waiting(self, plan: Plan, left: int) -> None:
+        """Admit in order of arrival. Who shares most of a prompt with one that is being computed waits for that instead of
+        computing it again; those behind it need not wait for it."""
+        held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
+        i = 0
+        while i < len(self.waiting) and self.rows and left > 0:
+            seq = self.waiting[i]
+            if seq.hashes and seq.hashes[0] in held:
+                i += 1
+                continue
+            hits = self._match(seq)
+            if hits is None:
+                held.add(seq.hashes[0])
+                i += 1
+                continue
+            used = self._admit(seq, hits, left, plan)
+            if used == 0:
+                break
+            left -= used
+
+    def _match(self, seq: Sequence) -> list[int] | None:
+        """Blocks of its prompt that the prefix cache has. None: most of the rest will be there soon."""
+        if not self.caching or self._missing_prompt_logprobs(seq):
+            return []
+        size = self.pool.size
+        full = (len(seq.tokens) - 1) // size  # always leave a token to compute
+        self._extend_hashes(seq, full)
+        hits = self.pool.match(seq.hashes[:full], seq.tokens)
+        soon = len(hits)
+        while soon < full and seq.hashes[soon] in self.computing:
+            soon += 1
+        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else hits
+
+    def _admit(self, seq: Sequence, hits: list[int], left: int, plan: Plan) -> int:
         """Give the sequence a row, the blocks the prefix cache has and those its first chunk needs. 0: no room."""
         size, pool = self.pool.size, self.pool
         known = len(seq.tokens) - (seq.forks > 0)  # forks stop one short: each child computes the last token itself
-        hits: list[int] = []
-        if self.caching and not self._missing_prompt_logprobs(seq):
-            full = (known - (seq.forks == 0)) // size  # always leave a token to compute
-            self._extend_hashes(seq, full)
-            hits = pool.match(seq.hashes[:full], seq.tokens)
         cached = len(hits) * size
         num = min(known - cached, left)
         need = -(-(cached + num) // size) - len(hits)
         if need > len(pool.free) - sum(pool.refs[b] == 0 for b in hits):
             return 0
-        self.waiting.popleft()
+        self.waiting.remove(seq)
         seq.table = [pool.share(b) for b in hits]  # pinned before anything is evicted
         seq.table += [pool.take() for _ in range(need)]
         seq.status, seq.row = Status.RUNNING, self.rows.pop()
         seq.computed = seq.planned = cached
         seq.published = len(hits)
         self.prefilling.append(seq)
+        for h in seq.hashes[len(hits) :]:
+            self.computing.setdefault(h, seq.id)
         if seq.preemptions == 0:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
         plan.rows.append(self._new_row(seq))
         if num > 0:
-            self._schedule(seq, num, cached, plan)
+            self._schedule(seq, num, plan)
         return max(num, 1)
 
     def _fork(self, plan: Plan) -> None:
@@ -228,7 +264,7 @@ class Scheduler:
             for index in range(1, seq.forks + 1):
                 seed = child_seed(seq.seed, index)
                 child = Sequence(
-                    self._next_id(), seq.request, index, list(seq.tokens), seq.prompt_len, seq.limit, seed, seq.stop_ids
+                    self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids
                 )
                 child.hashes, child.cached = list(seq.hashes), seq.cached
                 self.live[child.id] = child
@@ -252,40 +288,45 @@ class Scheduler:
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
         """Fold in what a step produced. Results for a sequence that was preempted or ended meanwhile are dropped."""
         out: list[Output] = []
-        for i, item in enumerate(plan.items):
-            seq = self.live.get(item.seq)
+        live, size, count, caching = self.live, self.pool.size, self.count, self.caching
+        for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
+            seq = live.get(item.seq)
             if seq is None or item.epoch != seq.epoch:
                 continue
-            new = result.tokens[i]
             seq.inflight -= 1
             seq.computed += item.num
-            self.count.computed_tokens += item.num
+            count.computed_tokens += item.num
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
-                assert item.start is not None and seq.prompt_logprobs is not None
-                for p, logprobs in enumerate(result.prompt_logprobs[i], item.start + 1):
-                    if p < seq.prompt_len:
-                        seq.prompt_logprobs[p] = logprobs
+                self._take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
             reason: str | None = None
-            stop: int | None = None
             for t in new:
                 seq.tokens.append(t)
-                self.count.generated_tokens += 1
-                if t in seq.stop_ids and len(seq.tokens) - seq.prompt_len >= seq.params.min_tokens:
-                    reason, stop = "stop", None if t in self.eos_ids else t
-                elif len(seq.tokens) >= seq.limit:
+                length = len(seq.tokens)
+                if t in seq.stop_ids and length - seq.prompt_len >= seq.params.min_tokens:
+                    reason = "stop"
+                elif length >= seq.limit:
                     reason = "length"
-            if self.caching and seq.computed >= (seq.published + 1) * self.pool.size:
+            if caching and seq.computed >= (seq.published + 1) * size:
                 self._publish(seq)
             if new:
-                news = Output(seq.request.id, seq.index, new, finish_reason=reason, stop_reason=stop, cached_tokens=seq.cached)
+                count.generated_tokens += len(new)
+                news = Output(seq.request.id, seq.index, new, None, reason)
                 if result.logprobs is not None and seq.params.logprobs is not None:
                     news.logprobs = result.logprobs[i]
                 if len(seq.tokens) == seq.prompt_len + len(new):
-                    news.prompt_logprobs = seq.prompt_logprobs
+                    news.cached_tokens, news.prompt_logprobs = seq.cached, seq.prompt_logprobs
+                if reason is not None:
+                    news.cached_tokens = seq.cached
+                    news.stop_reason = new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None
+                    self._end(seq)
                 out.append(news)
-            if reason is not None:
-                self._end(seq)
         return out
+
+    def _take_prompt_logprobs(self, seq: Sequence, item: Item, found: list[TokenLogprobs]) -> None:
+        assert item.start is not None and seq.prompt_logprobs is not None
+        for p, logprobs in enumerate(found, item.start + 1):
+            if p < seq.prompt_len:
+                seq.prompt_logprobs[p] = logprobs
 
     def _publish(self, seq: Sequence) -> None:
         """Make newly full, committed blocks findable. Only the new ones: a walk from zero costs 2 ms a step at 256 rows."""
@@ -294,6 +335,7 @@ class Scheduler:
         self._extend_hashes(seq, full)
         for j in range(seq.published, full):
             self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size])
+            self.computing.pop(seq.hashes[j], None)
         seq.published = full
 
     # ---- helpers -----------------------------------------------------------------------------------
@@ -314,13 +356,16 @@ class Scheduler:
         return wanted is not None and len(wanted) > 1 and wanted[-1] is None
 
     def _new_row(self, seq: Sequence) -> NewRow:
-        tokens, table = list(seq.tokens), list(seq.table)
+        tokens, table = seq.tokens[:], list(seq.table)
         return NewRow(seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, seq.params)
 
     def _release(self, seq: Sequence) -> None:
         """Give back row and blocks. Steps in flight may still write there: the device does things in order."""
         for b in reversed(seq.table):  # tail first: prefixes outlive suffixes in the cache
             self.pool.drop(b)
+        for h in seq.hashes[seq.published :]:
+            if self.computing.get(h) == seq.id:
+                del self.computing[h]
         (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
         self.rows.append(seq.row)
         seq.table, seq.row, seq.inflight, seq.computed, seq.planned = [], -1, 0, 0, 0
@@ -364,5 +409,7 @@ class Scheduler:
         assert rows == list(range(self.schedule.max_num_seqs)), "rows lost or used twice"
         assert {s.id for s in running} | {s.id for s in self.waiting} == set(self.live), "a sequence is in no queue"
         assert sorted(s.id for f in self.requests.values() for s in f) == sorted(self.live)
+        alive = {s.id for s in running}
+        assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
         used = sum(r > 0 for r in self.pool.refs)
         assert used + len(self.pool.free) == self.pool.num_blocks

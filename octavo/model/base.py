@@ -15,22 +15,52 @@ from torch import Tensor, nn
 
 from octavo.config import ModelConfig
 from octavo.errors import UnknownArchitecture
+from octavo.model import quant
 from octavo.ops import ForwardBatch, Ops
+from octavo.ops.weight import Format, QuantWeight
 
 
 @dataclass(slots=True)
 class Slot:
-    """Where one checkpoint tensor goes: a view of a parameter, of the shape the tensor has after `transform`."""
+    """Where one checkpoint tensor goes: a view of a weight, of the shape the tensor has after `transform`."""
 
-    dest: Tensor
+    dest: Tensor | QuantWeight
     transform: Callable[[Tensor], Tensor] | None = None
 
-    def fill(self, value: Tensor) -> None:
-        self.dest.copy_(value if self.transform is None else self.transform(value))
+    def fill(self, value: Tensor | QuantWeight) -> None:
+        """A value that is quantised already comes only where takes() said so."""
+        if self.transform is not None:
+            assert isinstance(value, Tensor)
+            value = self.transform(value)
+        if isinstance(self.dest, QuantWeight):
+            quant.fill(self.dest, value)
+        else:
+            assert isinstance(value, Tensor)
+            self.dest.copy_(value)
+
+    def takes(self, form: Format | None) -> bool:
+        """Whether a tensor stored in this format goes in as it is, code by code."""
+        return form is not None and isinstance(self.dest, QuantWeight) and self.dest.form == form and self.transform is None
+
+
+class Matrix(nn.Module):
+    """A module around one large weight [out, in], which may be quantised. `names`: what checkpoints call the tensors in it."""
+
+    def __init__(self, ops: Ops, names: tuple[str, ...], outputs: int, inputs: int):
+        super().__init__()
+        self.ops, self.names = ops, names
+        self.weight: Any = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+
+    def quantize(self, form: Format, device: str) -> None:
+        """Before loading: hold the weight in this format."""
+        with torch.device(device):
+            self.weight = QuantWeight.empty(form, *self.weight.shape)
 
 
 class CausalLM(nn.Module):
     """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
+
+    dtype: torch.dtype  # of activations and KV; set by build()
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -99,13 +129,28 @@ class Registry:
 registry = Registry()
 
 
-def build(config: ModelConfig, cls: type[CausalLM], ops: Ops, dtype: torch.dtype, device: str) -> CausalLM:
-    """A model with its parameters allocated and not yet filled."""
+def build(
+    config: ModelConfig,
+    cls: type[CausalLM],
+    ops: Ops,
+    dtype: torch.dtype,
+    device: str,
+    formats: Callable[[tuple[str, ...]], Format | None] | None = None,
+) -> CausalLM:
+    """A model with its weights allocated and not yet filled. `formats`: the format of the weight that holds the tensors of
+    these names; None: a plain one of this dtype."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
+    # Memory that a CPU allocates and does not touch costs nothing: what is replaced by something smaller never exists.
     try:
-        with torch.device(device), torch.no_grad():
+        with torch.device("cpu" if formats is not None else device), torch.no_grad():
             model = cls(config, ops)
     finally:
         torch.set_default_dtype(previous)
+    model.dtype = dtype
+    if formats is not None:
+        for module in model.modules():
+            if isinstance(module, Matrix) and (form := formats(module.names)) is not None:
+                module.quantize(form, device)
+        model.to(device)
     return model.eval().requires_grad_(False)

@@ -7,6 +7,7 @@ formats are checkpoint.py's and gguf.py's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +17,16 @@ import torch
 
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
-from octavo.model import embedded
+from octavo.model import embedded, quant
 from octavo.model.base import CausalLM, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.ops import Ops
+from octavo.ops.cpu.machine import instruction_set
+from octavo.ops.weight import Format, QuantWeight
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+HUB_WEIGHTS = ["*.safetensors"]
+HUB_TEXTS = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth"]  # subfolders and doubles; pickles are never read
 HUB_PATIENCE = 3.0  # seconds
 
@@ -52,7 +56,7 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
         return open_gguf(embedded.embedded_path())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or name.endswith(".gguf"):
         raise ModelNotFound(f"no such directory or file: {name}. {WAYS_ON}")
-    return open_directory(_from_hub(name, revision), weights)
+    return open_directory(_from_hub(name, revision, weights), weights)
 
 
 WAYS_ON = (
@@ -62,7 +66,7 @@ WAYS_ON = (
 )
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     """The snapshot's directory: downloaded where needed, from the cache alone if the hub gives no answer."""
     try:
         from huggingface_hub import HfApi, snapshot_download
@@ -80,7 +84,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         folder = snapshot_download(
             name,
             revision=revision,
-            allow_patterns=HUB_FILES,
+            allow_patterns=HUB_TEXTS + HUB_WEIGHTS * weights,
             ignore_patterns=HUB_SKIP,
             local_files_only=refusal is not None,
         )
@@ -126,7 +130,8 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: bool | Calla
     total, done = checkpoint.nbytes, 0
     for name, tensor in checkpoint.tensors.items():
         if name in places:
-            places[name].fill(tensor.read())
+            slot = places[name]
+            slot.fill(tensor.codes() if tensor.codes is not None and slot.takes(tensor.form) else tensor.read())
         done += tensor.nbytes
         if callable(progress):
             progress(done / max(total, 1))
@@ -167,12 +172,41 @@ def _bar(nbytes: int) -> Any:
 def dummy_weights(model: CausalLM, seed: int = 0) -> None:
     """Small random weights, the same for the same seed: for measuring speed and memory without a checkpoint."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, QuantWeight):
+            values = torch.empty(module.shape, device=module.codes.device)
+            quant.fill(module, values.normal_(0.0, 0.02, generator=generator))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # norms and biases
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
     model.finish_loading()
+
+
+# ---- which format -------------------------------------------------------------------------------------
+
+
+def choose_formats(
+    wanted: Format | str, checkpoint: Checkpoint, device: str
+) -> Callable[[tuple[str, ...]], Format | None] | None:
+    """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. What has no
+    quantisation of its own stays plain in "auto", and so does everything where the CPU kernels cannot run."""
+    if isinstance(wanted, Format):
+        return lambda names: wanted
+    if wanted == "none" or device != "cpu" or isinstance(instruction_set(), str):
+        return None
+
+    def stored(names: tuple[str, ...]) -> Format | None:
+        suffixes = tuple(f"{name}.weight" for name in names)
+        found = [tensor for name, tensor in checkpoint.tensors.items() if name.endswith(suffixes)]
+        forms = {tensor.form for tensor in found}
+        if len(forms) == 1:
+            return forms.pop()  # exactly what the file holds
+        bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
+        return Format(4, 32, True) if bits <= 5 else Format(8, 32) if bits < 16 else None
+
+    return stored
 
 
 # ---- both ---------------------------------------------------------------------------------------------
@@ -185,11 +219,13 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     load_format: str = "auto",
+    quantization: str | None = "none",
     revision: str | None = None,
     progress: bool | Callable[[float], None] = True,
     seed: int = 0,
 ) -> tuple[CausalLM, Checkpoint]:
-    """A model ready to run, and where it came from. For load_format="dummy", `model` may be a config.json's content."""
+    """A model ready to run, and where it came from. For load_format="dummy", `model` may be a config.json's content.
+    `quantization`: a format's name, "none", or "auto" for what the checkpoint has and the device computes well."""
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"load_format is 'auto' or 'dummy', not {load_format!r}")
     if isinstance(model, dict):
@@ -202,7 +238,8 @@ def load_model(
     config = cls.parse_config(checkpoint.config)
     if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
         raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-    built = build(config, cls, ops, getattr(torch, dtype), device)
+    formats = choose_formats(quant.parse(quantization), checkpoint, device)
+    built = build(config, cls, ops, getattr(torch, dtype), device, formats)
     if load_format == "dummy":
         dummy_weights(built, seed)
     else:

@@ -8,6 +8,7 @@ so that a model reaches further than it was trained for:
     yarn        likewise, with bounds given in rotations over the trained length, and cos and sin themselves scaled
     dynamic     changes frequencies only for sequences longer than max_position_embeddings, which Octavo does not admit:
                 within that length it is exactly the default
+    custom      each by its own factor, as GGUF files list them
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from octavo.model.fields import Fields
 NEEDED = {
     "default": (),
     "dynamic": (),
+    "custom": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -63,6 +65,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
     if kind == "linear":
         return plain / s["factor"], 1.0
+    if kind == "custom":
+        return plain / torch.tensor(s["factors"], dtype=torch.float32, device="cpu"), 1.0
     if kind == "llama3":
         turns = s["original_max_position_embeddings"] * plain / (2 * math.pi)  # rotations over the trained length
         keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])

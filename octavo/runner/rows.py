@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.runner.transfer import Upload
-from octavo.types import NewRow, Plan
+from octavo.types import NewRow, Plan, SamplingParams
 
 INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed_high")
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -29,14 +30,22 @@ def _floats(row: NewRow) -> list[float]:
     return [temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty]
 
 
+def _plain(p: SamplingParams) -> bool:
+    filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    return not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens) and p.logprobs is None
+
+
 class Rows:
     def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device):
-        self.block_size, self.device = block_size, device
+        self.device = device
+        self.padding = max_rows  # a row of nobody's, for batches of a fixed size: position 0 of block 0
+        max_rows += 1
         self.tokens = torch.zeros(max_rows, max_len + 1, dtype=torch.int32, device=device)
         self.table = torch.zeros(max_rows, -(-max_len // block_size), dtype=torch.int32, device=device)
         self.ints = torch.zeros(max_rows, len(INT_FIELDS), dtype=torch.int32, device=device)
         self.floats = torch.zeros(max_rows, len(FLOAT_FIELDS), device=device)
         self.host: list[NewRow | None] = [None] * max_rows  # what the host knows of each row: its parameters
+        self.special: set[int] = set()  # rows that ask for more than a temperature
 
     @property
     def computed(self) -> Tensor:
@@ -47,22 +56,23 @@ class Rows:
         rows = plan.rows
         for r in rows:
             self.host[r.row] = r
+            (self.special.discard if _plain(r.params) else self.special.add)(r.row)
         return [
             up.ints([r.row for r in rows]),
             up.ints([_ints(r) for r in rows]),
             up.floats([_floats(r) for r in rows]),
-            *self._stage_ragged([(r.row, r.tokens) for r in rows], up),
-            *self._stage_ragged([(r.row, r.table) for r in rows], up),
+            *self._stage_ragged([(r.row, np.frombuffer(r.tokens, np.int32)) for r in rows], up),
+            *self._stage_ragged([(r.row, np.array(r.table, np.int32)) for r in rows], up),
             *(up.ints([a[k] for a in plan.appends]) for k in range(3)),
         ]
 
     @staticmethod
-    def _stage_ragged(lists: list[tuple[int, list[int]]], up: Upload) -> tuple[slice, slice, slice]:
-        """Lists that go to the start of rows, as (row, column, value)."""
+    def _stage_ragged(lists: list[tuple[int, NDArray[np.int32]]], up: Upload) -> tuple[slice, slice, slice]:
+        """Arrays that go to the start of rows, as (row, column, value)."""
         lengths = [len(values) for _, values in lists]
         rows = np.repeat(np.array([row for row, _ in lists], dtype=np.int32), lengths)
         columns = np.concatenate([np.arange(n) for n in lengths]) if lists else []
-        return up.ints(rows), up.ints(columns), up.ints([v for _, values in lists for v in values])
+        return up.ints(rows), up.ints(columns), up.ints(np.concatenate([values for _, values in lists]) if lists else [])
 
     def apply(self, staged: list[slice], shipped: Tensor) -> None:
         """Make the changes on the device. Appends come last: one may replace a block of a row born in the same plan."""

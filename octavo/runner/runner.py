@@ -6,6 +6,7 @@ A pure function of the stream of plans. Nothing here waits for the device; the h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +16,12 @@ from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
-from octavo.runner.sampler import SampleJob, as_records, logprobs_of, sample
+from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
 from octavo.runner.transfer import Download, Upload
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    from octavo.runner.graphs import DecodeGraphs
 
 LOGPROB_CHUNK = 256  # prompt positions whose full logits exist at once: 156 MB at a vocabulary of 152k
 
@@ -51,22 +55,33 @@ class StepHandle:
 
 
 class Runner:
-    def __init__(self, model: CausalLM, kv: KVStore, max_rows: int, max_len: int, device: torch.device):
+    def __init__(self, model: CausalLM, kv: KVStore, max_rows: int, max_len: int, device: torch.device, graphs: bool = False):
         self.model, self.kv, self.device = model, kv, device
         self.rows = Rows(max_rows, max_len, kv.block_size, device)
+        self.graphs: DecodeGraphs | None = None
+        if graphs:
+            from octavo.runner.graphs import DecodeGraphs
+
+            self.graphs = DecodeGraphs(model, kv, self.rows, max_rows, max_len)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every graph now, the largest first: the others then fit in its memory. Otherwise each waits for its first use."""
+        if self.graphs is not None:
+            for size in reversed(self.graphs.sizes):
+                self.graphs.capture(size)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> StepHandle:
+        if self.graphs is not None and self.graphs.fits(plan):
+            rows, logits, lengths = self.graphs.run(plan)
+            return self._sample(plan.items, list(range(len(plan.items))), rows, logits, lengths, [])
         up = Upload()
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
         changes = self.rows.stage(plan, up)
         layout = self._stage_batch(plan.items, up)
         sampled = [i for i, item in enumerate(plan.items) if item.sample]
-        max_len = max((plan.items[i].end for i in sampled), default=0)
-        job = SampleJob.stage([plan.items[i].row for i in sampled], max_len, self.rows, up)
         sampled_at = up.ints(sampled)
-        asked = self._asked_logprobs(plan.items, sampled)
-        asked_at = up.ints([k for k, _ in asked])
         shipped = up.ship(self.device)
 
         if plan.copies:
@@ -74,26 +89,44 @@ class Runner:
         self.rows.apply(changes, shipped)
         if not plan.items:
             return StepHandle([], Download(shipped[:0]), None, [])
-        item_rows = shipped[layout[0]].long()
         batch = self._batch(plan.items, layout, shipped)
         hidden = self.model(batch, self.kv.tensor)
-        self.rows.computed[item_rows] = batch.seq_lens
-        prompt_logprobs = self._prompt_logprobs(plan.items, batch, hidden, item_rows)
+        self.rows.computed[batch.rows.long()] = batch.seq_lens
+        prompt_logprobs = self._prompt_logprobs(plan.items, batch, hidden)
         if not sampled:
             return StepHandle(plan.items, Download(shipped[:0]), None, prompt_logprobs)
-
         index = shipped[sampled_at].long()
-        lengths = batch.seq_lens[index]
         logits = self.model.logits(hidden[batch.logit_rows])
+        return self._sample(plan.items, sampled, batch.rows[index], logits, batch.seq_lens[index], prompt_logprobs)
+
+    def _sample(
+        self,
+        items: list[Item],
+        sampled: list[int],
+        rows: Tensor,
+        logits: Tensor,
+        lengths: Tensor,
+        prompt_logprobs: list[tuple[int, int, Download]],
+    ) -> StepHandle:
+        """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs."""
+        host_rows = [items[i].row for i in sampled]
+        if self.rows.special.isdisjoint(host_rows):
+            tokens = choose(logits, rows, lengths, self.rows, self.model.ops)
+            return StepHandle(items, Download(tokens), None, prompt_logprobs)
+        up = Upload()
+        job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up)
+        asked = self._asked_logprobs(host_rows)
+        asked_at = up.ints([k for k, _ in asked])
+        shipped = up.ship(self.device)
         which = shipped[asked_at].long()
-        raw = logits[which] if asked else None  # sampling may overwrite logits
-        tokens = sample(logits, lengths, job, self.rows, shipped, self.model.ops)
-        self.rows.tokens[item_rows[index], lengths.long()] = tokens
+        raw = logits[which] if asked else None  # as the model gave them
+        adjusted = adjust(logits.float(), rows, lengths, job, self.rows, shipped)
+        tokens = choose(adjusted, rows, lengths, self.rows, self.model.ops)
         logprobs = None
         if raw is not None:
             parts = logprobs_of(raw, tokens[which], max(n for _, n in asked))
             logprobs = ([sampled[k] for k, _ in asked], [n for _, n in asked], Download(*parts))
-        return StepHandle(plan.items, Download(tokens), logprobs, prompt_logprobs)
+        return StepHandle(items, Download(tokens), logprobs, prompt_logprobs)
 
     def _stage_batch(self, items: list[Item], up: Upload) -> list[slice]:
         nums = np.array([item.num for item in items], dtype=np.int32)
@@ -128,14 +161,12 @@ class Runner:
             spans=spans,
         )
 
-    def _asked_logprobs(self, items: list[Item], sampled: list[int]) -> list[tuple[int, int]]:
-        """(index among the sampled, how many top) of the rows that want logprobs."""
-        rows = [self.rows.host[items[i].row] for i in sampled]
-        return [(k, r.params.logprobs) for k, r in enumerate(rows) if r is not None and r.params.logprobs is not None]
+    def _asked_logprobs(self, rows: list[int]) -> list[tuple[int, int]]:
+        """(index, how many top) of those of the rows that want logprobs."""
+        host = [self.rows.host[row] for row in rows]
+        return [(k, r.params.logprobs) for k, r in enumerate(host) if r is not None and r.params.logprobs is not None]
 
-    def _prompt_logprobs(
-        self, items: list[Item], batch: ForwardBatch, hidden: Tensor, item_rows: Tensor
-    ) -> list[tuple[int, int, Download]]:
+    def _prompt_logprobs(self, items: list[Item], batch: ForwardBatch, hidden: Tensor) -> list[tuple[int, int, Download]]:
         """For each position of the items that asked: logprobs of the token that stands after it."""
         out = []
         for i, (item, span) in enumerate(zip(items, batch.spans, strict=True)):
@@ -143,7 +174,7 @@ class Runner:
                 continue
             for first in range(span.first, span.first + span.num, LOGPROB_CHUNK):
                 part = slice(first, min(first + LOGPROB_CHUNK, span.first + span.num))
-                after = self.rows.tokens[item_rows[i], batch.positions[part] + 1]
+                after = self.rows.tokens[batch.rows[i].long(), batch.positions[part] + 1]
                 logits = self.model.logits(hidden[part])
                 out.append((i, item.prompt_logprobs, Download(*logprobs_of(logits, after, item.prompt_logprobs), after)))
         return out

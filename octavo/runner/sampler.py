@@ -22,14 +22,12 @@ from octavo.types import TokenLogprobs
 
 @dataclass(slots=True)
 class SampleJob:
-    """Which rows a step samples and what they ask for, as far as the host knows; staged for the device."""
+    """What the rows of a step ask for beyond a temperature, as far as the host knows; staged for the device."""
 
-    rows: list[int]
     max_len: int  # no row has more tokens than this
-    penalised: list[int]  # indices into rows
+    penalised: list[int]  # indices of rows
     filtered: list[int]  # top-k, top-p or min-p
     allowed: list[int]
-    plain: bool  # none of these, nor bias or banned tokens: the logits go straight to the choice
     slices: dict[str, slice]
 
     @staticmethod
@@ -43,7 +41,6 @@ class SampleJob:
         penalised = [i for i, p in enumerate(params) if p.has_penalties]
         filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)]
         slices = {
-            "rows": up.ints(rows),
             "penalised": up.ints(penalised),
             "filtered": up.ints(filtered),
             "allowed": up.ints(allowed),
@@ -55,27 +52,27 @@ class SampleJob:
             "permitted_row": up.ints([x[0] for x in permitted]),
             "permitted_token": up.ints([x[1] for x in permitted]),
         }
-        plain = not (bias or banned or allowed or penalised or filtered)
-        return SampleJob(rows, max_len, penalised, filtered, allowed, plain, slices)
+        return SampleJob(max_len, penalised, filtered, allowed, slices)
 
 
-def sample(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor, ops: Ops) -> Tensor:
-    """Tokens [R] (int32) from logits [R, vocab]. lengths [R]: tokens known of each row, so the new one's position."""
-    rows = shipped[job.slices["rows"]]
-    if not job.plain:
-        logits = adjust(logits.float(), lengths, job, state, shipped)
-    return ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], lengths)
+def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops) -> Tensor:
+    """Tokens [R] (int32) for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens known of each row, so
+    the new one's position."""
+    tokens = ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], lengths)
+    state.tokens[rows.long(), lengths.long()] = tokens
+    return tokens
 
 
-def adjust(logits: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
+def adjust(logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
     """What the parameters make of float32 logits, before the choice. Overwrites them."""
     at = {name: shipped[s].long() for name, s in job.slices.items() if name != "bias_value"}
-    ints, floats = state.ints[at["rows"]], state.floats[at["rows"]]
+    rows = rows.long()
+    ints, floats = state.ints[rows], state.floats[rows]
     _, prompt_len, min_tokens, top_k, _, _ = ints.unbind(1)
     temperature, top_p, min_p, *penalties = floats.unbind(1)
     if job.penalised:
         i = at["penalised"]
-        tokens = state.tokens[at["rows"][i], : job.max_len]
+        tokens = state.tokens[rows[i], : job.max_len]
         logits[i] = penalise(logits[i], tokens, prompt_len[i], lengths[i], *(p[i] for p in penalties))
     if len(at["bias_row"]):
         bias = shipped[job.slices["bias_value"]].view(torch.float32)

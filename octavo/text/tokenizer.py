@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +59,8 @@ class Tokenizer:
         self._special = "|".join(map(re.escape, texts)) or r"(?!)"
         self._prefixes = {text[:n] for text in texts for n in range(1, len(text)) if not text[0].isalnum()}
         self._longest = len(texts[0]) if texts else 0
+        self._plain = _without_specials(backend)
+        self._around = _around(backend, self.special_ids)
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.specials[name]) if name in self.specials else None
@@ -106,7 +107,7 @@ class Tokenizer:
         after might complete."""
         starts: set[int] = set()
         if re.search(self._special, text):
-            starts.update(found.start() for found in re.finditer(self._special, text))
+            starts.update(found.start() for found in re.finditer(f"(?={self._special})", text))
         for i in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[i:] in self._prefixes:
                 starts.add(i)
@@ -118,37 +119,6 @@ class Tokenizer:
             return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("the text must be a string of valid Unicode, without lone surrogates", "prompt") from None
-
-    @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text: its mask tells, around any one token."""
-        if not self.special_ids:
-            return [], []
-        around = self.backend.encode(self.token_str(min(self.special_ids)), add_special_tokens=True)
-        text = around.special_tokens_mask.index(0)
-        return around.ids[:text], around.ids[text + 1 :]
-
-    @cached_property
-    def _plain(self) -> _Plain:
-        # Shares the vocabulary with `backend`: only the handling of added tokens is its own.
-        backend = tokenizers.Tokenizer(self.backend.model)
-        for part in ("normalizer", "pre_tokenizer"):
-            if (value := getattr(self.backend, part)) is not None:
-                setattr(backend, part, value)
-        secret = secrets.token_hex(8)
-        added = sorted(self.backend.get_added_tokens_decoder().items())
-        stand_in = {token.content: f"\ufdd0{secret}{id}\ufdd1" for id, token in added if token.special}
-        names = {stand_in.get(token.content, token.content): (id, token) for id, token in added}
-        backend.add_tokens(
-            [
-                AddedToken(
-                    name, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=t.normalized, special=False
-                )
-                for name, (_, t) in names.items()
-            ]
-        )
-        ids = {backend.token_to_id(name): id for name, (id, _) in names.items()}
-        return _Plain(backend, {here: real for here, real in ids.items() if here is not None}, stand_in)
 
     def _plain_ids(self, text: str) -> list[int]:
         unknown = self._id("unk_token")
@@ -205,17 +175,47 @@ class Tokenizer:
             )
         else:
             raise ModelError(f"{path} has no tokenizer: expected tokenizer.json, or vocab.json and merges.txt")
-        _add_missing(backend, config, named)
-        specials = {name: _text(named[name]) for name in _NAMED if named.get(name)}
-        extra = named.get("extra_special_tokens")
-        specials.update({name: _text(token) for name, token in extra.items()} if isinstance(extra, dict) else {})
+        try:
+            _add_missing(backend, config, named)
+            specials = {name: _text(named[name]) for name in _NAMED if named.get(name)}
+            extra = named.get("extra_special_tokens")
+            specials.update({name: _text(token) for name, token in extra.items()} if isinstance(extra, dict) else {})
+            templates = _chat_templates(path, config)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"{path / 'tokenizer_config.json'} is not as it should be: {error!r}") from error
         if backend.post_processor is None or isinstance(backend.post_processor, processors.ByteLevel):
             set_bos_eos(  # the post-processor says nothing of them: others, if only that there are none, have the last word
                 backend,
                 specials.get("bos_token") if config.get("add_bos_token") else None,
                 specials.get("eos_token") if config.get("add_eos_token") else None,
             )
-        return cls(backend, specials, _chat_templates(path, config))
+        return cls(backend, specials, templates)
+
+
+def _around(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and after a text: its mask tells."""
+    text = backend.id_to_token(min(special_ids)) if special_ids else None
+    if text is None:
+        return [], []
+    encoding = backend.encode(text, add_special_tokens=True)
+    own = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
+    return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+
+
+def _without_specials(backend: tokenizers.Tokenizer) -> _Plain:
+    # Shares the vocabulary with `backend`: only the handling of added tokens is its own.
+    plain = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer"):
+        if (value := getattr(backend, part)) is not None:
+            setattr(plain, part, value)
+    secret = secrets.token_hex(8)
+    added = sorted(backend.get_added_tokens_decoder().items())
+    stand_in = {token.content: f"\ufdd0{secret}{id}\ufdd1" for id, token in added if token.special}
+    names = {stand_in.get(token.content, token.content): (id, token) for id, token in added}
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    plain.add_tokens([AddedToken(name, **{flag: getattr(t, flag) for flag in flags}) for name, (_, t) in names.items()])
+    ids = {plain.token_to_id(name): id for name, (id, _) in names.items()}
+    return _Plain(plain, {here: real for here, real in ids.items() if here is not None}, stand_in)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from octavo.core import blocks
 from octavo.core.blocks import BlockPool, chain, root
 
-A, B = [1, 2], [3, 4]
+A, B = array("i", [1, 2]), array("i", [3, 4])
 
 
-def published(pool: BlockPool, *contents: list[int]) -> list[int]:
+def published(pool: BlockPool, *contents: array) -> list[int]:
     """Blocks with these contents, one after the other in a sequence, in the cache and held by nobody."""
     taken, parent = [], b""
     for tokens in contents:

@@ -117,6 +117,27 @@ def test_a_finished_request_serves_the_next_one() -> None:
     assert engine.scheduler.count.cached_tokens == 12
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_prompt_that_several_ask_for_at_once_is_computed_once(depth: int) -> None:
+    engine = make_engine(100, 4, rows=8, budget=64, depth=depth, max_len=100)
+    asked = request("x", 40, max_tokens=4)
+    for i in range(5):
+        engine.add(Request(f"x{i}", asked.prompt, asked.params))
+    engine.add(other := request("other", 30, max_tokens=4))
+    first = engine.step()
+    running = {seq.request.id for seq in engine.scheduler.running}
+    assert running == {"x0", "other"}, "the like wait for the first, the others do not wait for them"
+    got = drain(engine)
+    for out in first:
+        got[out.request_id, 0] = out.tokens + got[out.request_id, 0]
+    assert engine.scheduler.count.computed_tokens == 40 + 4 * 4 + 30 + 6 * 3, "the others computed only their last block"
+    assert {tuple(t) for (name, _), t in got.items() if name != "other"} == {
+        tuple(oracle.generate(asked.prompt, asked.params, 1))
+    }
+    assert got["other", 0] == oracle.generate(other.prompt, other.params, 1)
+    assert not engine.scheduler.computing
+
+
 def test_every_completion_of_an_aborted_request_ends() -> None:
     engine = make_engine(50, 4, rows=8, budget=8, depth=2)
     engine.add(request("x", 20, n=3))

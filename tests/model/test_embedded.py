@@ -92,6 +92,7 @@ def our_logits(model: CausalLM, ids: list[int]) -> torch.Tensor:
         query_start=torch.tensor([0, count], dtype=torch.int32),
         seq_lens=torch.tensor([count], dtype=torch.int32),
         block_table=torch.arange(1, 1 + blocks, dtype=torch.int32)[None],
+        rows=torch.zeros(1, dtype=torch.int32),
         logit_rows=positions,
         spans=[Span(0, count, count)],
     )

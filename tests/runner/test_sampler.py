@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import math
 
 import pytest
@@ -32,14 +34,15 @@ def choose(
     prompt_lens = prompt_lens or [len(t) for t in tokens]
     seeds = seeds or [p.seed or 0 for p in params]
     state = Rows(n, 64, 16, torch.device("cpu"))
-    rows = [NewRow(i, 0, i, tokens[i], 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]) for i in range(n)]
+    rows = [NewRow(i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]) for i in range(n)]
     up = Upload()
     changes = state.stage(Plan(1, rows=rows), up)
     job = sampler.SampleJob.stage(list(range(n)), max(map(len, tokens)), state, up)
     shipped = up.ship(torch.device("cpu"))
     state.apply(changes, shipped)
-    lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int32)
-    return sampler.sample(logits.float().clone(), lengths, job, state, shipped, OPS).tolist()
+    lengths, index = torch.tensor([len(t) for t in tokens], dtype=torch.int32), torch.arange(n, dtype=torch.int32)
+    adjusted = sampler.adjust(logits.float().clone(), index, lengths, job, state, shipped)
+    return sampler.choose(adjusted, index, lengths, state, OPS).tolist()
 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from octavo.text.gguf_tokenizer import LLAMA3, META
@@ -62,8 +64,6 @@ def sentencepiece(prefix: str = "first", specials: tuple[str, ...] = ("<unk>", "
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme="always")
     trained.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=400, show_progress=False))
-    import json
-
     state = json.loads(trained.to_str())["model"]
     names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {token: id for id, token in enumerate([*names, *state["vocab"]])}

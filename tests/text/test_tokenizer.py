@@ -147,6 +147,9 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer.from_directory(tmp_path)
+    save(tmp_path, byte_level(), {"chat_template": [{"name": "default"}]})
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not as it should be: KeyError\('template'\)"):
+        Tokenizer.from_directory(tmp_path)
 
 
 # ---- special tokens in a user's text -----------------------------------------------------------------
@@ -166,9 +169,12 @@ def test_a_users_text_never_holds_a_special_token_and_is_kept(kind: str, data: s
 
 
 TOKENIZERS = {kind: Tokenizer(build()) for kind, build in KINDS.items()}
+OLD = sentencepiece("legacy")  # older Llama files have their special tokens searched for after normalization
+OLD.add_special_tokens([AddedToken(token, normalized=True, special=True) for token in ("<s>", "</s>")])
+TOKENIZERS["sentencepiece-old"] = Tokenizer(OLD)
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "llama-3", "sentencepiece", "sentencepiece-legacy", "gemma"])
+@pytest.mark.parametrize("kind", ["byte-level", "llama-3", "sentencepiece", "sentencepiece-legacy", "sentencepiece-old", "gemma"])
 @given(data=st.data())
 def test_marked_special_tokens_are_text_and_all_others_count(kind: str, data: st.DataObject) -> None:
     """With no mark the tokens are the library's own; with every special token marked they are the plain ones."""

@@ -20,48 +20,52 @@ from torch import Tensor
 from octavo.ops import ForwardBatch
 
 LOG2E = 1.4426950408889634
-MULTIPROCESSORS = 132  # of the chip the constants below were measured on
-
-
-@triton.jit
-def _load_pages(
-    kv, table, position, valid, s_block, s_token, d, D: tl.constexpr, B: tl.constexpr, ON_LEFT: tl.constexpr
-):  # fmt: skip
-    """Keys or values at `position` [n] of one head: [n, D], or [D, n] where ON_LEFT is false. Invalid ones are zero: what
-    another sequence left there may be NaN."""
-    block = tl.load(table + position // B, mask=valid, other=0).to(tl.int64)
-    at = block * s_block + (position % B) * s_token
-    if ON_LEFT:
-        return tl.load(kv + at[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < D), other=0.0)
-    return tl.load(kv + at[None, :] + d[:, None], mask=valid[None, :] & (d[:, None] < D), other=0.0)
+PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with sequences of different lengths
 
 
 @triton.jit
 def _attend(
     queries, keys, values, table, low, high, own, peak, total, acc, scale, s_block, s_token,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take in the positions low .. high - 1. `own` [rows]: each row's position, which it sees up to and including."""
+    """Take in the positions low .. high - 1, tile by tile. `own` [rows]: each row's position, which it sees up to and
+    including. Without EDGE the tiles are whole and every row sees all of them, so nothing is masked but by the window."""
     d, n = tl.arange(0, DP), tl.arange(0, N)
     for start in range(low, high, N):
         position = start + n
-        valid = position < high
-        k = _load_pages(keys, table, position, valid, s_block, s_token, d, D, B, False)
-        v = _load_pages(values, table, position, valid, s_block, s_token, d, D, B, True)
-        score = tl.dot(queries, k, input_precision=PRECISION) * scale
-        if MASKED:
+        if B % N == 0:  # the tile lies in one block: one look-up, and offsets that are the same in every round
+            at = (start % B + n) * s_token
+            block = tl.load(table + start // B).to(tl.int64) * s_block
+            page_k, page_v = keys + block, values + block
+        else:
+            block = tl.load(table + position // B, mask=position < high, other=0).to(tl.int64)
+            at = block * s_block + (position % B) * s_token
+            page_k, page_v = keys, values
+        if EDGE:  # what lies behind the end may be NaN, which no weight of zero takes away: load zeros there
+            inside = position < high
+            k = tl.load(page_k + (at[None, :] + d[:, None]), mask=inside[None, :] & (d[:, None] < D), other=0.0)
+            v = tl.load(page_v + (at[:, None] + d[None, :]), mask=inside[:, None] & (d[None, :] < D), other=0.0)
+        elif D == DP:
+            k = tl.load(page_k + (at[None, :] + d[:, None]))
+            v = tl.load(page_v + (at[:, None] + d[None, :]))
+        else:
+            k = tl.load(page_k + (at[None, :] + d[:, None]), mask=d[:, None] < D, other=0.0)
+            v = tl.load(page_v + (at[:, None] + d[None, :]), mask=d[None, :] < D, other=0.0)
+        score = tl.dot(queries, k, input_precision=PRECISION)
+        if EDGE:
             score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
         if WINDOW > 0:
             score = tl.where(position[None, :] > own[:, None] - WINDOW, score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
+        new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
         shift = new_peak
         if WINDOW > 0:  # all of the tile may lie before a row's window, which leaves its maximum at -inf
             shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        p = tl.exp2(score - shift[:, None])
+        p = tl.exp2(score * scale - shift[:, None])
         shrink = tl.exp2(peak - shift)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
     return peak, total, acc
 
@@ -89,8 +93,14 @@ def decode_kernel(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     table += tl.load(table_rows + seq).to(tl.int64) * s_table
+    keys, values = kv + head * s_head, kv + head * s_head + s_kind
+    whole = tl.maximum(high // N * N, low)
     peak, total, acc = _attend(
-        queries, kv + head * s_head, kv + head * s_head + s_kind, table, low, high, own, peak, total, acc,
+        queries, keys, values, table, low, whole, own, peak, total, acc,
+        scale, s_block, s_token, D, DP, B, N, WINDOW, False, PRECISION,
+    )  # fmt: skip
+    peak, total, acc = _attend(
+        queries, keys, values, table, whole, high, own, peak, total, acc,
         scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
     )  # fmt: skip
     if SPLITS == 1:
@@ -188,11 +198,18 @@ def _shape(q: Tensor, kv: Tensor) -> dict[str, Any]:
                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32")  # fmt: skip
 
 
+def _tile(kv: Tensor, dim: int) -> int:
+    """Positions a tile: 32 KiB of keys, so that three tiles of keys and values fit a multiprocessor's shared memory; not more
+    than a block where a block is large enough, for the cheaper addresses."""
+    most = max(16, min(128, 32768 // (dim * kv.element_size())))
+    return min(most, kv.shape[3]) if kv.shape[3] >= 64 else most
+
+
 def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
     shape, kv_heads = _shape(q, kv), kv.shape[2]
-    tile = 64
+    tile = _tile(kv, shape["DP"])
     longest = max(span.end for span in batch.spans[:count])
-    splits = max(1, min(2 * MULTIPROCESSORS // (count * kv_heads), triton.cdiv(longest, tile), 32))
+    splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile), 32))
     part = part_max = part_sum = out
     if splits > 1:
         part = torch.empty(count, q.shape[1], splits, q.shape[2], dtype=torch.float32, device=q.device)
@@ -214,10 +231,10 @@ def _prefill(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, skip: int,
     group = triton.next_power_of_2(shape["G"])
     items, tokens = len(batch.spans) - skip, q.shape[0] - skip
     rows = 128 if max(span.num for span in batch.spans[skip:]) * group >= 64 else 16
-    rows = max(rows, group)
+    rows, tile = max(rows, group), _tile(kv, shape["DP"])
     tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
     prefill_kernel[tiles, kv_heads](
         q, kv, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E, items,
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
-        GP=group, M=rows, N=64, WINDOW=window, num_warps=8 if rows == 128 else 4, num_stages=3, **shape,
+        GP=group, M=rows, N=tile, WINDOW=window, num_warps=8 if rows == 128 else 4, num_stages=2, **shape,
     )  # fmt: skip

@@ -1,56 +1,58 @@
-"""Matrix products with few rows, where cuBLAS leaves memory bandwidth unused: it reads a 0.6B model's weights at 1.1 TB/s
-with one row. Each program owns some outputs and walks along the whole input; the weights are read once.
+"""Matrix products with one row, or a few, where cuBLAS leaves bandwidth unused: with one row it takes 32 us for the products
+of a layer of Qwen3-0.6B, 7 us of reading; these kernels take 18 us.
 
-    gemv_kernel     1 row: multiply and add, no tensor cores
-    narrow_kernel   2..16 rows: the weight tile is the left operand of a tensor-core product, the rows its columns
+Each program owns a few outputs and walks along the inputs. Multiply and add in float32, no tensor cores: the arithmetic
+hides behind the reading.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 16
+MAX_ROWS = 4
 
 
 @triton.jit
 def gemv_kernel(
-    x, weight, bias, out, outputs, inputs, BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+    x, weight, bias, out, outputs, inputs, BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    k = tl.arange(0, K)
-    mask = n < outputs
+    """One row. WHOLE: the tiles cover the matrix exactly, nothing needs a mask."""
+    n, k = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
     at = weight + n.to(tl.int64)[:, None] * inputs + k[None, :]
     acc = tl.zeros([N, K], tl.float32)
     for start in range(0, inputs, K):
-        inside = start + k < inputs
-        w = tl.load(at + start, mask=mask[:, None] & inside[None, :], other=0.0)
-        acc += w.to(tl.float32) * tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if WHOLE:
+            w, row = tl.load(at + start), tl.load(x + start + k)
+        else:
+            inside = start + k < inputs
+            w = tl.load(at + start, mask=(n[:, None] < outputs) & inside[None, :], other=0.0)
+            row = tl.load(x + start + k, mask=inside, other=0.0)
+        acc += w.to(tl.float32) * row.to(tl.float32)[None, :]
     value = tl.sum(acc, 1)
     if BIAS:
-        value += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + n, value, mask=mask)
+        value += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+    tl.store(out + n, value, mask=n < outputs)
 
 
 @triton.jit
-def narrow_kernel(
-    x, weight, bias, out, rows, outputs, inputs,
-    BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+def few_rows_kernel(
+    x, weight, bias, out, rows, outputs, inputs, BIAS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    n, k, r = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, R)
-    mask = n < outputs
+    """The same for R rows at once: each weight is read once and used R times."""
+    r, n, k = tl.arange(0, R), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
     at = weight + n.to(tl.int64)[:, None] * inputs + k[None, :]
-    acc = tl.zeros([N, R], tl.float32)
+    acc = tl.zeros([R, N, K], tl.float32)
     for start in range(0, inputs, K):
         inside = start + k < inputs
-        w = tl.load(at + start, mask=mask[:, None] & inside[None, :], other=0.0)
-        columns = tl.load(x + r[None, :] * inputs + start + k[:, None], mask=(r[None, :] < rows) & inside[:, None], other=0.0)
-        acc = tl.dot(w, columns, acc, input_precision=PRECISION)
+        w = tl.load(at + start, mask=(n[:, None] < outputs) & inside[None, :], other=0.0).to(tl.float32)
+        row = tl.load(x + r[:, None] * inputs + start + k[None, :], mask=(r[:, None] < rows) & inside[None, :], other=0.0)
+        acc += w[None, :, :] * row.to(tl.float32)[:, None, :]
+    value = tl.sum(acc, 2)
     if BIAS:
-        acc += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + r[None, :] * outputs + n[:, None], acc, mask=(r[None, :] < rows) & mask[:, None])
+        value += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + r[:, None] * outputs + n[None, :], value, mask=(r[:, None] < rows) & (n[None, :] < outputs))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,18 +60,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[0]
     out = x.new_empty(rows, outputs)
+    step = triton.next_power_of_2(inputs)
     if rows == 1:
-        n, k, warps = gemv_shape(outputs, inputs)
-        gemv_kernel[triton.cdiv(outputs, n),](x, weight, bias, out, outputs, inputs, bias is not None, n, k, num_warps=warps)
+        n, k = (8, min(512, step)) if inputs <= 1024 else (2, min(1024, step))
+        whole = outputs % n == 0 and inputs % k == 0
+        gemv_kernel[triton.cdiv(outputs, n),](x, weight, bias, out, outputs, inputs, bias is not None, n, k, whole, num_warps=4)
     else:
-        n = 16 if outputs <= 4096 else 32 if outputs <= 16384 else 64
-        narrow_kernel[triton.cdiv(outputs, n),](
-            x, weight, bias, out, rows, outputs, inputs, bias is not None, n, 256, 16,
-            "ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
-        )  # fmt: skip
+        few_rows_kernel[triton.cdiv(outputs, 2),](
+            x,
+            weight,
+            bias,
+            out,
+            rows,
+            outputs,
+            inputs,
+            bias is not None,
+            triton.next_power_of_2(rows),
+            2,
+            min(1024, step),
+            num_warps=4,
+        )
     return out
-
-
-def gemv_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
-    """Outputs a program, inputs a step, warps."""
-    return (4 if outputs <= 8192 else 16), min(1024, triton.next_power_of_2(inputs)), 4

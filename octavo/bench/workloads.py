@@ -1,0 +1,80 @@
+"""The workloads that systems are compared on, as token ids: speed does not depend on what random weights say.
+
+offline        256 requests, prompt and output lengths uniform in 100..1024: nano-vllm's published one
+single         one request, 128 in, 256 out
+four           four short prompts, 32 out: what batching is worth
+decode         256 requests of 16 in, 512 out
+shared_prefix  256 requests that share 2,048 tokens and have 64 of their own, 64 out
+prefill        64 requests of 2,000 in, 1 out; counted in prompt tokens
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from octavo.config import ModelConfig
+
+
+class Workload(NamedTuple):
+    prompts: list[list[int]]
+    outputs: list[int]  # tokens of each
+    counts_prompt: bool = False  # prompt tokens are what is counted
+
+
+def _ids(rng: random.Random, count: int, vocab: int = 10000) -> list[int]:
+    return [rng.randint(0, vocab) for _ in range(count)]
+
+
+def offline(n: int = 256, low: int = 100, high: int = 1024) -> Workload:
+    rng = random.Random(0)
+    prompts = [_ids(rng, rng.randint(low, high)) for _ in range(n)]
+    return Workload(prompts, [rng.randint(low, high) for _ in range(n)])
+
+
+def uniform(n: int, prompt: int, output: int, counts_prompt: bool = False) -> Workload:
+    rng = random.Random(2)
+    return Workload([_ids(rng, prompt) for _ in range(n)], [output] * n, counts_prompt)
+
+
+def shared_prefix(n: int = 256, prefix: int = 2048, tail: int = 64, output: int = 64) -> Workload:
+    rng = random.Random(1)
+    head = _ids(rng, prefix)
+    return Workload([head + _ids(rng, tail) for _ in range(n)], [output] * n)
+
+
+WORKLOADS = {
+    "offline": offline,
+    "single": lambda: uniform(1, 128, 256),
+    "four": lambda: uniform(4, 8, 32),
+    "decode": lambda: uniform(256, 16, 512),
+    "shared_prefix": shared_prefix,
+    "prefill": lambda: uniform(64, 2000, 1, counts_prompt=True),
+}
+
+
+class Machine(NamedTuple):
+    """What was measured of the device: the ceilings that a floor is computed from."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def floor_seconds(load: Workload, model: ModelConfig, weights: int, dtype_bytes: int, machine: Machine) -> float:
+    """No engine runs the workload faster: every prompt's products once (shared prefixes once), then for every step the
+    weights and each row's KV read once."""
+    body = weights - model.vocab_size * model.hidden_size * dtype_bytes * (1 if model.tied else 2)
+    seen: set[tuple[int, ...]] = set()
+    tokens = pairs = 0
+    for prompt in load.prompts:
+        shared = max((len(p) for p in seen if tuple(prompt[: len(p)]) == p), default=0)
+        seen.add(tuple(prompt[:2048]))
+        tokens += len(prompt) - shared
+        pairs += (len(prompt) ** 2 - shared**2) / 2
+    flops = 2 * body / dtype_bytes * tokens + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    per_token = model.kv_bytes_per_token("float32") * dtype_bytes / 4
+    read = 0.0
+    for step in range(1, max(load.outputs)):
+        live = [len(p) + step for p, n in zip(load.prompts, load.outputs, strict=True) if n > step]
+        read += weights + sum(live) * per_token
+    return flops / machine.flops_per_second + read / machine.bytes_per_second
