@@ -67,7 +67,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
@@ -87,6 +87,7 @@ class LLM:
             raise InvalidRequest(f"depth (steps in flight) must be 1, 2 or 3, got {depth}", "depth")
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
+        block_size = block_size or (64 if on_gpu else 16)  # docs/decisions/0003-kv-layout.md
         ops = select(self.device.type)
         if dtype == "auto" and not on_gpu:
             dtype = "float32"  # a CPU multiplies 16-bit numbers more slowly, batched several times so (docs/models.md)

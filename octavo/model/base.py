@@ -54,7 +54,9 @@ class Matrix(nn.Module):
     def quantize(self, form: Format, device: str) -> None:
         """Before loading: hold the weight in this format."""
         with torch.device(device):
-            self.weight = QuantWeight.empty(form, *self.weight.shape)
+            shape = self.weight.shape
+            del self.weight
+            self.weight = QuantWeight.empty(form, *shape)
 
 
 class CausalLM(nn.Module):
@@ -85,7 +87,8 @@ class CausalLM(nn.Module):
         return ()
 
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        """kv [N, layers, 2, Hk, B, D]: the one KV tensor. Returns hidden states after the last norm, [T, hidden]."""
+        """kv [N, layers, 2, Hk, B, D]: the one KV tensor. Returns hidden states after the last norm, [T, hidden]; with
+        batch.last only those of batch.logit_rows."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

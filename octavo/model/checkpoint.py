@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.ops.weight import Format, QuantWeight
 
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 MAX_TENSORS = 1_000_000
@@ -45,6 +46,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int  # in the file
     read: Callable[[], Tensor]
+    form: Format | None = None  # it is quantised in a way that is one of ours,
+    codes: Callable[[], QuantWeight] | None = None  # and can be read as it is
 
 
 @dataclass

@@ -19,9 +19,10 @@ from octavo.config import ModelConfig, RopeConfig
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import Fields
-from octavo.model.layers import Embedding, Linear, norm_weight, pack_linears
+from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.model.rope import rope_config, rope_table
 from octavo.ops import ForwardBatch, Ops
+from octavo.ops.decoder import DecoderLayer, DecoderSpec, Fused
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -63,12 +64,20 @@ class Layer(nn.Module):
         self.act_mul = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv: Tensor, cos_sin: Tensor
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv: Tensor,
+        cos_sin: Tensor,
+        last: ForwardBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden]; kv [N, 2, Hk, B, D]: this layer's. The layer's output is the sum of what it returns."""
         ops, eps = self.ops, self.config.norm_eps
         x, residual = ops.add_rms_norm(x, residual, self.attn_norm, eps)
         q = ops.rope_and_cache(self.qkv(x), kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
+        if last is not None:  # nobody reads what the other tokens would become
+            q, residual, batch = q[batch.logit_rows], residual[batch.logit_rows], last
         x = self.out(ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1))
         if self.post_attn_norm is not None:
             x = ops.rms_norm(x, self.post_attn_norm, eps)
@@ -77,6 +86,24 @@ class Layer(nn.Module):
         if self.post_mlp_norm is not None:
             x = ops.rms_norm(x, self.post_mlp_norm, eps)
         return x, residual
+
+    def spec(self, cos_sin: Tensor) -> DecoderLayer:
+        """This layer as data, for a backend that computes all of them at once."""
+        return DecoderLayer(
+            qkv=self.qkv.weight,
+            out=self.out.weight,
+            gate_up=self.gate_up.weight,
+            down=self.down.weight,
+            biases=(self.qkv.bias, self.out.bias, self.gate_up.bias, self.down.bias),
+            attn_norm=self.attn_norm,
+            mlp_norm=self.mlp_norm,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            post_attn_norm=self.post_attn_norm,
+            post_mlp_norm=self.post_mlp_norm,
+            cos_sin=cos_sin,
+            window=self.window,
+        )
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -105,12 +132,16 @@ class Decoder(CausalLM):
         self.register_buffer("rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False)
         local = None if config.local_rope is None else rope_table(config.local_rope, config.head_dim, config.max_position)
         self.register_buffer("local_rope", local, persistent=False)
+        self.fused: Fused | None = None  # all layers in one call, where the backend has that
 
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         x, residual = self.embed(batch.ids), None
+        if self.fused is not None:
+            hidden = self.fused(x, batch, kv)
+            return hidden if batch.last is None else hidden[batch.logit_rows]
         for i, layer in enumerate(self.layers):
-            local = self.local_rope is not None and self.config.window(i)
-            x, residual = layer(x, residual, batch, kv[:, i], self.local_rope if local else self.rope)
+            last = batch.last if i == len(self.layers) - 1 else None
+            x, residual = layer(x, residual, batch, kv[:, i], self._angles(i), last)
         return self.ops.add_rms_norm(x, residual, self.norm, self.config.norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,7 +159,17 @@ class Decoder(CausalLM):
         return ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tied else ("rotary_emb.inv_freq",)
 
     def finish_loading(self) -> None:
-        pack_linears(self)
+        pack_weights(self)
+        c = self.config
+        layers = [layer.spec(self._angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
+        gelu = c.activation != "silu"
+        self.fused = self.ops.fuse(
+            DecoderSpec(layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype)
+        )
+
+    def _angles(self, layer: int) -> Tensor:
+        local = self.local_rope is not None and self.config.window(layer)
+        return cast("Tensor", self.local_rope if local else self.rope)
 
     @classmethod
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:

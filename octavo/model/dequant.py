@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.ops.weight import Format, QuantWeight
 
 # Values unpacked at a time. Temporaries stay in the cache and never amount to a second tensor; and torch does not spread
 # an operation this small over threads, whose barriers made a load four times as slow on a machine with other work to do.
@@ -112,7 +113,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return ((q.float() - 32) * scale[:, :, None]).flatten(1)
 
 
-class Format(NamedTuple):
+class BlockFormat(NamedTuple):
     name: str
     values: int  # in a block
     nbytes: int  # of a block
@@ -120,38 +121,38 @@ class Format(NamedTuple):
     unpack: Callable[[Tensor], Tensor] | None = None  # neither: only the gguf library knows how
 
 
-FORMATS: dict[int, Format] = {
-    0: Format("F32", 1, 4, torch.float32),
-    1: Format("F16", 1, 2, torch.float16),
-    2: Format("Q4_0", 32, 18, unpack=_q4_0),
-    3: Format("Q4_1", 32, 20, unpack=_q4_1),
-    6: Format("Q5_0", 32, 22, unpack=_q5_0),
-    7: Format("Q5_1", 32, 24, unpack=_q5_1),
-    8: Format("Q8_0", 32, 34, unpack=_q8_0),
-    10: Format("Q2_K", 256, 84, unpack=_q2_k),
-    11: Format("Q3_K", 256, 110, unpack=_q3_k),
-    12: Format("Q4_K", 256, 144, unpack=_q4_k),
-    13: Format("Q5_K", 256, 176, unpack=_q5_k),
-    14: Format("Q6_K", 256, 210, unpack=_q6_k),
-    16: Format("IQ2_XXS", 256, 66),
-    17: Format("IQ2_XS", 256, 74),
-    18: Format("IQ3_XXS", 256, 98),
-    19: Format("IQ1_S", 256, 50),
-    20: Format("IQ4_NL", 32, 18),
-    21: Format("IQ3_S", 256, 110),
-    22: Format("IQ2_S", 256, 82),
-    23: Format("IQ4_XS", 256, 136),
-    24: Format("I8", 1, 1, torch.int8),
-    25: Format("I16", 1, 2, torch.int16),
-    26: Format("I32", 1, 4, torch.int32),
-    27: Format("I64", 1, 8, torch.int64),
-    28: Format("F64", 1, 8, torch.float64),
-    29: Format("IQ1_M", 256, 56),
-    30: Format("BF16", 1, 2, torch.bfloat16),
-    34: Format("TQ1_0", 256, 54),
-    35: Format("TQ2_0", 256, 66),
-    39: Format("MXFP4", 32, 17),
-    40: Format("NVFP4", 64, 36),
+FORMATS: dict[int, BlockFormat] = {
+    0: BlockFormat("F32", 1, 4, torch.float32),
+    1: BlockFormat("F16", 1, 2, torch.float16),
+    2: BlockFormat("Q4_0", 32, 18, unpack=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, unpack=_q4_1),
+    6: BlockFormat("Q5_0", 32, 22, unpack=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, unpack=_q5_1),
+    8: BlockFormat("Q8_0", 32, 34, unpack=_q8_0),
+    10: BlockFormat("Q2_K", 256, 84, unpack=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, unpack=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, unpack=_q4_k),
+    13: BlockFormat("Q5_K", 256, 176, unpack=_q5_k),
+    14: BlockFormat("Q6_K", 256, 210, unpack=_q6_k),
+    16: BlockFormat("IQ2_XXS", 256, 66),
+    17: BlockFormat("IQ2_XS", 256, 74),
+    18: BlockFormat("IQ3_XXS", 256, 98),
+    19: BlockFormat("IQ1_S", 256, 50),
+    20: BlockFormat("IQ4_NL", 32, 18),
+    21: BlockFormat("IQ3_S", 256, 110),
+    22: BlockFormat("IQ2_S", 256, 82),
+    23: BlockFormat("IQ4_XS", 256, 136),
+    24: BlockFormat("I8", 1, 1, torch.int8),
+    25: BlockFormat("I16", 1, 2, torch.int16),
+    26: BlockFormat("I32", 1, 4, torch.int32),
+    27: BlockFormat("I64", 1, 8, torch.int64),
+    28: BlockFormat("F64", 1, 8, torch.float64),
+    29: BlockFormat("IQ1_M", 256, 56),
+    30: BlockFormat("BF16", 1, 2, torch.bfloat16),
+    34: BlockFormat("TQ1_0", 256, 54),
+    35: BlockFormat("TQ2_0", 256, 66),
+    39: BlockFormat("MXFP4", 32, 17),
+    40: BlockFormat("NVFP4", 64, 36),
 }
 
 
@@ -169,6 +170,25 @@ def dequantize(data: Tensor, kind: int) -> Tensor:
     for first in range(0, len(blocks), step):
         out[first : first + step] = unpack(blocks[first : first + step])
     return out.flatten()
+
+
+# Formats whose blocks are groups of ours: the same codes, the same scales.
+CODED = {2: Format(4, 32), 3: Format(4, 32, True), 8: Format(8, 32)}
+
+
+def as_codes(data: Tensor, kind: int, inputs: int) -> QuantWeight:
+    """data [bytes] of a format in CODED, rows of `inputs` values -> the same weight, nothing rounded."""
+    form = CODED[kind]
+    blocks = data.view(-1, inputs // 32, FORMATS[kind].nbytes)
+    outputs, head = len(blocks), 4 if form.least else 2
+    scale, least = (blocks[:, :, at : at + 2].contiguous().view(torch.float16).squeeze(2) for at in (0, head - 2))
+    packed = blocks[:, :, head:]
+    if form.bits == 8:
+        codes = packed ^ 0x80  # signed -> around 128
+    else:  # a byte holds values i and i + 16; ours holds neighbours
+        codes = torch.cat((packed & 15, packed >> 4), 2)
+        codes = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
+    return QuantWeight(form, inputs, codes.reshape(outputs, -1), scale, least if form.least else None)
 
 
 def _through_library(kind: int) -> Callable[[Tensor], Tensor]:

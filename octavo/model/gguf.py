@@ -25,7 +25,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.model.checkpoint import Checkpoint, StoredTensor, aligned_view, map_bytes
-from octavo.model.dequant import FORMATS, dequantize
+from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
+from octavo.ops.weight import QuantWeight
 
 MAX_HEADER = 128 << 20  # bytes: the largest vocabularies take a tenth
 MAX_ENTRIES = 1 << 20  # tensors, or metadata keys
@@ -196,7 +197,8 @@ def open_gguf(path: Path) -> Checkpoint:
         if name == "rope_freqs.weight":
             config["rope_scaling"] = _rope_factors(path, info, config)
         else:
-            tensors[hf_name(name, architecture)] = _stored(path, name, info, _layout(name, architecture, config))
+            layout = _layout(name, architecture, config)
+            tensors[hf_name(name, architecture)] = _stored(path, name, info, layout, architecture != "gpt2")
     return Checkpoint(str(path), config, tensors, gguf_metadata=metadata)
 
 
@@ -207,15 +209,26 @@ def _read(path: Path, info: TensorInfo) -> Tensor:
     return dequantize(data, info.kind).view(info.shape)
 
 
-def _stored(path: Path, name: str, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None) -> StoredTensor:
-    nbytes = info.end - info.begin
+def _read_codes(path: Path, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None) -> QuantWeight:
+    """A matrix in the format it is stored in. A layout that only reorders rows reorders those of the codes as well."""
+    weight = as_codes(map_bytes(path, info.begin, info.end), info.kind, info.shape[-1])
     if layout is None:
-        return StoredTensor(info.shape, nbytes, lambda: _read(path, info))
+        return weight
+    least = None if weight.least is None else layout(weight.least)
+    return QuantWeight(weight.form, info.shape[-1], layout(weight.codes), layout(weight.scale), least)
+
+
+def _stored(path: Path, name: str, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None, by_row: bool) -> StoredTensor:
+    """by_row: the layout only reorders rows, if there is one."""
+    nbytes, form = info.end - info.begin, CODED.get(info.kind) if len(info.shape) == 2 and by_row else None
+    codes = None if form is None else lambda: _read_codes(path, info, layout)
+    if layout is None:
+        return StoredTensor(info.shape, nbytes, lambda: _read(path, info), form, codes)
     try:
         shape = tuple(layout(torch.empty(info.shape, device="meta")).shape)
     except RuntimeError as error:
         raise CheckpointError(f"{path}: tensor {name!r} of shape {list(info.shape)} does not fit its model: {error}") from None
-    return StoredTensor(shape, nbytes, lambda: layout(_read(path, info)))
+    return StoredTensor(shape, nbytes, lambda: layout(_read(path, info)), form, codes)
 
 
 # ---- names and layouts ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import Fields
-from octavo.model.layers import Embedding, Linear, norm_weight, pack_linears
+from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.ops import ForwardBatch, Ops
 
 
@@ -70,7 +70,7 @@ class GPT2(CausalLM):
         x = self.tokens(batch.ids) + self.positions(batch.positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, batch, kv[:, i])
-        return self.norm(x)
+        return self.norm(x if batch.last is None else x[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self.tokens.weight) if self.head is None else self.head(hidden)
@@ -93,7 +93,7 @@ class GPT2(CausalLM):
         return (*masks, "lm_head.weight") if self.config.tied else masks
 
     def finish_loading(self) -> None:
-        pack_linears(self)
+        pack_weights(self)
 
     @classmethod
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:

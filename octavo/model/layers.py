@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from octavo.model.base import Slot
+from octavo.model.base import Matrix, Slot
 from octavo.ops import Ops
+from octavo.ops.weight import QuantWeight
 
 
-class Linear(nn.Module):
+class Linear(Matrix):
     """One matrix product for several projections of the same input: q, k and v, or gate and up.
 
     `parts` names them as the checkpoint does, in order, with the number of outputs of each."""
 
     def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int], bias: bool = False):
-        super().__init__()
-        self.ops, self.parts = ops, dict(parts)
         outputs = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        super().__init__(ops, tuple(parts), outputs, inputs)
+        self.parts = dict(parts)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,20 +41,15 @@ class Linear(nn.Module):
             first += size
         return slots
 
-    def pack(self) -> None:
-        """The weights are in place: hand them to the backend to lay out as it likes."""
-        self.weight = nn.Parameter(self.ops.pack(self.weight.data), requires_grad=False)
 
-
-class Embedding(nn.Module):
+class Embedding(Matrix):
     def __init__(self, ops: Ops, count: int, hidden: int, scale: float = 1.0):
-        super().__init__()
-        self.ops, self.scale = ops, scale
-        self.weight = nn.Parameter(torch.empty(count, hidden), requires_grad=False)
+        super().__init__(ops, ("embed_tokens", "wte", "lm_head"), count, hidden)
+        self.scale, self.dtype = scale, torch.get_default_dtype()
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]"""
-        return self.ops.embedding(ids, self.weight, self.scale)
+        return self.ops.embedding(ids, self.weight, self.scale).to(self.dtype)
 
 
 def norm_weight(size: int) -> nn.Parameter:
@@ -62,7 +57,11 @@ def norm_weight(size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
 
 
-def pack_linears(model: nn.Module) -> None:
+def pack_weights(model: nn.Module) -> None:
+    """The weights are in place: hand them to the backend to lay out as it likes. A plain embedding is looked up as it is."""
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+        if isinstance(module, Matrix):
+            if isinstance(module.weight, QuantWeight):
+                module.weight = module.ops.pack(module.weight)
+            elif isinstance(module, Linear):
+                module.weight = nn.Parameter(module.ops.pack(module.weight.data), requires_grad=False)

@@ -10,11 +10,16 @@ A model never asks which backend it has. Letters in the shapes below:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from octavo.ops.decoder import DecoderSpec, Fused
+
+log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
@@ -38,6 +43,9 @@ class ForwardBatch:
     rows: Tensor  # [S] which row of block_table is each item's
     logit_rows: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
     spans: list[Span]  # [S] the host's view
+    # The sampled items' last tokens alone, as a batch of one token an item, where nothing else of the hidden states is wanted:
+    # a model's last layer then computes K and V for all tokens and the rest for these.
+    last: ForwardBatch | None = None
     # What a backend derives from the fields above once and every layer reads (masks, write targets). A batch is one step's.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -47,17 +55,23 @@ class Ops(Protocol):
 
     name: str
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """weight [out, in] in the layout that this backend's linear() reads fastest, perhaps weight itself. Called once,
-        when loading is over; what it returns may be opaque: only linear() reads it."""
+    def pack(self, weight: Any) -> Any:
+        """weight [out, in], a Tensor or a QuantWeight (octavo.ops.weight), in the layout that this backend's linear() reads
+        fastest, perhaps weight itself. Called once, when loading is over; what it returns may be opaque: only linear()
+        reads it, and embedding() if the weight was quantised."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def fuse(self, decoder: DecoderSpec) -> Fused | None:
+        """All layers of a decoder as one function, or None where this backend computes them op by op. Called after pack()."""
+        ...
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """x [T, in], weight [out, in] (packed or not) -> [T, out]"""
         ...
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-        """ids [T], weight [vocab, hidden] -> [T, hidden], times scale (rounded to the weight's dtype, as Gemma does)"""
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        """ids [T], weight [vocab, hidden] -> [T, hidden], times scale (rounded to the weight's dtype, as Gemma does).
+        A quantised weight gives float32."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -116,7 +130,16 @@ class Ops(Protocol):
 
 def select(device: str) -> Ops:
     """The backend for a device."""
-    from octavo.ops.cpu import CpuOps
-    from octavo.ops.reference import ReferenceOps
+    if device == "cpu":
+        from octavo.ops.cpu import CpuOps
 
-    return CpuOps() if device == "cpu" else ReferenceOps()
+        return CpuOps()
+    try:
+        from octavo.ops.triton import TritonOps
+
+        return TritonOps()
+    except ImportError as missing:
+        from octavo.ops.reference import ReferenceOps
+
+        log.warning("Triton cannot be used (%s): running plain PyTorch, several times slower", missing)
+        return ReferenceOps()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.decoder import DecoderSpec, Fused
+from octavo.ops.weight import QuantWeight, dense
 
 
 class Group(NamedTuple):
@@ -34,13 +36,15 @@ class Group(NamedTuple):
 class ReferenceOps:
     name = "reference"
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Any) -> Any:
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, dense(weight, x.dtype), bias)
 
-    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, QuantWeight):
+            ids, weight = torch.arange(len(ids), device=ids.device), weight[ids].dequantize()
         out = F.embedding(ids, weight)
         return out if scale == 1.0 else out * torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
 
@@ -121,6 +125,9 @@ class ReferenceOps:
             )
             out[group.tokens].view(items, num, -1, dim).copy_(result.reshape(items, -1, num, dim).transpose(1, 2))
         return out
+
+    def fuse(self, decoder: DecoderSpec) -> Fused | None:
+        return None
 
     def choose(
         self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor

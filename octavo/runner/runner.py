@@ -90,13 +90,16 @@ class Runner:
         if not plan.items:
             return StepHandle([], Download(shipped[:0]), None, [])
         batch = self._batch(plan.items, layout, shipped)
+        index = shipped[sampled_at].long()
+        asked = any(item.prompt_logprobs is not None for item in plan.items)
+        if sampled and not asked and len(sampled) < len(batch.ids):
+            batch.last = self._last(batch, sampled, index)
         hidden = self.model(batch, self.kv.tensor)
         self.rows.computed[batch.rows.long()] = batch.seq_lens
-        prompt_logprobs = self._prompt_logprobs(plan.items, batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(plan.items, batch, hidden) if asked else []
         if not sampled:
             return StepHandle(plan.items, Download(shipped[:0]), None, prompt_logprobs)
-        index = shipped[sampled_at].long()
-        logits = self.model.logits(hidden[batch.logit_rows])
+        logits = self.model.logits(hidden[batch.logit_rows] if batch.last is None else hidden)
         return self._sample(plan.items, sampled, batch.rows[index], logits, batch.seq_lens[index], prompt_logprobs)
 
     def _sample(
@@ -159,6 +162,21 @@ class Runner:
             rows=rows,
             logit_rows=logit_rows.long(),
             spans=spans,
+        )
+
+    def _last(self, batch: ForwardBatch, sampled: list[int], index: Tensor) -> ForwardBatch:
+        """The last token of each sampled item: what decoding rows would look like."""
+        at = batch.logit_rows
+        return ForwardBatch(
+            ids=batch.ids[at],
+            positions=batch.positions[at],
+            kv_slots=batch.kv_slots[at],
+            query_start=torch.arange(len(sampled) + 1, dtype=torch.int32, device=self.device),
+            seq_lens=batch.seq_lens[index],
+            block_table=batch.block_table,
+            rows=batch.rows[index],
+            logit_rows=at,
+            spans=[Span(k, 1, batch.spans[i].end) for k, i in enumerate(sampled)],
         )
 
     def _asked_logprobs(self, rows: list[int]) -> list[tuple[int, int]]:

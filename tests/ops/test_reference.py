@@ -31,15 +31,17 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def filled(items: Sequence[tuple[int, int]], kv_heads: int, dim: int, device: str, slack: int = 0) -> tuple[ForwardBatch, Tensor]:
+def filled(
+    items: Sequence[tuple[int, int]], kv_heads: int, dim: int, device: str, slack: int = 0, block: int = B
+) -> tuple[ForwardBatch, Tensor]:
     """A batch and one layer's kv [N, 2, Hk, B, D], a strided view, with K and V in every slot that may be read."""
-    tables = scattered_tables([start + num + slack for num, start in items], B)
+    tables = scattered_tables([start + num + slack for num, start in items], block)
     config = ModelConfig("", 1, 1, 3, kv_heads, kv_heads, dim, 1, 1)
-    kv = empty_kv(config, tables, B, device)[:, 1]
+    kv = empty_kv(config, tables, block, device)[:, 1]
     for seed, ((num, start), table) in enumerate(zip(items, tables, strict=True)):
         for p in range(start + num):
-            kv[table[p // B], :, :, p % B] = draw(2, kv_heads, dim, seed=1000 * seed + p).to(device)
-    return make_batch([([0] * num, start) for num, start in items], tables, B, device, slack), kv
+            kv[table[p // block], :, :, p % block] = draw(2, kv_heads, dim, seed=1000 * seed + p).to(device)
+    return make_batch([([0] * num, start) for num, start in items], tables, block, device, slack), kv
 
 
 def definition(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:

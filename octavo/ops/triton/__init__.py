@@ -5,6 +5,8 @@ Each kernel is the twin of one reference op: same name, same shapes, same roundi
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
@@ -15,9 +17,9 @@ from octavo.ops.triton import attention, fused, gemm, sample
 class TritonOps(ReferenceOps):
     name = "triton"
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] <= gemm.MAX_ROWS:
-            return gemm.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] == 1 and isinstance(weight, Tensor):
+            return gemm.gemv(x, weight, bias)
         return super().linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

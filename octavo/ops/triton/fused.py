@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 
 @triton.jit
@@ -16,6 +17,8 @@ def norm_kernel(
     x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program a token: residual += x, rounded as it is stored, then normalise it."""
+    start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * hidden
     c = tl.arange(0, BLOCK)
     mask = c < hidden
@@ -34,13 +37,15 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     block = triton.next_power_of_2(hidden)
     norm_kernel[tokens,](
         x, x if residual is None else residual, weight, out, hidden, eps, residual is not None, block,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 512)), **LAUNCH,
     )  # fmt: skip
     return out, x if residual is None else residual
 
 
 @triton.jit
 def act_mul_kernel(gate_up, out, inter, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < inter
@@ -57,7 +62,7 @@ def act_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inter)
     block = min(1024, triton.next_power_of_2(inter))
-    act_mul_kernel[tokens, triton.cdiv(inter, block)](gate_up, out, inter, gelu, block, num_warps=4)
+    act_mul_kernel[tokens, triton.cdiv(inter, block)](gate_up, out, inter, gelu, block, num_warps=4, **LAUNCH)
     return out
 
 
@@ -86,6 +91,8 @@ def rope_cache_kernel(
     B: tl.constexpr, QNORM: tl.constexpr, KNORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """One program a token, all its heads: q to q_out, k and v to their slot in the cache."""
+    start_next()
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     c, hq, hk = tl.arange(0, HALF), tl.arange(0, HQP), tl.arange(0, HKP)
@@ -120,6 +127,6 @@ def rope_and_cache(
         qkv, q, kv, batch.kv_slots, batch.positions, cos_sin, q_norm, k_norm, eps,
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         heads, kv_heads, size(heads), size(kv_heads), dim, size(dim // 2), block,
-        q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=4,
+        q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return q

@@ -1,0 +1,109 @@
+"""Continuous batching against one request after another: the same prompts, the same engine, the same tokens.
+
+A decode step reads every weight once, however many sequences it serves: that is what batching gains, and the floor shows how
+much of it there is to gain. Both sides run in each repeat, so that a machine that drifts drifts for both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from octavo.errors import OctavoError
+from octavo.llm import LLM
+from octavo.types import SamplingParams
+
+PROMPTS = (
+    "The capital of France is",
+    "The largest ocean on Earth is the",
+    "Python is a programming language designed",
+    "In 1969, the first humans landed on",
+)
+
+
+def encode(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[list[int]]:
+    """Ids by the model's tokenizer; without one, a beginning-of-text id and one for each word: 6 to 8 ids a prompt."""
+    if llm.tokenizer is not None:
+        return [llm.tokenizer.encode(prompt) for prompt in prompts]
+    vocabulary, first = llm.config.vocab_size, llm.config.bos_id or 0
+    return [[first, *(zlib.crc32(word.encode()) % vocabulary for word in prompt.split())] for prompt in prompts]
+
+
+def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Tokens a second of both ways, each repeat's ratio, and the floor. Calls `done` after each of 2 * (1 + repeat) runs."""
+    prompts = encode(llm)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+    def timed(batches: list[list[list[int]]]) -> tuple[float, list[list[int]]]:
+        ids: list[list[int]] = []
+        start = time.perf_counter()
+        for batch in batches:
+            for result in llm.generate(list(batch), params, use_tqdm=False):
+                ids.append(result.outputs[0].token_ids)
+                if len(ids[-1]) != max_tokens:
+                    raise OctavoError(
+                        f"{len(ids[-1])} of {max_tokens} tokens arrived ({result.error or 'no error'}): not counted"
+                    )
+        seconds = time.perf_counter() - start
+        done()
+        return sum(map(len, ids)) / seconds, ids
+
+    def both() -> Iterator[tuple[float, list[list[int]]]]:
+        yield timed([[prompt] for prompt in prompts])
+        yield timed([prompts])
+
+    list(both())  # warm-up
+    runs = [tuple(both()) for _ in range(repeat)]
+    sequential, batched = ([run[side][0] for run in runs] for side in (0, 1))
+    step_bytes, bandwidth = bytes_per_step(llm), copy_bandwidth(llm.device)
+    return {
+        "bench": "batching",
+        "requests": len(prompts),
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "max_tokens": max_tokens,
+        "repeat": repeat,
+        "sequential_tok_s": spread(sequential),
+        "batched_tok_s": spread(batched),
+        "ratio": spread([b / s for s, b in zip(sequential, batched, strict=True)]),
+        "same_tokens": all(one[1] == many[1] for one, many in runs),
+        "step_bytes": step_bytes,
+        "bandwidth_bytes_s": bandwidth,
+        "floor_step_s": step_bytes / bandwidth,
+        "floor_sequential_tok_s": bandwidth / step_bytes,
+        "floor_batched_tok_s": len(prompts) * bandwidth / step_bytes,
+        "device": llm.device.type,
+        "dtype": str(llm.model_dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def bytes_per_step(llm: LLM) -> int:
+    """Of weights that a decode step reads: all, but of an embedding that is not also the head only a row a sequence."""
+    total = sum(p.numel() * p.element_size() for p in llm.model.parameters())
+    if llm.config.tied:
+        return total
+    return total - llm.config.vocab_size * llm.config.hidden_size * llm.model_dtype.itemsize
+
+
+def copy_bandwidth(device: torch.device, size: int = 2**28, rounds: int = 5) -> float:
+    """Bytes a second, read and written together, of the fastest of some copies: what the memory gives."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best

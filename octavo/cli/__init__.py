@@ -1,0 +1,68 @@
+"""The `octavo` command. Each subcommand is one file, listed here; options that several share are in options.py.
+
+Nothing here or at the top of those files imports torch: `octavo --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from octavo import __version__
+from octavo.cli import bench, chat, complete, doctor, plan, serve
+
+app = typer.Typer(
+    name="octavo",
+    help="Octavo: an LLM inference engine small enough to read.",
+    epilog="Every command works without a MODEL: it then uses the embedded one. OCTAVO_DEBUG=1 shows where an error arose.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel="Generate")(chat.chat)
+app.command(rich_help_panel="Generate")(complete.complete)
+app.command(rich_help_panel="Generate")(serve.serve)
+app.command(rich_help_panel="Look")(plan.plan)
+app.command(rich_help_panel="Look")(doctor.doctor)
+app.add_typer(bench.app, name="bench", rich_help_panel="Measure")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"octavo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+class OneLine(logging.Formatter):
+    """A log record without its traceback: the exception's own words are enough for whoever only uses the program."""
+
+    def formatException(self, info: object) -> str:
+        return ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        what = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
+        return f"{record.levelname.lower()}: {record.getMessage()}{what}"
+
+
+def main() -> None:
+    for stream in (sys.stdin, sys.stdout, sys.stderr):  # a byte that is no text, or a terminal without some character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    handler = logging.StreamHandler()
+    if not os.environ.get("OCTAVO_DEBUG"):
+        handler.setFormatter(OneLine())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    app()

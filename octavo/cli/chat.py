@@ -1,0 +1,333 @@
+"""`octavo chat`: a conversation in the terminal, or line by line from a pipe.
+
+    Chat     the conversation: messages, one reply at a time, what the last one cost. Prints nothing.
+    Session  the words around it: the prompt, the commands, Ctrl-C
+
+Each turn sends the whole conversation; the prefix cache has all of it but the latest message, so turns stay cheap.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import EMBEDDED, EngineOptions, Model, SamplingOptions, command, flag, option
+from octavo.cli.screen import DIM, ERASE_LINE, Writer, dim, note, short, tokens
+from octavo.cli.thinking import OPEN, Thinking
+from octavo.errors import InvalidRequest, OctavoError
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput
+
+HELP = """\
+/reset           forget the conversation, keep the system prompt
+/history         show the conversation
+/system [TEXT]   show the system prompt, or set it; /system - removes it
+/stats           speed and memory of the last reply
+/help            this list
+/exit            leave; so do Ctrl-D, and Ctrl-C at an empty prompt
+Ctrl-C           while a reply is coming: stop it there
+Alt-Enter        begin a new line in your message"""
+
+
+# For models that recommend nothing themselves. The embedded one rambles at a temperature of 0.7 and repeats itself at 0.2.
+SAMPLING = SamplingOptions(temperature=0.4, top_p=0.9, repetition_penalty=1.05, max_tokens=1024)
+ENGINE = EngineOptions(max_num_seqs=1)
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@command
+def chat(
+    context: typer.Context,
+    model: Model = None,
+    system: Annotated[str | None, option("What the model is told before all else.", None, "TEXT")] = None,
+    show_thinking: Annotated[bool, flag("--show-thinking", "Show what stands in <think>...</think>.")] = False,
+    sampling: SamplingOptions = SAMPLING,
+    engine: EngineOptions = ENGINE,
+) -> None:
+    """Talk to a model. /help in the conversation lists what else it understands."""
+    sampling.params()  # a bad value is told before the model is loaded
+    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+    llm = engine.load(model, seed=seed)
+    given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+    sampling = recommended(sampling, llm.checkpoint.generation_config, given)
+    sampling.seed = None  # each reply gets a seed of its own, derived from the engine's
+    name = Path(model).name if model else EMBEDDED
+    if llm.get_tokenizer().chat_template is None:
+        raise InvalidRequest(
+            f"{name} has no chat template, so it cannot hold a conversation: use `octavo complete {model or ''}`"
+        )
+    parameters = short(sum(p.numel() for p in llm.model.parameters()))
+    dtype = str(llm.model_dtype).removeprefix("torch.")
+    talk = Chat(llm, sampling, system)
+    note(f"{name}, {parameters} parameters, {dtype}, context {tokens(talk.context)}; /help, or Ctrl-D to leave")
+    Session(talk, show_thinking, seed).run()
+
+
+def recommended(sampling: SamplingOptions, advice: dict[str, Any], given: set[str]) -> SamplingOptions:
+    """With the settings of the model's generation_config.json, if it has any, for all that the user has not `given`."""
+    known = {name: advice[name] for name in NEUTRAL if type(advice.get(name)) in (int, float)}
+    if not known:
+        return sampling
+    return replace(sampling, **{name: known.get(name, value) for name, value in NEUTRAL.items() if name not in given})
+
+
+# ---- the conversation -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stats:
+    """What one reply cost."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    first_s: float | None = None  # until the first token
+    total_s: float = 0.0
+    finish_reason: str | None = None  # None: stopped by the user
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second, after the first."""
+        if self.first_s is None or self.generated_tokens < 2 or self.total_s <= self.first_s:
+            return None
+        return (self.generated_tokens - 1) / (self.total_s - self.first_s)
+
+
+class Chat:
+    def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None = None):
+        self.llm, self.sampling, self.system = llm, sampling, system
+        self.turns: list[tuple[str, str]] = []  # what was said, what was replied
+        self.context = min(llm.schedule.max_model_len, llm.cache.num_blocks * llm.cache.block_size + 1)
+        self.stats: Stats | None = None
+        self.stopped = False  # set it, and the reply ends after the step that is being computed
+
+    def messages(self, latest: str | None = None) -> list[dict[str, str]]:
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        for user, assistant in self.turns:
+            said += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        return said if latest is None else [*said, {"role": "user", "content": latest}]
+
+    def make_room(self, latest: str) -> tuple[list[int], int]:
+        """The prompt's tokens, and how many of the oldest exchanges had to go. Down to half the context where any must:
+        dropping one at every turn would change the beginning each time, and the prefix cache would never have it."""
+        reply = min(self.sampling.max_tokens, self.context // 4)
+        ids = self.llm.encode_chat(self.messages(latest))
+        if len(ids) + reply <= self.context:
+            return ids, 0
+        before, kept = len(self.turns), self.turns
+        while self.turns and len(ids) > self.context // 2:
+            self.turns = self.turns[1:]
+            ids = self.llm.encode_chat(self.messages(latest))
+        if len(ids) >= self.context:
+            self.turns = kept
+            raise InvalidRequest(
+                f"this message makes a prompt of {len(ids):,} tokens, but the context holds {self.context:,}: shorten it"
+            )
+        return ids, before - len(self.turns)
+
+    def reply(self, latest: str, ids: list[int]) -> Iterator[tuple[bool, str]]:
+        """(is a thought, text) as it comes. Whatever came of the answer is in `turns` afterwards."""
+        stats = self.stats = Stats(len(ids))
+        count, start = self.llm.engine.scheduler.count, time.monotonic()
+        cached = count.cached_tokens
+        end_of_prompt = self.llm.get_tokenizer().decode(ids[-8:], skip_special_tokens=False)
+        thinking = Thinking(end_of_prompt.rstrip().endswith(OPEN))
+        answer = ""
+        try:
+            for piece in self._pieces(ids):
+                stats.cached_tokens = count.cached_tokens - cached
+                stats.generated_tokens += len(piece.token_ids)
+                stats.total_s = time.monotonic() - start
+                if stats.first_s is None:
+                    stats.first_s = stats.total_s
+                stats.finish_reason = piece.finish_reason
+                for thought, text in thinking.push(piece.text) + (thinking.finish() if piece.finish_reason else []):
+                    if not thought:
+                        text = text if answer else text.lstrip()
+                        answer += text
+                    yield thought, text
+        finally:
+            if answer.strip() and stats.finish_reason != "error":
+                self.turns.append((latest, answer.rstrip()))
+
+    def _pieces(self, ids: list[int]) -> Iterator[CompletionOutput]:
+        """A stream that ends when `stopped` is set, between two steps of a long prompt as well."""
+        llm, count = self.llm, self.llm.engine.scheduler.count
+        room = self.context - len(ids)
+        pieces = llm.stream(ids, self.sampling.params(max_tokens=min(self.sampling.max_tokens, room)))
+        generated = count.generated_tokens
+        try:
+            while not (self.stopped or llm.engine.idle) and count.generated_tokens == generated:
+                llm.step()
+            while not self.stopped and (piece := next(pieces, None)) is not None:
+                yield piece
+        finally:
+            for request in list(llm.engine.scheduler.requests):  # there is at most this one
+                llm.abort(request)
+
+    def blocks(self) -> tuple[int, int, int]:
+        """Used, cached and free blocks of the KV pool."""
+        pool = self.llm.engine.scheduler.pool
+        return pool.num_blocks - len(pool.free), pool.num_cached, len(pool.free) - pool.num_cached
+
+
+# ---- the words around it ----------------------------------------------------------------------------------
+
+
+class Session:
+    def __init__(self, talk: Chat, show_thinking: bool, seed: int):
+        self.chat, self.show_thinking, self.seed = talk, show_thinking, seed
+        self.commands = {
+            "/reset": self.reset,
+            "/history": self.history,
+            "/system": self.system,
+            "/stats": self.stats,
+            "/help": lambda _: print(HELP),
+            "/exit": self.leave,
+            "/quit": self.leave,
+        }
+
+    def run(self) -> None:
+        lines = ask() if sys.stdin.isatty() and sys.stdout.isatty() else (line.rstrip("\n") for line in sys.stdin)
+        try:
+            for line in lines:
+                name, _, rest = line.strip().partition(" ")
+                if not name:
+                    continue
+                try:
+                    if name in self.commands:
+                        self.commands[name](rest.strip())
+                    elif re.fullmatch(r"/\w*", name):
+                        note(f"there is no command {name}: /help lists them")
+                    else:
+                        self.answer(line.strip())
+                except OctavoError as error:
+                    note(f"error: {error}")
+                sys.stdout.flush()
+        except (EOFError, KeyboardInterrupt):
+            pass
+
+    def answer(self, message: str) -> None:
+        talk = self.chat
+        before = len(talk.turns)
+        ids, dropped = talk.make_room(message)
+        if dropped:
+            note(f"(the context of {talk.context:,} tokens is full: the oldest {dropped} of {before} exchanges were dropped)")
+        writer = Writer()
+        waiting = False  # the word "thinking..." is on the screen
+        with ctrl_c_stops(talk):
+            for thought, text in talk.reply(message, ids):
+                if thought and not self.show_thinking:
+                    if writer.terminal and not waiting:
+                        waiting = True
+                        print(dim("thinking...", True), end="", flush=True)
+                    continue
+                if waiting:
+                    waiting = False
+                    print(ERASE_LINE, end="")
+                writer.write(text, DIM if thought else "")
+        if waiting:
+            print(ERASE_LINE, end="")
+        writer.end()
+        assert talk.stats is not None
+        reason, answered = talk.stats.finish_reason, len(talk.turns) > before - dropped
+        if reason == "error":
+            note("error: the computation failed; your message is taken back")
+        elif not answered:
+            note(f"({'stopped before an answer' if reason is None else 'no answer'}: your message is taken back)")
+        elif reason is None:
+            note("(stopped)")
+        elif reason == "length":
+            note(f"(cut at {talk.stats.generated_tokens:,} tokens: see --max-tokens and --max-model-len)")
+
+    def reset(self, _: str) -> None:
+        self.chat.turns = []
+        note("(the conversation begins anew)")
+
+    def history(self, _: str) -> None:
+        writer = Writer()
+        for message in self.chat.messages():
+            writer.write(f"{message['role']}: {message['content']}")
+            writer.end()
+        if not self.chat.turns:
+            note("(nothing has been said yet)")
+
+    def system(self, text: str) -> None:
+        if text:
+            self.chat.system = None if text == "-" else text
+            note("(the system prompt is set)" if self.chat.system else "(there is no system prompt now)")
+        else:
+            print(self.chat.system or "no system prompt is set; the model's template may bring its own")
+
+    def stats(self, _: str) -> None:
+        last, (used, cached, free) = self.chat.stats, self.chat.blocks()
+        if last is not None:
+            rate = "-" if last.rate is None else f"{last.rate:.1f} tokens/s"
+            first = "-" if last.first_s is None else f"{last.first_s * 1000:.0f} ms"
+            share = last.cached_tokens / last.prompt_tokens
+            print(f"speed        {rate}, first token after {first}")
+            print(f"last reply   {last.generated_tokens:,} tokens in {last.total_s:.2f} s")
+            print(f"prompt       {last.prompt_tokens:,} tokens, {last.cached_tokens:,} of them cached ({share:.0%})")
+        print(f"KV blocks    {used:,} used, {cached:,} cached, {free:,} free, of {self.chat.llm.cache.block_size} tokens each")
+        chosen = {name: getattr(self.chat.sampling, name) for name in NEUTRAL}
+        unusual = [f"{name} {value:g}" for name, value in chosen.items() if value != NEUTRAL[name]]
+        print(f"sampling     {', '.join([*unusual, f'seed {self.seed}'])}")
+
+    def leave(self, _: str) -> None:
+        raise EOFError
+
+
+def ask() -> Iterator[str]:
+    """Lines typed at a terminal. Ctrl-C empties the line, and on an empty one ends the program."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.formatted_text import FormattedText
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def clear_or_leave(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    session: PromptSession[str] = PromptSession(key_bindings=keys)
+    while True:
+        print()
+        yield session.prompt(FormattedText([("bold ansicyan", "> ")]))
+
+
+@contextmanager
+def ctrl_c_stops(talk: Chat) -> Iterator[None]:
+    """Ctrl-C asks the reply to end between two steps, where nothing is half done. One who insists ends the program."""
+    presses, talk.stopped = 0, False
+
+    def on_press(*_: Any) -> None:
+        nonlocal presses
+        presses += 1
+        talk.stopped = True
+        if presses >= 3:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, on_press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,196 @@
+"""Options that several commands share, declared once: a command asks for a whole group of them as one parameter.
+
+    @command
+    def complete(model: Model = None, *, prompt: str = "", engine: EngineOptions) -> None: ...
+
+`command` shows typer each field of the group as an option of its own and hands the function the group filled in. Defaults are
+the group's own, or those of the instance that is the parameter's default. Octavo's errors become one line and exit code 2.
+
+Must not import torch: `octavo --help` has to be quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+
+import typer
+
+from octavo.errors import OctavoError
+from octavo.types import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+EMBEDDED = "smollm2"  # octavo.model.embedded.NAME, which would import torch; a test compares them
+
+
+# ---- values --------------------------------------------------------------------------------------------
+
+
+def size(text: str) -> int:
+    """32K is 32,768; 1.5G is 1,610,612,736."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
+    value = float(found[1]) * UNITS[found[2].upper()] if found else 0.5
+    if value != int(value) or value < 1:
+        raise typer.BadParameter(f"{text!r} is not a size: give a whole number like 4096, or 32K, 1.5M, 80G (K is 1,024)")
+    return int(value)
+
+
+def size_or_auto(text: str) -> int | None:
+    return None if str(text).lower() == "auto" else size(text)
+
+
+def sizes(text: str) -> list[int]:
+    return [size(part) for part in text.split(",")]
+
+
+# ---- groups --------------------------------------------------------------------------------------------
+
+
+def option(help: str, panel: str | None, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    """An option of a group. The default is worth showing unless it means that nothing is done."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, **{"show_default": False} | more)
+
+
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    return option(help, panel, "", name)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"A directory, a .gguf file or a name on huggingface.co. Without it: the embedded model, {EMBEDDED}.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass
+class SizeOptions:
+    """What decides how much memory is needed."""
+
+    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "Model", "NAME", show_default=True)] = "auto"
+    device: Annotated[str, option("auto, cpu or cuda.", "Model", "NAME", show_default=True)] = "auto"
+    revision: Annotated[str | None, option("Branch, tag or commit on the hub.", "Model", "NAME")] = None
+    max_model_len: Annotated[
+        int | None,
+        option("Longest prompt and reply together, such as 32K; auto: what fits.", "Memory", "N|auto", parser=size_or_auto),
+    ] = None
+    gpu_memory_utilization: Annotated[float, option("Part of a GPU to use.", "Memory", "0..1", show_default=True)] = 0.9
+    block_size: Annotated[int, option("Tokens in a KV block.", "Memory", "N", parser=size, show_default=True)] = 16
+    num_blocks: Annotated[int | None, option("KV blocks, instead of as many as fit.", "Memory", "N", parser=size)] = None
+    max_num_seqs: Annotated[int, option("Sequences computed at once.", "Scheduling", "N", parser=size, show_default=True)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, option("Tokens computed in a step: 2K on a CPU, 16K on a GPU.", "Scheduling", "N", parser=size)
+    ] = None
+
+
+@dataclass
+class EngineOptions(SizeOptions):
+    """What an LLM is made with."""
+
+    depth: Annotated[int | None, option("Steps in flight, 1 to 3: 1 on a CPU, 2 on a GPU.", "Scheduling", "N")] = None
+    enforce_eager: Annotated[bool, flag("--enforce-eager", "Use no CUDA graphs.", "Scheduling")] = False
+    no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")] = False
+    load_format: Annotated[str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")] = "auto"
+    tokenizer: Annotated[Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """LLM's, but for the model."""
+        return dict(
+            tokenizer=None if self.tokenizer is None else str(self.tokenizer),
+            dtype=self.dtype,
+            device=self.device,
+            load_format=self.load_format,
+            revision=self.revision,
+            max_model_len=self.max_model_len,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            block_size=self.block_size,
+            num_gpu_blocks_override=self.num_blocks,
+            enable_prefix_caching=not self.no_prefix_caching,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            depth=self.depth,
+            enforce_eager=self.enforce_eager,
+        )
+
+    def load(self, model: str | dict[str, Any] | None, **more: Any) -> LLM:
+        from octavo.llm import LLM
+
+        return LLM(model, **self.arguments(), progress=sys.stderr.isatty(), **more)
+
+
+@dataclass
+class SamplingOptions:
+    """How tokens are chosen and when a text ends."""
+
+    temperature: Annotated[float, option("0: the likeliest token, always.", "Sampling", "X", show_default=True)] = 1.0
+    top_p: Annotated[float, option("Keep the likeliest, up to this probability.", "Sampling", "X", show_default=True)] = 1.0
+    top_k: Annotated[int, option("Keep this many of the likeliest; 0: all.", "Sampling", "N")] = 0
+    min_p: Annotated[float, option("Drop those this much less likely than the first.", "Sampling", "X")] = 0.0
+    repetition_penalty: Annotated[float, option("Above 1: against tokens seen.", "Sampling", "X", show_default=True)] = 1.0
+    presence_penalty: Annotated[float, option("-2..2, against tokens generated.", "Sampling", "X")] = 0.0
+    frequency_penalty: Annotated[float, option("-2..2, the same for each time.", "Sampling", "X")] = 0.0
+    seed: Annotated[int | None, option("The same seed gives the same text.", "Sampling", "N")] = None
+    max_tokens: Annotated[int, option("Longest reply.", "Sampling", "N", parser=size, show_default=True)] = 128
+    stop: Annotated[list[str] | None, option("End before this text. May be repeated.", "Sampling", "TEXT")] = None
+
+    def params(self, **more: Any) -> SamplingParams:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return SamplingParams(**given | more)
+
+
+# ---- commands ------------------------------------------------------------------------------------------
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """See the head of this file."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {}
+    shown: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if not is_dataclass(hints[name]):
+            shown.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = hints[name]
+        types = get_type_hints(hints[name], include_extras=True)
+        for f in fields(hints[name]):
+            default = f.default if parameter.default is inspect.Parameter.empty else getattr(parameter.default, f.name)
+            shown.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[f.name]))
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        try:
+            function(**given)
+        except OctavoError as error:
+            if os.environ.get("OCTAVO_DEBUG"):
+                raise
+            fail(str(error))
+        except BrokenPipeError:  # `octavo complete ... | head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+            raise typer.Exit(1) from None
+        except OSError as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in shown}
+    return run
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(code)

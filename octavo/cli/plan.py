@@ -1,0 +1,278 @@
+"""`octavo plan`: what a model takes and how much KV fits beside it, from its config alone. The same arithmetic as LLM's.
+
+Builds the model on the meta device: shapes without memory. When it does not fit, looks for options that would.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import EMBEDDED, Model, SizeOptions, command, fail, flag, option, size, sizes
+from octavo.cli.screen import in_bytes, short, tokens
+from octavo.config import DTYPE_BYTES, ModelConfig, ScheduleConfig
+from octavo.errors import ModelError, NotEnoughMemory
+
+if TYPE_CHECKING:
+    from octavo.memory import MemoryPlan
+
+
+@command
+def plan(
+    model: Model = None,
+    *,
+    device_memory: Annotated[
+        int | None, option("Plan for a GPU of this size (a CPU, with --device cpu), not this machine.", None, "80G", parser=size)
+    ] = None,
+    lengths: Annotated[str | None, option("How many sequences of these lengths fit?", None, "1K,4K,...")] = None,
+    as_json: Annotated[bool, flag("--json", "Print a JSON object.")] = False,
+    options: SizeOptions,
+) -> None:
+    """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no weights."""
+    wanted = sizes(lengths) if lengths else None
+    shape = Shape.of(model, options.revision)
+    case = Case.of(shape, options, device_memory)
+    try:
+        found: tuple[MemoryPlan, int] | None = case.solve(shape)
+        ways: list[str] = []
+    except NotEnoughMemory:
+        found, ways = None, list(ways_to_fit(shape, case))
+    report = describe(model or EMBEDDED, shape, case, found, ways, wanted)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    if found is None:
+        raise typer.Exit(1)
+
+
+# ---- the arithmetic ---------------------------------------------------------------------------------------
+
+
+class Shape:
+    """A model without its weights."""
+
+    def __init__(self, hf: dict[str, Any]):
+        from octavo.model.base import registry
+
+        self.cls = registry.find(hf)
+        self.config: ModelConfig = self.cls.parse_config(hf)
+        self._measured: dict[str, tuple[int, int]] = {}
+
+    @classmethod
+    def of(cls, model: str | None, revision: str | None) -> Shape:
+        from octavo.model.load import open_checkpoint
+
+        return cls(open_checkpoint(model, revision, weights=False).config)
+
+    def measure(self, dtype: str) -> tuple[int, int]:
+        """(parameters, bytes)"""
+        import torch
+
+        from octavo.memory import weight_bytes
+        from octavo.model.base import build
+        from octavo.ops.reference import ReferenceOps
+
+        if dtype not in self._measured:
+            model = build(self.config, self.cls, ReferenceOps(), getattr(torch, dtype), "meta")
+            self._measured[dtype] = sum(p.numel() for p in model.parameters()), weight_bytes(model)
+        return self._measured[dtype]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A device and the options on it, defaults filled in as LLM does."""
+
+    kind: str  # "cuda" or "cpu"
+    free: int  # before the weights are loaded
+    total: int
+    dtype: str
+    utilization: float
+    block_size: int
+    num_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+
+    @classmethod
+    def of(cls, shape: Shape, options: SizeOptions, device_memory: int | None) -> Case:
+        import torch
+
+        from octavo.memory import available_memory, token_budget
+
+        if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+            fail(f"unknown device {options.device!r}: use auto, cpu or cuda")
+        if device_memory is not None:
+            kind = "cpu" if options.device == "cpu" else "cuda"
+            free = total = device_memory
+        else:
+            has_gpu = torch.cuda.is_available()
+            kind = ("cuda" if has_gpu else "cpu") if options.device == "auto" else options.device.partition(":")[0]
+            if kind == "cuda" and not has_gpu:
+                fail("this machine has no usable NVIDIA GPU: say how large a one to plan for, such as --device-memory 80G")
+            free, total = available_memory(torch.device(options.device if ":" in options.device else kind))
+        dtype = options.dtype
+        if dtype == "auto":
+            dtype = shape.config.dtype if kind == "cuda" else "float32"
+        if dtype not in DTYPE_BYTES:
+            raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+        budget = options.max_num_batched_tokens or token_budget(kind, options.max_num_seqs)
+        return cls(
+            kind, free, total, dtype, options.gpu_memory_utilization, options.block_size, options.num_blocks,
+            options.max_num_seqs, budget, options.max_model_len,
+        )  # fmt: skip
+
+    def activations(self, shape: Shape) -> int:
+        from octavo.memory import activation_bytes
+
+        return activation_bytes(shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype)
+
+    def solve(self, shape: Shape) -> tuple[MemoryPlan, int]:
+        """The plan and the context length, or NotEnoughMemory."""
+        from octavo.memory import MemoryPlan, kv_share, size_pool
+
+        _, weights = shape.measure(self.dtype)
+        activations = self.activations(shape)
+        budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations)
+        cache, length = size_pool(
+            shape.config, self.block_size, self.dtype, budget, self.max_num_seqs, self.max_model_len, self.num_blocks
+        )
+        per_token = shape.config.kv_bytes_per_token(self.dtype)
+        return MemoryPlan(weights, activations, per_token, cache.block_size, cache.num_blocks), length
+
+    def least_memory(self, shape: Shape) -> int:
+        """Free bytes that a device would need for this."""
+        from octavo.memory import CPU_KV_SHARE
+
+        blocks = max(1, -(-((self.max_model_len or 1) - 1) // self.block_size))
+        kv = blocks * self.block_size * shape.config.kv_bytes_per_token(self.dtype)
+        fixed = shape.measure(self.dtype)[1] + self.activations(shape)
+        if self.kind == "cpu":
+            return fixed + int(kv / CPU_KV_SHARE) + 1
+        return int((fixed + kv + self.total - self.free) / self.utilization) + 1
+
+
+def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
+    """Options that would each make it fit; where none does alone, all together; and the device that needs none of them."""
+    changes = []
+    if case.kind == "cuda" and case.utilization < 0.95:
+        changes.append(replace(case, utilization=0.95))
+    if DTYPE_BYTES[case.dtype] > 2:
+        changes.append(replace(case, dtype="bfloat16"))
+    if case.max_model_len is not None:
+        try:
+            changes.append(replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1]))
+        except NotEnoughMemory:
+            changes.append(replace(case, max_model_len=min(case.max_model_len, 2048)))
+    small = case
+    while small.max_num_batched_tokens > 256:
+        least = small.max_num_batched_tokens // 2
+        small = replace(small, max_num_batched_tokens=least, max_num_seqs=min(small.max_num_seqs, least // 8))
+        if fits(small, shape):
+            break
+    changes.append(small)
+    alone = [change for change in changes if fits(change, shape)]
+    if not alone:
+        together = asdict(case)
+        for change in changes:
+            together |= {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
+        alone = [change for change in (Case(**together),) if fits(change, shape)]
+    for change in alone:
+        yield spelled(case, change)
+    yield f"a device with {in_bytes(case.least_memory(shape))}: --device-memory {-(-case.least_memory(shape) // 2**30)}G"
+
+
+def fits(case: Case, shape: Shape) -> bool:
+    try:
+        case.solve(shape)
+    except NotEnoughMemory:
+        return False
+    return True
+
+
+def spelled(case: Case, change: Case) -> str:
+    """The options in which two cases differ."""
+    names = {"utilization": "gpu-memory-utilization"}
+    new = {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
+    return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in new.items())
+
+
+# ---- the report -------------------------------------------------------------------------------------------
+
+
+def describe(
+    name: str, shape: Shape, case: Case, found: tuple[MemoryPlan, int] | None, ways: list[str], lengths: list[int] | None
+) -> dict[str, Any]:
+    parameters, weights = shape.measure(case.dtype)
+    report: dict[str, Any] = {
+        "model": name,
+        "architecture": shape.config.architecture,
+        "parameters": parameters,
+        "dtype": case.dtype,
+        "device": case.kind,
+        "device_memory": case.total,
+        "device_memory_free": case.free,
+        "gpu_memory_utilization": case.utilization if case.kind == "cuda" else None,
+        "max_num_seqs": case.max_num_seqs,
+        "max_num_batched_tokens": case.max_num_batched_tokens,
+        "weights": weights,
+        "activations": case.activations(shape),
+        "kv_bytes_per_token": shape.config.kv_bytes_per_token(case.dtype),
+        "block_size": case.block_size,
+        "model_context": shape.config.max_position,
+        "fits": found is not None,
+    }
+    if found is None:
+        return report | {"short_by": case.least_memory(shape) - case.free, "ways_to_fit": ways}
+    memory, context = found
+    lengths = lengths or [n for n in (2**10, 2**12, 2**14, 2**16) if n < context] + [context]
+    return report | {
+        "num_blocks": memory.num_blocks,
+        "kv_pool": memory.kv,
+        "kv_tokens": memory.kv_tokens,
+        "max_model_len": context,
+        "concurrency": {str(n): memory.concurrency(n) if n <= context else 0 for n in lengths},
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    r, console = report, Console(highlight=False)
+    console.print(f"[bold]{r['model']}[/bold]: {short(r['parameters'])} parameters, {r['architecture']}, {r['dtype']}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    used = f"{r['gpu_memory_utilization']:.0%} of the GPU may be used" if r["device"] == "cuda" else "on the CPU"
+    table.add_row("memory free", in_bytes(r["device_memory_free"]), used)
+    table.add_row("weights", in_bytes(r["weights"]))
+    step = f"a step of {r['max_num_batched_tokens']:,} tokens, {r['max_num_seqs']:,} sequences"
+    table.add_row("activations", in_bytes(r["activations"]), step)
+    table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]))
+    if r["fits"]:
+        table.add_row("KV pool", in_bytes(r["kv_pool"]), f"{r['num_blocks']:,} blocks of {r['block_size']} tokens")
+        table.add_row("tokens in the pool", f"{r['kv_tokens']:,}")
+        table.add_row("longest sequence", f"{r['max_model_len']:,}", f"the model's own limit is {r['model_context']:,}")
+    console.print(table)
+    if not r["fits"]:
+        console.print(f"[bold red]It does not fit[/bold red]: {in_bytes(r['short_by'])} are missing. What would do:")
+        for way in r["ways_to_fit"]:
+            console.print(f"  {way}", soft_wrap=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("sequences of")
+    table.add_column("fit at once", justify="right")
+    table.add_column("")
+    for length, count in r["concurrency"].items():
+        why = "longer than the longest sequence" if int(length) > r["max_model_len"] else ""
+        if count > r["max_num_seqs"]:
+            why = f"{r['max_num_seqs']:,} of them computed at once: --max-num-seqs"
+        table.add_row(f"{tokens(int(length))} tokens", f"{count:,}", f"[dim]{why}[/dim]")
+    console.print(table)

@@ -1,0 +1,104 @@
+"""How commands write: generated text on stdout, remarks on stderr, colours and line breaks of our own only on a terminal.
+
+Knows nothing of models. Generated text may hold anything, so what could steer a terminal is left out of it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+from rich.cells import cell_len
+
+DIM, BOLD, RESET, ERASE_LINE = "\x1b[2m", "\x1b[1m", "\x1b[0m", "\r\x1b[K"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+
+
+def plain(text: str) -> str:
+    """Without the characters that terminals obey: a model must not move the cursor or set the window's title."""
+    return _CONTROL.sub("", text)
+
+
+def dim(text: str, terminal: bool) -> str:
+    return f"{DIM}{text}{RESET}" if terminal else text
+
+
+def note(text: str) -> None:
+    """A remark to the user, not part of any text."""
+    print(dim(text, sys.stderr.isatty()), file=sys.stderr, flush=True)
+
+
+def in_bytes(count: float) -> str:
+    """Bytes for people: 512 B, 45 KiB, 8.00 GiB."""
+    sign, count = ("-" if count < 0 else ""), abs(count)
+    for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0)):
+        if count < 1024:
+            return f"{sign}{count:.{digits}f} {unit}"
+        count /= 1024
+    return f"{sign}{count:,.2f} GiB"
+
+
+def short(count: float) -> str:
+    """Parameters for people: 135M, 1.1B."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.{0 if count >= 100 * scale else 1}f}{unit}"
+    return str(int(count))
+
+
+def tokens(count: int) -> str:
+    """Lengths for people: 8K, 1000, 131,072 as 128K."""
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else f"{count:,}"
+
+
+class Writer:
+    """Generated text on stdout as it comes. On a terminal, lines break between words: the last word of what has come is
+    held back until it is whole, since it may not fit the line."""
+
+    LONGEST_WORD = 30  # longer ones, and scripts that put no spaces, are shown as they come
+
+    def __init__(self) -> None:
+        self.terminal = sys.stdout.isatty()
+        self._column, self._word, self._style = 0, "", ""
+        self._fresh = True  # nothing is on the current line
+
+    def write(self, text: str, style: str = "") -> None:
+        if not self.terminal:
+            sys.stdout.write(text)
+            self._fresh = text.endswith("\n") if text else self._fresh
+        else:
+            if style != self._style:
+                self._put(self._word)
+                self._word, self._style = "", style
+            *parts, self._word = re.split(r"(\s)", self._word + plain(text))
+            for part in parts:
+                self._put(part)
+            if len(self._word) > self.LONGEST_WORD or cell_len(self._word) > len(self._word):
+                self._put(self._word)
+                self._word = ""
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Show what was held back and be at the start of a line."""
+        self._put(self._word)
+        self._word, self._style = "", ""
+        if not self._fresh:
+            sys.stdout.write("\n")
+        self._column, self._fresh = 0, True
+        sys.stdout.flush()
+
+    def _put(self, part: str) -> None:
+        """One word, or one white-space character."""
+        if not part:
+            return
+        columns = shutil.get_terminal_size().columns
+        width = 8 - self._column % 8 if part == "\t" else cell_len(part)
+        if part != "\n" and 0 < self._column <= columns < self._column + width:
+            sys.stdout.write("\n")
+            self._column = 0
+            if part.isspace():
+                return
+        sys.stdout.write(f"{self._style}{part}{RESET}" if self._style and not part.isspace() else part)
+        self._column = 0 if part == "\n" else (self._column + width - 1) % columns + 1
+        self._fresh = part == "\n"

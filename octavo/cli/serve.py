@@ -1,0 +1,108 @@
+"""`octavo serve`: the OpenAI API, REST and WebSocket in front of the engine, until a signal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.options import EMBEDDED, EngineOptions, Model, command, fail, flag, option, size
+from octavo.cli.screen import in_bytes
+
+if TYPE_CHECKING:
+    from octavo.serve.front import Front
+
+KeysFile = Annotated[Path | None, option("API keys, a TOML file: see docs/serving.md.", "Safety", "FILE")]
+Names = Annotated[list[str] | None, option("Also answer under this host name; may be repeated.", "Safety", "NAME")]
+Origins = Annotated[list[str] | None, option("Let pages of this origin use the server; may be repeated.", "Safety", "URL")]
+
+
+@command
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", metavar="NAME", show_default=False)
+    ] = None,
+    engine: EngineOptions = EngineOptions(),
+    api_keys: KeysFile = None,
+    allow_unauthenticated: Annotated[
+        bool, flag("--allow-unauthenticated", "Listen on a public address without keys.", "Safety")
+    ] = False,
+    allowed_host: Names = None,
+    allowed_origin: Origins = None,
+    strict_params: Annotated[bool, flag("--strict-params", "Refuse fields that are not known.", "Safety")] = False,
+    trust_request_chat_template: Annotated[
+        bool, flag("--trust-request-chat-template", "Let requests bring chat templates.", "Safety")
+    ] = False,
+    max_queue: Annotated[int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)] = 256,
+    max_queue_tokens: Annotated[int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")] = 262_144,
+    queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", show_default=True)] = 60.0,
+    request_timeout: Annotated[float, option("Seconds it may take in all.", "Load", "X", show_default=True)] = 600.0,
+    drain_timeout: Annotated[float, option("Seconds to finish in at a SIGTERM.", "Load", "X", show_default=True)] = 30.0,
+    metrics_prefix: Annotated[str, option("Of metrics' names: octavo or vllm.", "Load", "NAME")] = "octavo",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", metavar="NAME")] = "warning",
+) -> None:
+    """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
+    try:
+        from octavo.serve.config import ServeConfig
+        from octavo.serve.server import run
+    except ImportError as error:
+        fail(f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'")
+    if metrics_prefix not in ("octavo", "vllm"):
+        fail("--metrics-prefix is octavo or vllm")
+    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        fail("--log-level is debug, info, warning or error")
+    logging.getLogger().setLevel(log_level.upper())
+    config = ServeConfig(
+        model=model,
+        engine=engine.arguments(),
+        name=served_model_name or public_name(model),
+        host=host,
+        port=port,
+        keys_file=None if api_keys is None else str(api_keys),
+        allow_unauthenticated=allow_unauthenticated,
+        allowed_hosts=tuple(allowed_host or ()),
+        allowed_origins=tuple(allowed_origin or ()),
+        strict_params=strict_params,
+        request_templates=trust_request_chat_template,
+        metrics_prefix=metrics_prefix,
+        max_queue=max_queue,
+        max_queue_tokens=max_queue_tokens,
+        queue_timeout=queue_timeout,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+    )
+    run(config, announce)
+
+
+def public_name(model: str | None) -> str:
+    """What clients see: never a path of this machine."""
+    if model is None:
+        return EMBEDDED
+    path = Path(model).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() or os.path.isabs(model) else model
+
+
+def announce(front: Front, port: int) -> None:
+    """Once it is ready: what fits, where it is, how to try it."""
+    loaded, config = front.client.model_info(), front.config
+    assert loaded is not None
+    memory, address = loaded.memory, f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
+    print(
+        f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
+        f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, KV {in_bytes(memory['kv'])}\n"
+        f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
+        f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
+        f"ready:   {address}/v1\n"
+        f"try:     curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"""-d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'""",
+        flush=True,
+    )
+    sys.stdout.flush()

@@ -1,0 +1,106 @@
+"""Weight formats: their names, how numbers become codes, and which format each weight of a model gets.
+
+    float32, bfloat16, float16      as they are (LLM's dtype)
+    int8                            a scale for each output; int8-g32: for each 32 inputs, which is GGUF's Q8_0
+    int4-g32, -g64, -g128           a scale for each group, codes around 8; int4-g32 is GGUF's Q4_0
+    int4-g32-asym, ...              a scale and a smallest value for each group; int4-g32-asym is GGUF's Q4_1
+
+A weight is quantised tensor by tensor as it is read, so the model never exists at full precision. What a code means is
+octavo.ops.weight's. Knows no file and no model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import InvalidRequest
+from octavo.ops.weight import Format, QuantWeight
+
+GROUPS = (32, 64, 128)
+FORMATS = {str(form): form for form in [Format(8, 0), Format(8, 32)] + [Format(4, g, a) for a in (False, True) for g in GROUPS]}
+NAMES = ("auto", "none", *FORMATS)
+CHUNK = 1 << 20  # values quantised at a time: temporaries stay small
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # 4-bit ranges tried: clipping the largest values often costs less than coarser steps
+
+
+def parse(name: str | None) -> Format | str:
+    """A format by its name; "auto" and "none" stay what they are, and no name is "auto"."""
+    if name is None or name in ("auto", "none"):
+        return name or "auto"
+    if name not in FORMATS:
+        raise InvalidRequest(f"quantization is one of {', '.join(NAMES)}, not {name!r}", "quantization")
+    return FORMATS[name]
+
+
+def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
+    """Quantise value [out, in] into the target, or copy it where it is quantised in the same way already."""
+    if isinstance(value, QuantWeight) and value.form == target.form:
+        target.codes.copy_(value.codes)
+        target.scale.copy_(value.scale)
+        if target.least is not None and value.least is not None:
+            target.least.copy_(value.least)
+        return
+    numbers = value.dequantize() if isinstance(value, QuantWeight) else value
+    step = max(1, CHUNK // numbers.shape[1])
+    for first in range(0, len(numbers), step):
+        rows = slice(first, first + step)
+        _quantize(numbers[rows].to(target.codes.device, torch.float32), target[rows])
+
+
+def _quantize(values: Tensor, target: QuantWeight) -> None:
+    form, (outputs, inputs) = target.form, values.shape
+    group = form.group or inputs
+    grouped = F.pad(values, (0, -inputs % group)).view(outputs, -1, group)
+    if form.bits == 8:
+        scale = (grouped.abs().amax(2) / 127).half()
+        codes, least = _codes(grouped, scale, None, form), None
+    else:
+        scale, least, codes = _search(grouped, form)
+    target.scale.copy_(scale)
+    if target.least is not None and least is not None:
+        target.least.copy_(least)
+    codes = codes.view(outputs, -1)[:, :inputs]
+    if form.bits == 4:
+        codes = F.pad(codes, (0, inputs % 2), value=form.zero)
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    target.codes.copy_(codes)
+
+
+def _codes(grouped: Tensor, scale: Tensor, least: Tensor | None, form: Format) -> Tensor:
+    """The nearest codes [out, groups, group] for scales as they will be stored."""
+    step = scale.float()
+    inverse = torch.where(step == 0, 0.0, 1 / step)[:, :, None]
+    shifted = grouped * inverse + form.zero if least is None else (grouped - least.float()[:, :, None]) * inverse
+    return shifted.round_().clamp_(1 if form.bits == 8 else 0, (1 << form.bits) - 1).to(torch.uint8)
+
+
+def _search(grouped: Tensor, form: Format) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of a few ranges the one with the least squared error, for every group."""
+    low, high = grouped.amin(2), grouped.amax(2)
+    best: tuple[Tensor, Tensor | None, Tensor] | None = None
+    least_error = torch.full_like(low, torch.inf)
+    for shrink in SHRINK:
+        if form.least:
+            scale = ((high - low) * (shrink / 15)).half()
+            least = ((high + low) / 2 - scale.float() * 7.5).half()
+        else:  # the largest of either sign gets code 0, which reaches one step further than code 15
+            scale, least = (torch.where(high > -low, high, low) * (-shrink / 8)).half(), None
+        codes = _codes(grouped, scale, least, form)
+        values = (codes.float() - form.zero) * scale.float()[:, :, None]
+        if least is not None:
+            values += least.float()[:, :, None]
+        error = (values - grouped).square_().sum(2)
+        if best is None:
+            best, least_error = (scale, least, codes), error
+            continue
+        better = error < least_error
+        least_error = torch.where(better, error, least_error)
+        best = (
+            torch.where(better, scale, best[0]),
+            None if least is None or best[1] is None else torch.where(better, least, best[1]),
+            torch.where(better[:, :, None], codes, best[2]),
+        )
+    assert best is not None
+    return best

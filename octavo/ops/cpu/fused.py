@@ -1,0 +1,112 @@
+"""All layers of a decoder as one job for the CPU kernels: writes down addresses and sizes, then lets the threads run.
+
+The counterpart of jit/step.py, whose records it fills.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.ops import ForwardBatch
+from octavo.ops.cpu.layout import PackedWeight
+from octavo.ops.cpu.workers import Workers
+from octavo.ops.decoder import DecoderLayer, DecoderSpec
+
+Record = NDArray[np.int64]
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def write_float(record: Record, field: int, value: float) -> None:
+    record[field : field + 1].view(np.float32)[0] = value
+
+
+def fits(spec: DecoderSpec, lanes: int) -> bool:
+    """Whether the kernels know how to compute this decoder."""
+    packed = all(isinstance(w, PackedWeight) for x in spec.layers for w in (x.qkv, x.out, x.gate_up, x.down))
+    if not packed or spec.dtype != torch.float32:
+        return False
+    hidden, inner = spec.layers[0].qkv.shape[1], spec.layers[0].down.shape[1]
+    return spec.dim % lanes == 0 and hidden % lanes == 0 and inner % lanes == 0
+
+
+def spare_bytes(lanes: int, tile: int, widest: int) -> int:
+    """Of one thread's scratch: a row, one more padded to whole groups, and two tiles."""
+    return -(-(4 * (2 * widest + 2 * 128) + 2 * 4 * tile * lanes) // 64) * 64
+
+
+def attention_record(workers: Workers, batch: ForwardBatch, heads: int, kv: Tensor, scale: float) -> Record:
+    """kv [N, ..., 2, Hk, B, D], of which the last four dimensions are contiguous."""
+    a = workers.step.attention
+    kv_heads, block_size, dim = kv.shape[-3:]
+    record: Record = np.zeros(a.FIELDS, dtype=np.int64)
+    record[a.KV], record[a.BLOCK_STRIDE] = kv.data_ptr(), kv.stride(0) * 4
+    record[a.HEADS], record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = heads, kv_heads, block_size, dim
+    record[a.SEQUENCES] = len(batch.seq_lens)
+    record[a.QUERY_START], record[a.SEQ_LENS] = batch.query_start.data_ptr(), batch.seq_lens.data_ptr()
+    record[a.ROW], record[a.TABLE] = batch.rows.data_ptr(), batch.block_table.data_ptr()
+    record[a.TABLE_WIDTH] = batch.block_table.stride(0)
+    write_float(record, a.SCALE, scale)
+    size = -(-a.scratch_size(heads, kv_heads, dim) // 64) * 64
+    record[a.SCRATCH], record[a.SCRATCH_SIZE] = workers.memory("attention", size * workers.threads), size
+    record[a.ZEROS] = workers.zeros(4 * dim)
+    return record
+
+
+class FusedDecoder:
+    def __init__(self, spec: DecoderSpec, workers: Workers):
+        self.spec, self.workers = spec, workers
+        step, lanes = workers.step, workers.step.LANES
+        self.table: Record = np.zeros((len(spec.layers), step.LAYER_FIELDS), dtype=np.int64)
+        self.kept: list[Tensor] = [spec.norm]  # what the table points to
+        for row, layer in zip(self.table, spec.layers, strict=True):
+            self._describe(row, layer, lanes)
+        first = spec.layers[0]
+        self.hidden, self.inner, self.qkv = first.qkv.shape[1], first.down.shape[1], first.qkv.shape[0]
+        weights = [w for x in spec.layers for w in (x.qkv, x.out, x.gate_up, x.down)]
+        self.row_bytes = max(step.row_bytes(w.shape[1], w.group) for w in weights)
+        self.spare = spare_bytes(lanes, step.TILE, max(-(-w.shape[1] // w.group) * w.group for w in weights))
+
+    def _describe(self, row: Record, layer: DecoderLayer, lanes: int) -> None:
+        step = self.workers.step
+        for i, (weight, bias) in enumerate(zip((layer.qkv, layer.out, layer.gate_up, layer.down), layer.biases, strict=True)):
+            at = i * step.product.FIELDS
+            row[at : at + len(weight.record)] = weight.record
+            if bias is not None:  # in whole blocks, as the weight is
+                padded = torch.nn.functional.pad(bias.float(), (0, -len(bias) % lanes)).contiguous()
+                self.kept.append(padded)
+                row[at + step.product.BIAS] = padded.data_ptr()
+        norms = (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attn_norm, layer.post_mlp_norm)
+        fields = (step.ATTN_NORM, step.MLP_NORM, step.Q_NORM, step.K_NORM, step.POST_ATTN, step.POST_MLP)
+        row[list(fields)] = [address(norm) for norm in norms]
+        row[step.WINDOW], row[step.ANGLES] = layer.window, layer.cos_sin.data_ptr()
+        self.kept += [layer.cos_sin, *(norm for norm in norms if norm is not None)]
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """x [T, hidden] is overwritten."""
+        spec, workers, step = self.spec, self.workers, self.workers.step
+        rows, wide = len(x), spec.heads * spec.dim
+        out = torch.empty_like(x)
+        with workers.lock:
+            record = attention_record(workers, batch, spec.heads, kv, spec.scale)
+            a = step.attention
+            job: Record = np.zeros(step.FIELDS, dtype=np.int64)
+            job[step.KIND], job[step.ROWS], job[step.X], job[step.Y] = step.DECODER, rows, x.data_ptr(), out.data_ptr()
+            job[step.LAYERS], job[step.LAYER_COUNT] = self.table.ctypes.data, len(self.table)
+            job[step.HIDDEN], job[step.INNER], job[step.GELU] = self.hidden, self.inner, int(spec.gelu)
+            job[step.BATCH], job[step.LAST_NORM] = record.ctypes.data, spec.norm.data_ptr()
+            job[step.POSITIONS], job[step.SLOTS] = batch.positions.data_ptr(), batch.kv_slots.data_ptr()
+            write_float(job, step.EPS, spec.eps)
+            job[step.QUANTIZED] = workers.memory("quantized", rows * self.row_bytes)
+            job[step.SPARE], job[step.SPARE_SIZE] = workers.memory("spare", self.spare * workers.threads), self.spare
+            parts = {step.DELTA: self.hidden, step.QKV: self.qkv, step.MIXED: wide, step.ACTED: self.inner}
+            for field, width in parts.items():
+                job[field] = workers.memory(f"rows {field}", rows * width * 4)
+            record[a.QUERY], record[a.QUERY_STRIDE], record[a.OUT] = job[step.QKV], self.qkv * 4, job[step.MIXED]
+            workers.run(job)
+        return out

@@ -1,0 +1,185 @@
+"""Quantised rows times quantised weights: bytes multiplied into 32-bit sums, scaled once a group.
+
+    y[r, n] = sum over groups g of   d[n, g] * s[r, g] * (sum over k in g of code[n, k] * x[r, k]  -  zero * sum of x)
+                                   + m[n, g] * s[r, g] * sum of x
+
+x is int8 with a scale for each row and group, computed just before (`quantize_row`); weights are as layout.py lays them out:
+LANES outputs side by side, so that a vector holds four inputs of each and no sum ever crosses lanes. Either `zero` or `m`
+is there, not both. A row's result does not depend on the rows computed with it: the order of its sums is always the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+
+from octavo.ops.cpu.jit.emit import (
+    BYTES,
+    FLOATS,
+    HALVES,
+    INTS,
+    ISA,
+    LANES,
+    POINTER,
+    VOID,
+    Emitter,
+    Value,
+    f32,
+    i32,
+    intrinsic,
+    kernel,
+    load_i64,
+)
+
+STRIP = 32  # inputs that one turn of the inner loop multiplies; groups are multiples of it
+INT = types.int64
+
+# A weight to the kernels: a record of int64.
+CODES, SCALE, LEAST, BIAS, INPUTS, OUTPUTS, GROUP, BITS, FIELDS = range(9)
+
+# A row of activations: int8 [padded inputs], then for each group its scale, its sum, and their product.
+# Rows of a matrix follow each other; these are the sizes of the parts.
+
+
+@kernel(INT(INT, INT))
+def padded(inputs: int, group: int) -> int:
+    """Inputs up to whole groups."""
+    return (inputs + group - 1) // group * group
+
+
+@kernel(INT(INT, INT))
+def row_bytes(inputs: int, group: int) -> int:
+    """Of a quantised row: codes, then 3 x 4 bytes a group, 64-byte aligned."""
+    size = padded(inputs, group)
+    return (size + 12 * (size // group) + 63) // 64 * 64
+
+
+@intrinsic(VOID, POINTER, POINTER, INT, INT)
+def quantize_groups(e: Emitter, x: Value, out: Value, groups: Value, group: Value) -> None:
+    """float32 [groups * group] -> a quantised row."""
+    scales = out + groups * group
+    sums, products = scales + groups * 4, scales + groups * 8
+    vectors = group / LANES
+    with e.loop(groups) as g:
+        first = x + g * group * 4
+        most = e.variable(e.constant(FLOATS, 0.0))
+        with e.loop(vectors) as i:
+            most.set(e.maximum(most.get(), e.absolute(e.load(first + i * (4 * LANES), FLOATS))))
+        scale = e.largest(most.get()) / 127.0
+        inverse = e.select(scale.compare(">", 0.0), e.constant(f32, 1.0) / scale, e.constant(f32, 0.0))
+        total = e.variable(e.constant(INTS, 0))
+        with e.loop(vectors) as i:
+            codes = e.to_int(e.round(e.load(first + i * (4 * LANES), FLOATS) * e.splat(inverse)))
+            total.set(total.get() + codes)
+            e.store(e.narrow(codes), out + g * group + i * LANES)
+        amount = e.total(total.get())
+        e.store(scale, scales + g * 4)
+        e.store(amount, sums + g * 4)
+        e.store(e.to_float(amount) * scale, products + g * 4)
+
+
+def tile(rows: int, bits: int, least: bool) -> Any:
+    """The kernel of LANES outputs for some rows at once, which share the work of unpacking the weights."""
+    zero = 0 if least else 1 << (bits - 1)
+    strip_bytes = STRIP * LANES * bits // 8
+    signed = bits == 8 and not ISA.dot  # bytes as they are stored have their top bit flipped
+
+    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT)
+    def run(
+        e: Emitter, codes: Value, scale: Value, mins: Value, x: Value, x_stride: Value, groups: Value, strips: Value,
+        y: Value, y_stride: Value,
+    ) -> None:  # fmt: skip
+        starts = [x + x_stride * r for r in range(rows)]
+        info = groups * strips * STRIP  # where a row's scales begin
+        result = [e.variable(e.constant(FLOATS, 0.0)) for _ in range(rows)]
+        sums = [e.variable(e.constant(INTS, 0)) for _ in range(rows)]
+        with e.loop(groups) as g:
+            at = [start + info + g * 4 for start in starts]
+            for r in range(rows):
+                if zero and not signed:
+                    offset = e.load(at[r] + groups * 4, i32) * -zero
+                    sums[r].set(e.splat(offset))
+                else:
+                    sums[r].set(e.constant(INTS, 0))
+            with e.loop(strips) as s:
+                strip = g * strips + s
+                base, inputs = codes + strip * strip_bytes, strip * STRIP
+                quads = []
+                for k in range(STRIP // 4):
+                    if bits == 8:
+                        loaded = e.load(base + k * 4 * LANES, BYTES)
+                        quads.append(loaded ^ -128 if signed else loaded)
+                    elif k % 2 == 0:
+                        both = e.load(base + (k // 2) * 4 * LANES, BYTES)
+                        quads += [both & 15, both >> 4]
+                for k, quad in enumerate(quads):
+                    for r in range(rows):
+                        four = e.splat(e.load(starts[r] + inputs + 4 * k, i32)).bits(BYTES)
+                        add = e.dot4_signed if signed else e.dot4
+                        sums[r].set(add(sums[r].get(), quad, four))
+            d = e.to_float(e.load(scale + g * (2 * LANES), HALVES))
+            for r in range(rows):
+                factor = d * e.splat(e.load(at[r], f32))
+                result[r].set(e.fma(e.to_float(sums[r].get()), factor, result[r].get()))
+            if least:
+                m = e.to_float(e.load(mins + g * (2 * LANES), HALVES))
+                for r in range(rows):
+                    result[r].set(e.fma(m, e.splat(e.load(at[r] + groups * 8, f32)), result[r].get()))
+        for r in range(rows):
+            e.store(result[r].get(), y + y_stride * r)
+
+    return run
+
+
+TILE = 8 if LANES == 16 else 4  # rows: as many as registers hold
+four_8, four_4, four_2, four_1 = (tile(n, 4, False) for n in (TILE, 4, 2, 1))
+least_8, least_4, least_2, least_1 = (tile(n, 4, True) for n in (TILE, 4, 2, 1))
+eight_8, eight_4, eight_2, eight_1 = (tile(n, 8, False) for n in (TILE, 4, 2, 1))
+
+
+@kernel(INT(INT, INT, INT, INT, INT, INT, INT))
+def block_product(weight: int, block: int, x: int, x_stride: int, rows: int, y: int, y_stride: int) -> int:
+    """Outputs block * LANES .. + LANES of up to TILE rows -> y, LANES float32 a row. Returns how many rows it took."""
+    group, bits = load_i64(weight + 8 * GROUP), load_i64(weight + 8 * BITS)
+    size = padded(load_i64(weight + 8 * INPUTS), group)
+    groups, strips = size // group, group // STRIP
+    codes = load_i64(weight + 8 * CODES) + block * (size * LANES * bits // 8)
+    d = load_i64(weight + 8 * SCALE) + block * (groups * LANES * 2)
+    m = load_i64(weight + 8 * LEAST)
+    if bits == 8:
+        if rows >= TILE:
+            eight_8(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            return TILE
+        if rows >= 4:
+            eight_4(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            return 4
+        if rows >= 2:
+            eight_2(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            return 2
+        eight_1(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        return 1
+    if m == 0:
+        if rows >= TILE:
+            four_8(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            return TILE
+        if rows >= 4:
+            four_4(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            return 4
+        if rows >= 2:
+            four_2(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            return 2
+        four_1(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        return 1
+    m += block * (groups * LANES * 2)
+    if rows >= TILE:
+        least_8(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        return TILE
+    if rows >= 4:
+        least_4(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        return 4
+    if rows >= 2:
+        least_2(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        return 2
+    least_1(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+    return 1

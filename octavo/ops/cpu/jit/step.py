@@ -1,0 +1,367 @@
+"""What a team of threads runs: a quantised matrix product, attention alone, or all layers of a decoder in one go.
+
+The layers hold no Python between them: norms, products, rotation, the cache's writes, attention, the activation. Phases that
+work on rows split the tokens, products split the outputs, attention splits sequences and heads. Knows addresses and sizes;
+where they come from is the caller's business.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from octavo.ops.cpu.jit import attention, product, team
+from octavo.ops.cpu.jit.emit import (
+    FLOATS,
+    LANES,
+    POINTER,
+    VOID,
+    Emitter,
+    Value,
+    f32,
+    intrinsic,
+    kernel,
+    load_f16,
+    load_f32,
+    load_i64,
+    load_u8,
+    store_f32,
+)
+from octavo.ops.cpu.jit.product import STRIP, TILE, block_product, padded, quantize_groups, row_bytes
+
+INT, FLOAT = types.int64, types.float32
+NOTHING = types.void
+
+# ---- rows ---------------------------------------------------------------------------------------------------
+
+
+@intrinsic(FLOAT, POINTER, INT)
+def sum_of_squares(e: Emitter, x: Value, vectors: Value) -> Value:
+    total = e.variable(e.constant(FLOATS, 0.0))
+    with e.loop(vectors) as i:
+        v = e.load(x + i * (4 * LANES), FLOATS)
+        total.set(e.fma(v, v, total.get()))
+    return e.total(total.get())
+
+
+@intrinsic(VOID, POINTER, FLOAT, POINTER, POINTER, INT)
+def scale_by(e: Emitter, x: Value, factor: Value, weight: Value, out: Value, vectors: Value) -> None:
+    """out = x * factor * weight"""
+    with e.loop(vectors) as i:
+        at = i * (4 * LANES)
+        e.store(e.load(x + at, FLOATS) * e.splat(factor) * e.load(weight + at, FLOATS), out + at)
+
+
+@intrinsic(VOID, POINTER, POINTER, INT)
+def add_to(e: Emitter, x: Value, more: Value, vectors: Value) -> None:
+    with e.loop(vectors) as i:
+        at = x + i * (4 * LANES)
+        e.store(e.load(at, FLOATS) + e.load(more + i * (4 * LANES), FLOATS), at)
+
+
+def turn(kind: ir.Type) -> Any:
+    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER)
+    def run(e: Emitter, low: Value, high: Value, cos: Value, sin: Value) -> None:
+        """Pairs (low, high), one or a vector of them, by their angles."""
+        a, b, c, s = (e.load(at, kind) for at in (low, high, cos, sin))
+        e.store(a * c - b * s, low)
+        e.store(b * c + a * s, high)
+
+    return run
+
+
+turn_one, turn_many = turn(f32), turn(FLOATS)
+
+
+@intrinsic(VOID, POINTER, POINTER, POINTER, INT)
+def gate(e: Emitter, gates: Value, ups: Value, out: Value, gelu: Value) -> None:
+    """act(gate) * up of one vector. gelu (tanh) is g * sigmoid(2 z), silu is g * sigmoid(g)."""
+    g = e.load(gates, FLOATS)
+    z = (g + g * g * g * 0.044715) * (2 * math.sqrt(2 / math.pi))
+    z = e.select(e.splat(gelu.compare("!=", 0)), z, g)
+    down = e.exp(e.constant(FLOATS, 0.0) - z)
+    e.store(g / (down + 1.0) * e.load(ups, FLOATS), out)
+
+
+@kernel(NOTHING(INT, INT, INT, FLOAT, INT))
+def norm(x: int, weight: int, out: int, eps: float, size: int) -> None:
+    mean = sum_of_squares(x, size // LANES) / FLOAT(size)
+    scale_by(x, FLOAT(1.0) / FLOAT(math.sqrt(mean + eps)), weight, out, size // LANES)
+
+
+@kernel(NOTHING(INT, INT, INT))
+def rotate(x: int, angles: int, half: int) -> None:
+    """One head [2 * half], by the row of cosines and sines at `angles`."""
+    i = 0
+    while i + LANES <= half:
+        turn_many(x + 4 * i, x + 4 * (i + half), angles + 4 * i, angles + 4 * (i + half))
+        i += LANES
+    while i < half:
+        turn_one(x + 4 * i, x + 4 * (i + half), angles + 4 * i, angles + 4 * (i + half))
+        i += 1
+
+
+@kernel(NOTHING(INT, INT, INT))
+def move(source: int, target: int, size: int) -> None:
+    for i in range(size):
+        store_f32(target + 4 * i, load_f32(source + 4 * i))
+
+
+@kernel(NOTHING(INT, INT, INT, INT, INT))
+def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
+    """float32 [inputs] -> a quantised row; `spare` is where a row is padded that is not whole groups."""
+    size = padded(inputs, group)
+    if size > inputs:
+        move(x, spare, inputs)
+        for k in range(inputs, size):
+            store_f32(spare + 4 * k, 0.0)
+        x = spare
+    quantize_groups(x, out, size // group, group)
+
+
+# ---- phases -------------------------------------------------------------------------------------------------
+
+
+# A job: a record of int64.
+KIND, ROWS, WEIGHT, X, QUANTIZED, SPARE, SPARE_SIZE, Y = range(8)  # of a product
+LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)  # of a decoder, beside most of the above
+DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, TILES, IDS, FACTOR, FIELDS = range(16, 26)
+PRODUCT, ATTENTION, DECODER, EMBED = range(4)
+
+# A layer: four weights' records, then these.
+WEIGHTS = 4 * product.FIELDS
+ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range(WEIGHTS, WEIGHTS + 8)
+LAYER_FIELDS = WEIGHTS + 8
+
+
+@kernel(INT(INT, INT))
+def spare(me: int, job: int) -> int:
+    """This thread's own scratch."""
+    return load_i64(job + 8 * SPARE) + load_i64(me + 8 * team.NUMBER) * load_i64(job + 8 * SPARE_SIZE)
+
+
+@kernel(NOTHING(INT, INT, INT, INT, INT))
+def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
+    """float32 [rows, inputs] -> the job's quantised rows, as this weight wants them."""
+    inputs, group = load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP)
+    size, out, own = row_bytes(inputs, group), load_i64(job + 8 * QUANTIZED), spare(me, job)
+    r = team.take(me)
+    while r < rows:
+        quantize_row(x + r * inputs * 4, inputs, group, out + r * size, own)
+        r = team.take(me)
+    team.finish(me, rows)
+
+
+@kernel(NOTHING(INT, INT, INT, INT))
+def add_bias(y: int, stride: int, rows: int, bias: int) -> None:
+    for r in range(rows):
+        add_to(y + r * stride, bias, 1)
+
+
+@kernel(INT(INT, INT))
+def rows_at_once(rows: int, size: int) -> int:
+    """Rows whose quantised form stays in a core's own cache while the weights pass."""
+    return min(rows, max(TILE, (160_000 // size) // TILE * TILE))
+
+
+@kernel(NOTHING(INT, INT, INT, INT, INT, INT, INT))
+def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, gated: int) -> None:
+    """Quantised rows times a weight -> y [rows, outputs] float32. Gated: the weight's first half is the gate, the second what
+    it multiplies; 1 is silu, 2 is gelu."""
+    inputs, group = load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP)
+    x, size, bias = load_i64(job + 8 * QUANTIZED), row_bytes(inputs, group), load_i64(weight + 8 * product.BIAS)
+    tiles = spare(me, job)  # two of [TILE, LANES]
+    second = tiles + TILE * LANES * 4
+    blocks = (outputs + LANES - 1) // LANES
+    share = max(1, blocks // (team.threads(me) * 6))
+    pieces = (blocks + share - 1) // share
+    at_once = rows_at_once(rows, size)
+    piece = team.take(me)
+    while piece < pieces:
+        for first in range(0, rows, at_once):
+            end = min(first + at_once, rows)
+            for block in range(piece * share, min(piece * share + share, blocks)):
+                direct = gated == 0 and (block + 1) * LANES <= outputs
+                r = first
+                while r < end:
+                    source, target = x + r * size, y + (r * outputs + block * LANES) * 4
+                    if direct:
+                        done = block_product(weight, block, source, size, end - r, target, outputs * 4)
+                        if bias != 0:
+                            add_bias(target, outputs * 4, done, bias + block * LANES * 4)
+                    else:
+                        done = block_product(weight, block, source, size, end - r, tiles, LANES * 4)
+                        if bias != 0:
+                            add_bias(tiles, LANES * 4, done, bias + block * LANES * 4)
+                        if gated == 0:
+                            for i in range(done):
+                                move(tiles + i * LANES * 4, target + i * outputs * 4, outputs - block * LANES)
+                        else:
+                            block_product(weight, block + blocks, source, size, end - r, second, LANES * 4)
+                            if bias != 0:
+                                add_bias(second, LANES * 4, done, bias + (block + blocks) * LANES * 4)
+                            for i in range(done):
+                                gate(tiles + i * LANES * 4, second + i * LANES * 4, target + i * outputs * 4, gated - 1)
+                    r += done
+        piece = team.take(me)
+    team.finish(me, pieces)
+
+
+@kernel(NOTHING(INT, INT, INT, INT, INT, INT))
+def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: int) -> None:
+    """Add what the last product gave to the hidden states (`first`: there is none yet; post: normalised before), then norm
+    them and quantise the result for the product that comes next (or store it, if `then` is 0)."""
+    rows, size, eps = load_i64(job + 8 * ROWS), load_i64(job + 8 * HIDDEN), load_f32(job + 8 * EPS)
+    x, delta, own = load_i64(job + 8 * X), load_i64(job + 8 * DELTA), spare(me, job)
+    group = load_i64(then + 8 * product.GROUP) if then != 0 else STRIP
+    quantized, stride = load_i64(job + 8 * QUANTIZED), row_bytes(size, group)
+    r = team.take(me)
+    while r < rows:
+        at, more = x + r * size * 4, delta + r * size * 4
+        if first == 0:
+            if post != 0:
+                norm(more, post, more, eps, size)
+            add_to(at, more, size // LANES)
+        if then == 0:
+            norm(at, weight, load_i64(job + 8 * Y) + r * size * 4, eps, size)
+        else:
+            norm(at, weight, own, eps, size)
+            quantize_row(own, size, group, quantized + r * stride, own + size * 4)
+        r = team.take(me)
+    team.finish(me, rows)
+
+
+@kernel(NOTHING(INT, INT, INT, INT))
+def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
+    """Of each token's qkv: norm and rotate queries and keys, write keys and values to its slot."""
+    batch, eps = load_i64(job + 8 * BATCH), load_f32(job + 8 * EPS)
+    heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
+    dim, block_size = load_i64(batch + 8 * attention.DIM), load_i64(batch + 8 * attention.BLOCK_SIZE)
+    stride, qkv = load_i64(batch + 8 * attention.QUERY_STRIDE), load_i64(job + 8 * QKV)
+    q_norm, k_norm = load_i64(layer + 8 * Q_NORM), load_i64(layer + 8 * K_NORM)
+    angles, positions, slots = load_i64(layer + 8 * ANGLES), load_i64(job + 8 * POSITIONS), load_i64(job + 8 * SLOTS)
+    rows = load_i64(job + 8 * ROWS)
+    t = team.take(me)
+    while t < rows:
+        row, turn = qkv + t * stride, angles + load_i64(positions + 8 * t) * dim * 4
+        slot = load_i64(slots + 8 * t)
+        at = kv + slot // block_size * load_i64(batch + 8 * attention.BLOCK_STRIDE) + slot % block_size * dim * 4
+        for h in range(heads + kv_heads):
+            head, weight = row + h * dim * 4, q_norm if h < heads else k_norm
+            if weight != 0:
+                norm(head, weight, head, eps, dim)
+            rotate(head, turn, dim // 2)
+            if h >= heads:
+                move(head, at + (h - heads) * block_size * dim * 4, dim)
+        for h in range(kv_heads):
+            move(row + (heads + kv_heads + h) * dim * 4, at + (kv_heads + h) * block_size * dim * 4, dim)
+        t = team.take(me)
+    team.finish(me, rows)
+
+
+@kernel(NOTHING(INT, INT, INT, INT))
+def attend(me: int, batch: int, kv: int, window: int) -> None:
+    pieces = attention.count_tasks(batch)
+    piece = team.take(me)
+    while piece < pieces:
+        attention.run_task(batch, piece, load_i64(me + 8 * team.NUMBER), kv, window)
+        piece = team.take(me)
+    team.finish(me, pieces)
+
+
+# ---- jobs ---------------------------------------------------------------------------------------------------
+
+
+@kernel(NOTHING(INT, INT))
+def decode(me: int, job: int) -> None:
+    rows, hidden, inner = load_i64(job + 8 * ROWS), load_i64(job + 8 * HIDDEN), load_i64(job + 8 * INNER)
+    delta, qkv, mixed, acted = (load_i64(job + 8 * DELTA), load_i64(job + 8 * QKV), load_i64(job + 8 * MIXED),
+                                load_i64(job + 8 * ACTED))  # fmt: skip
+    batch, gelu = load_i64(job + 8 * BATCH), load_i64(job + 8 * GELU)
+    heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
+    dim, block_size = load_i64(batch + 8 * attention.DIM), load_i64(batch + 8 * attention.BLOCK_SIZE)
+    layer, post = load_i64(job + 8 * LAYERS), 0
+    for i in range(load_i64(job + 8 * LAYER_COUNT)):
+        kv = load_i64(batch + 8 * attention.KV) + i * 2 * kv_heads * block_size * dim * 4
+        to_qkv, to_out = layer, layer + 8 * product.FIELDS
+        to_inner, to_hidden = layer + 16 * product.FIELDS, layer + 24 * product.FIELDS
+        add_and_norm(me, job, post, load_i64(layer + 8 * ATTN_NORM), to_qkv, 1 if i == 0 else 0)
+        multiply(me, job, to_qkv, rows, qkv, (heads + 2 * kv_heads) * dim, 0)
+        rotate_and_store(me, job, layer, kv)
+        attend(me, batch, kv, load_i64(layer + 8 * WINDOW))
+        quantize_rows(me, job, mixed, rows, to_out)
+        multiply(me, job, to_out, rows, delta, hidden, 0)
+        add_and_norm(me, job, load_i64(layer + 8 * POST_ATTN), load_i64(layer + 8 * MLP_NORM), to_inner, 0)
+        multiply(me, job, to_inner, rows, acted, inner, 1 + gelu)
+        quantize_rows(me, job, acted, rows, to_hidden)
+        multiply(me, job, to_hidden, rows, delta, hidden, 0)
+        post = load_i64(layer + 8 * POST_MLP)
+        layer += 8 * LAYER_FIELDS
+    add_and_norm(me, job, post, load_i64(job + 8 * LAST_NORM), 0, 0)
+
+
+@kernel(NOTHING(INT, INT))
+def embed(me: int, job: int) -> None:
+    """Rows of a weight as float32, times a factor: value = code * scale + least, each step rounded, as GGUF defines it."""
+    weight, rows, out = load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS), load_i64(job + 8 * Y)
+    inputs, group, bits = (load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP),
+                           load_i64(weight + 8 * product.BITS))  # fmt: skip
+    size, least = padded(inputs, group), load_i64(weight + 8 * product.LEAST)
+    zero, factor = 0 if least != 0 else 1 << (bits - 1), load_f32(job + 8 * FACTOR)
+    t = team.take(me)
+    while t < rows:
+        row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
+        block, lane = row // LANES, row % LANES
+        codes = load_i64(weight + 8 * product.CODES) + block * (size * LANES * bits // 8)
+        info = block * (size // group) * LANES + lane
+        for k in range(inputs):
+            quad = k // 4
+            if bits == 8:
+                code = load_u8(codes + (quad * LANES + lane) * 4 + k % 4)
+            else:
+                code = (load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))) & 15
+            at = 2 * (info + k // group * LANES)
+            value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * product.SCALE) + at)
+            if least != 0:
+                value += load_f16(least + at)
+            store_f32(out + (t * inputs + k) * 4, value * factor)
+        t = team.take(me)
+    team.finish(me, rows)
+
+
+@kernel(NOTHING(INT, INT))
+def work(state: int, number: int) -> None:
+    """One thread's part of the team's job."""
+    me, job = team.member(state, number), load_i64(state + 8 * team.JOB)
+    kind, weight, rows = load_i64(job + 8 * KIND), load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS)
+    if kind == PRODUCT:
+        quantize_rows(me, job, load_i64(job + 8 * X), rows, weight)
+        multiply(me, job, weight, rows, load_i64(job + 8 * Y), load_i64(weight + 8 * product.OUTPUTS), 0)
+    elif kind == ATTENTION:
+        batch = load_i64(job + 8 * BATCH)
+        attend(me, batch, load_i64(batch + 8 * attention.KV), load_i64(job + 8 * GELU))
+    elif kind == DECODER:
+        decode(me, job)
+    elif kind == EMBED:
+        embed(me, job)
+
+
+@kernel(NOTHING(INT))
+def lead(state: int) -> None:
+    """The calling thread's part: set the others to work and work too. Returns when all are done."""
+    team.call(state)
+    work(state, 0)
+
+
+@kernel(NOTHING(INT, INT))
+def follow(state: int, number: int) -> None:
+    """Another thread's life."""
+    seen = 0
+    while True:
+        seen = team.wait_for_call(state, seen)
+        if load_i64(state + 8 * team.STOP) != 0:
+            return
+        work(state, number)

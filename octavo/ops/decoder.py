@@ -1,0 +1,48 @@
+"""A decoder as data: what a backend needs to compute all layers in one go. Weights are as ops.pack() returned them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from octavo.ops import ForwardBatch
+
+# (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden]. x may be overwritten.
+Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, Tensor], Tensor]"
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """One layer: x += out(attention(qkv(norm(x)))); x += down(act(gate) * up), gate and up = gate_up(norm(x))."""
+
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of the four, in this order
+    attn_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    post_attn_norm: Tensor | None
+    post_mlp_norm: Tensor | None
+    cos_sin: Tensor  # [max_position, 2, D / 2]
+    window: int  # positions it sees; 0: all
+
+
+@dataclass(slots=True)
+class DecoderSpec:
+    layers: list[DecoderLayer]
+    norm: Tensor
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+    scale: float
+    gelu: bool  # else silu
+    dtype: torch.dtype

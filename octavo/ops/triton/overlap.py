@@ -1,0 +1,31 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits where it needs its results.
+
+Hopper and later. Every kernel here lets the next one start at once (`start_next`) and reads nothing that another kernel
+wrote before it has waited for all of them to end (`wait_for_inputs`). What it may do before that is fetch weights. With one
+row a step of Qwen3-0.6B is 250 kernels of 2 to 5 us: the gaps between them and the first reads are a quarter of its time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+AVAILABLE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+OVERLAP = tl.constexpr(AVAILABLE)
+LAUNCH: dict[str, Any] = {"launch_pdl": True} if AVAILABLE else {}  # for the call of a kernel that uses these two
+
+
+@triton.jit
+def start_next():
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs():
+    if OVERLAP:
+        cuda.gdc_wait()

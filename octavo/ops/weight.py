@@ -1,0 +1,76 @@
+"""Quantised weights as every backend receives them: small integers in rows, a scale for each group of neighbours in a row.
+
+    value[n, k] = (code[n, k] - zero) * scale[n, k // group]                     symmetric: zero is 128 or 8
+    value[n, k] =  code[n, k] * scale[n, k // group] + least[n, k // group]      asymmetric
+
+A backend may lay them out anew (`ops.pack`); what they mean is defined here, by dequantize(). How numbers become codes is
+octavo.model.quant's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Format(NamedTuple):
+    bits: int  # 8 or 4
+    group: int  # inputs that share a scale; 0: a whole row
+    least: bool = False  # asymmetric: a smallest value for each group, 4 bits only
+
+    @property
+    def zero(self) -> int:
+        return 0 if self.least else 1 << (self.bits - 1)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" + (f"-g{self.group}" if self.group else "") + ("-asym" if self.least else "")
+
+
+class QuantWeight(nn.Module):
+    """A weight [out, in]. Codes are unsigned; of 4-bit ones a byte holds two neighbours, the first in its low half."""
+
+    codes: Tensor  # [out, in] uint8, or [out, ceil(in / 2)]
+    scale: Tensor  # [out, groups] float16
+    least: Tensor | None  # [out, groups] float16
+
+    def __init__(self, form: Format, inputs: int, codes: Tensor, scale: Tensor, least: Tensor | None):
+        super().__init__()
+        self.form, self.shape = form, torch.Size((len(codes), inputs))
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("least", least)
+
+    @staticmethod
+    def empty(form: Format, outputs: int, inputs: int) -> QuantWeight:
+        """Allocated on the default device, to be filled."""
+        groups = -(-inputs // form.group) if form.group else 1
+        codes = torch.empty(outputs, inputs if form.bits == 8 else -(-inputs // 2), dtype=torch.uint8)
+        scale, least = (torch.empty(outputs, groups, dtype=torch.float16) for _ in range(2))
+        return QuantWeight(form, inputs, codes, scale, least if form.least else None)
+
+    def __getitem__(self, rows: slice | Tensor) -> QuantWeight:
+        """Some rows; for a slice a view, so that what is written to it is written to this weight."""
+        least = None if self.least is None else self.least[rows]
+        return QuantWeight(self.form, self.shape[1], self.codes[rows], self.scale[rows], least)
+
+    def unpacked(self) -> Tensor:
+        """The codes, one in a byte: [out, in] uint8."""
+        if self.form.bits == 8:
+            return self.codes
+        return torch.stack((self.codes & 15, self.codes >> 4), 2).flatten(1)[:, : self.shape[1]]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[out, in]; computed in float32, every step rounded, as GGUF defines it."""
+        inputs, group = self.shape[1], self.form.group or self.shape[1]
+        values = self.unpacked().float() - self.form.zero
+        values *= self.scale.float().repeat_interleave(group, 1)[:, :inputs]
+        if self.least is not None:
+            values += self.least.float().repeat_interleave(group, 1)[:, :inputs]
+        return values.to(dtype)
+
+
+def dense(weight: Tensor | nn.Module, dtype: torch.dtype) -> Tensor:
+    """A weight as numbers, whatever it was: what backends without kernels for a format compute with."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantWeight) else weight  # type: ignore[return-value]

@@ -1,0 +1,5 @@
+"""The server: two processes, the front that speaks HTTP and text and the engine that computes tokens (docs/serving.md).
+
+The front imports no torch. Read in this order: messages, engine_process, supervisor, client; then protocol, validate,
+completions; then http and what stands around it.
+"""

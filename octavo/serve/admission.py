@@ -1,0 +1,65 @@
+"""How much may wait: a bound on requests and one on the tokens of their prompts, and when it is worth coming back.
+
+Knows who waits, not why. Beyond the bound a request is refused at once, unless it may push out one of lower priority.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from octavo.serve.errors import ApiError, queue_full
+
+MEMORY = 30.0  # seconds: how far back the measured rate looks
+
+
+class Waiting(Protocol):
+    """What the queue knows of a call."""
+
+    priority: int
+
+    def fail(self, error: ApiError) -> None: ...
+
+
+class Queue:
+    def __init__(self, max_requests: int, max_tokens: int):
+        self.max_requests, self.max_tokens = max_requests, max_tokens
+        self.waiting: dict[str, tuple[Waiting, int]] = {}  # request id -> whose it is, tokens
+        self.tokens = 0
+        self._rate, self._last = 0.0, time.monotonic()  # requests begun a second, averaged
+
+    def check(self, requests: int, tokens: int, priority: int = 0) -> None:
+        """Raise what the client gets if so much more cannot wait."""
+        while True:
+            if len(self.waiting) + requests > self.max_requests:
+                what = f"{len(self.waiting)} requests"
+            elif self.waiting and self.tokens + tokens > self.max_tokens:  # alone, any request is let in
+                what = f"{self.tokens} prompt tokens"
+            else:
+                return
+            youngest = next((w for w, _ in reversed(self.waiting.values()) if w.priority < priority), None)
+            if youngest is None:
+                raise queue_full(what, self.retry_after())
+            youngest.fail(queue_full("requests of higher priority came", self.retry_after()))
+
+    def enter(self, id: str, owner: Waiting, tokens: int) -> None:
+        self.waiting[id] = owner, tokens
+        self.tokens += tokens
+
+    def leave(self, id: str, begun: bool) -> None:
+        """It began, or it is gone. Unknown ids are nothing to do."""
+        found = self.waiting.pop(id, None)
+        if found is None:
+            return
+        self.tokens -= found[1]
+        if begun:
+            now = time.monotonic()
+            kept = 0.5 ** ((now - self._last) / (MEMORY / 4))
+            self._rate, self._last = self._rate * kept + 1, now
+
+    def retry_after(self) -> float:
+        """Seconds in which what waits now should have begun, at the rate of late."""
+        since = time.monotonic() - self._last
+        weight = self._rate * 0.5 ** (since / (MEMORY / 4))  # of requests, as if all within the window below
+        window = (MEMORY / 4) / 0.693  # what an exponential average amounts to
+        return len(self.waiting) * window / weight if weight > 0.01 else 1.0

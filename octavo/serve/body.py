@@ -1,0 +1,127 @@
+"""From the bytes of a request to a checked struct: size, time, content type, JSON, types. Refuses as early as it can."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from octavo.serve.errors import ApiError, bad
+from octavo.serve.limits import Limits
+
+T = TypeVar("T", bound=msgspec.Struct)
+BIG = 256 * 2**10  # bytes: parsing more than this takes milliseconds, and is done in a thread
+PATIENCE = 0.5  # seconds of an oversized body that are read, and thrown away, so that the client comes to see why
+
+
+async def read(request: Request, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
+    """The request's body as `kind`, and what it holds besides."""
+    check_headers(request, limits)
+    data = await _bytes(request, limits)
+    value = await asyncio.to_thread(parse, data) if len(data) > BIG else parse(data)
+    return convert(value, kind)
+
+
+def check_headers(request: Request, limits: Limits) -> None:
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content != "application/json":
+        raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json", "unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "compressed bodies are not taken: send the JSON as it is", "unsupported_media_type")
+
+
+def too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")
+
+
+async def _bytes(request: Request, limits: Limits) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    length = request.headers.get("content-length", "0")
+    stream = request.stream()
+    if not length.isdecimal() or int(length) > limits.body_bytes:
+        if "expect" not in request.headers:
+            await _discard(stream, 8 * limits.body_bytes)
+        raise too_large(limits)
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in stream:
+                size += len(part)
+                if size > limits.body_bytes:
+                    parts.clear()
+                    await _discard(stream, 8 * limits.body_bytes)
+                    raise too_large(limits)
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client left", "client_gone") from None
+    return b"".join(parts)
+
+
+async def _discard(stream: Any, most: int) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for part in stream:
+                most -= len(part)
+                if most < 0:
+                    return
+    except (TimeoutError, ClientDisconnect):
+        return
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A JSON object, strictly: no duplicate names, no NaN, no integer beyond 64 bits."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+    except ApiError:
+        raise
+    except (ValueError, RecursionError) as error:
+        where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise bad(None, f"the body is not valid JSON{where}", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad(None, "the body must be a JSON object", "invalid_json")
+    return value
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise bad(twice[:64], "a name occurs twice in one object", "invalid_json")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise bad(None, f"{name} is not JSON: numbers must be finite", "invalid_json")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
+        raise bad(None, "an integer is beyond 64 bits", "invalid_json")
+    return value
+
+
+# ---- types --------------------------------------------------------------------------------------------
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
+    try:
+        found = msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise type_error(str(error)) from None
+    known = kind.__struct_fields__
+    return found, {name: given for name, given in value.items() if given is not None and name not in known}
+
+
+def type_error(text: str) -> ApiError:
+    """msgspec says "Expected `int`, got `str` - at `$.messages[3].content`"."""
+    text, _, where = text.partition(" - at ")
+    path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`")).lstrip("$.").replace(".....", "").removesuffix("....")
+    message = text.replace("`", "").replace("Expected", "expected", 1)
+    return bad(path or None, f"{path or 'the body'}: {message}")

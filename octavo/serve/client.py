@@ -1,0 +1,288 @@
+"""The front's view of the engine: requests out, text in. One Call is one client's request, of one or several prompts.
+
+    call = engine.open(requests, ...)          raises ApiError: the queue is full, the engine is not ready
+    with call:                                 leaving it ends what is unfinished, within a step
+        async for pieces in call: ...          (which prompt, what is new), as it comes
+        await call.done()                      or all at once: then read call.collectors
+
+Every transport uses this and nothing below it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from types import TracebackType
+
+from octavo.collect import Collector
+from octavo.outputs import CompletionOutput
+from octavo.serve import errors
+from octavo.serve.admission import Queue
+from octavo.serve.config import ServeConfig
+from octavo.serve.errors import ApiError
+from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, ToFront
+from octavo.serve.metrics import Metrics
+from octavo.serve.supervisor import Supervisor
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import Output, Request
+
+Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new of it
+REMEMBERED = 1024  # ended calls that can still be told from unknown ones
+
+
+class Call:
+    """A client's request on its way. Not made by hand: see EngineClient.open."""
+
+    def __init__(self, client: EngineClient, id: str, collectors: list[Collector], follow: bool, owner: str, priority: int):
+        self.client, self.id, self.collectors, self.owner, self.priority = client, id, collectors, owner, priority
+        self.error: ApiError | None = None
+        self.unfinished = len(collectors)
+        self.arrival = collectors[0].request.arrival
+        self.timers: list[asyncio.TimerHandle] = []
+        self._follow, self._closed = follow, False
+        self._pieces: list[Piece] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    # ---- the reader's side -----------------------------------------------------------------------
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> list[Piece]:
+        """What is new; empty if `wake` was called. Raises the call's error after the last piece before it."""
+        if not self._pieces:
+            if self.error is not None:
+                raise self.error
+            if not self.unfinished:
+                raise StopAsyncIteration
+            await self._wait()
+        pieces, self._pieces = self._pieces, []
+        if not pieces and self.error is not None:
+            raise self.error
+        return pieces
+
+    async def done(self) -> None:
+        """All prompts are answered. Raises the call's error."""
+        while self.unfinished and self.error is None:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def close(self) -> None:
+        """Nobody listens any more. What is unfinished is aborted."""
+        if not self._closed:
+            self._closed = True
+            self.client.forget(self)
+
+    # ---- the engine's side -----------------------------------------------------------------------
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        if self.error is None and self.unfinished:
+            self.error = error
+            self.client.abandon(self)
+            self.wake()
+
+    def take(self, which: int, out: Output) -> int | None:
+        """Fold in one output. Returns the index of a sequence whose text met a stop string."""
+        collector = self.collectors[which]
+        if collector.outputs[out.index].finish_reason is not None:
+            return None  # ended by a stop string; the engine had not heard of it yet
+        if out.finish_reason in ("error", "abort"):
+            self.fail(errors.step_failed())
+            return None
+        stop = collector.take(out)
+        if self._follow and collector.news:
+            self._pieces += [(which, piece) for piece in collector.news]
+            collector.news.clear()
+        if collector.finished:
+            self.unfinished -= 1
+        if self._follow or not self.unfinished:
+            self.wake()
+        return out.index if stop else None
+
+
+class EngineClient:
+    def __init__(self, config: ServeConfig, metrics: Metrics, supervisor: Supervisor | None = None):
+        self.config, self.metrics = config, metrics
+        self.queue = Queue(config.max_queue, config.max_queue_tokens)
+        self.open_requests: dict[str, tuple[Call, int]] = {}
+        self.calls: dict[str, Call] = {}
+        self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
+        self.tokenizer: Tokenizer | None = None
+        self.draining = False
+        self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: bool(self.open_requests))
+        self._loading: asyncio.Task[None] | None = None
+
+    # ---- the state -------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.supervisor.ready and self.tokenizer is not None and not self.draining
+
+    @property
+    def model(self) -> Loaded:
+        """Raises while there is no engine."""
+        if self.draining:
+            raise errors.draining()
+        if self.supervisor.phase != "ready" or self.tokenizer is None or self.supervisor.loaded is None:
+            raise errors.not_ready(self.supervisor.phase, self.supervisor.restarting)
+        return self.supervisor.loaded
+
+    def state(self) -> dict[str, object]:
+        found = self.supervisor.state()
+        if self.draining:
+            found["state"] = "draining"
+        elif found["state"] == "ready" and self.tokenizer is None:
+            found["state"] = "starting"
+        return found
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def open(
+        self,
+        id: str,
+        requests: list[Request],
+        texts: list[str | None],
+        *,
+        follow: bool,
+        owner: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Call:
+        """Send requests to the engine. `follow`: the caller wants pieces as they come."""
+        self.model  # noqa: B018  (raises unless ready)
+        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), priority)
+        collectors = [Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)]
+        call = Call(self, id, collectors, follow, owner, priority)
+        for i, (request, collector) in enumerate(zip(requests, collectors, strict=True)):
+            if follow:
+                collector.news = []
+            request.id = f"{id}-{i}"
+            self.open_requests[request.id] = call, i
+            self.queue.enter(request.id, call, len(request.prompt))
+            self.supervisor.send(Add(request.id, request.prompt, request.params, request.arrival, request.cache_salt))
+        if not self.calls:
+            self.supervisor.progress = time.monotonic()  # from now on there is work
+        self.calls[id] = call
+        self._set_deadlines(call, timeout)
+        return call
+
+    def _set_deadlines(self, call: Call, timeout: float | None) -> None:
+        loop, spent = asyncio.get_running_loop(), time.monotonic() - call.arrival
+        total = min(timeout or self.config.request_timeout, self.config.request_timeout)
+        waiting = self.config.queue_timeout
+        call.timers = [loop.call_later(max(total - spent, 0), lambda: call.fail(errors.deadline_exceeded(total)))]
+        if waiting < total:
+            call.timers.append(loop.call_later(max(waiting - spent, 0), self._check_queue, call, waiting))
+
+    def _check_queue(self, call: Call, seconds: float) -> None:
+        if any(c.request.id in self.queue.waiting for c in call.collectors):
+            call.fail(errors.queue_timeout(seconds, self.queue.retry_after()))
+
+    def abandon(self, call: Call) -> None:
+        """Take a call's requests from the engine."""
+        ids = [c.request.id for c in call.collectors if self.open_requests.pop(c.request.id, None)]
+        for id in ids:
+            self.queue.leave(id, begun=False)
+        if ids:
+            self.supervisor.send(Abort(ids))
+
+    def forget(self, call: Call) -> None:
+        for timer in call.timers:
+            timer.cancel()
+        self.abandon(call)
+        if self.calls.pop(call.id, None):
+            self.ended[call.id] = call.owner
+            while len(self.ended) > REMEMBERED:
+                self.ended.popitem(last=False)
+            self.metrics.ended(call)
+
+    def cancel(self, id: str, owner: str) -> bool:
+        """End a call by its id. False: it had ended already. Raises for one that is not there, or not the owner's."""
+        call = self.calls.get(id)
+        if call is not None and call.owner == owner:
+            call.fail(errors.cancelled())
+            return True
+        if call is None and self.ended.get(id) == owner:
+            return False
+        raise ApiError(404, "there is no such request", "request_not_found")
+
+    def fail_all(self, error: ApiError) -> None:
+        for call in list(self.calls.values()):
+            call.fail(error)
+
+    # ---- news ------------------------------------------------------------------------------------
+
+    def receive(self, message: ToFront) -> None:
+        if isinstance(message, News):
+            for id in message.begun:
+                self._begun(id)
+            if message.tokens:
+                self.metrics.iteration.observe(message.tokens)
+            now = time.monotonic()
+            for out in message.outputs:
+                self._output(out, now)
+        elif isinstance(message, Refused):
+            found = self.open_requests.get(message.id)
+            if found is not None:
+                found[0].fail(ApiError(400, message.message, message.code, message.param))
+        elif isinstance(message, Loaded):
+            self._loading = asyncio.create_task(self._load_tokenizer(message))
+        elif isinstance(message, Ready):
+            self.metrics.loaded(self.model_info())
+
+    def _begun(self, id: str) -> None:
+        if id in self.queue.waiting:
+            self.queue.leave(id, begun=True)
+            call, which = self.open_requests[id]
+            self.metrics.begun(call.collectors[which])
+
+    def _output(self, out: Output, now: float) -> None:
+        found = self.open_requests.get(out.request_id)
+        if found is None:
+            return
+        self._begun(out.request_id)
+        call, which = found
+        collector = call.collectors[which]
+        self.metrics.tokens(collector, out, now)
+        stop = call.take(which, out)
+        if stop is not None:
+            self.supervisor.send(Stop(out.request_id, stop))
+        if collector.finished:
+            del self.open_requests[out.request_id]
+
+    def lost(self) -> None:
+        """The engine is gone, and what it worked on with it."""
+        for call in list(self.calls.values()):
+            call.fail(errors.engine_lost())
+
+    def model_info(self) -> Loaded | None:
+        return self.supervisor.loaded
+
+    async def _load_tokenizer(self, loaded: Loaded) -> None:
+        self.tokenizer = await asyncio.to_thread(read_tokenizer, loaded)
+
+
+def read_tokenizer(loaded: Loaded) -> Tokenizer:
+    if loaded.tokenizer_gguf is not None:
+        return Tokenizer.from_gguf(loaded.tokenizer_gguf)
+    assert loaded.tokenizer_directory is not None
+    return Tokenizer.from_directory(loaded.tokenizer_directory)

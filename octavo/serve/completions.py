@@ -1,0 +1,315 @@
+"""/v1/chat/completions and /v1/completions: the same flow, whole or streamed. The shapes are replies.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.collect import Collector
+from octavo.outputs import CompletionOutput
+from octavo.serve import replies, validate
+from octavo.serve.client import Call
+from octavo.serve.errors import api_error, bad
+from octavo.serve.exchange import Exchange
+from octavo.serve.front import Caller, Front
+from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
+from octavo.serve.replies import ChunkWriter
+from octavo.serve.validate import Prepared
+from octavo.types import SamplingParams
+
+KEEP_ALIVE = 10.0  # seconds of silence after which a comment goes out
+
+
+@dataclass
+class Shape:
+    """What the reply should hold."""
+
+    chat: bool
+    n: int = 1  # choices a prompt
+    top: int | None = None  # logprobs: this many of the likeliest
+    echo: bool = False
+    prompt_logprobs: bool = False  # as vLLM lays them out, besides those of an echo
+    prompt_only: bool = False  # max_tokens 0: nothing but the prompt's logprobs is wanted
+    usage: str | None = None
+    stream: bool = False
+
+
+@contextmanager
+def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Iterator[Call]:
+    """A call within the limits of the caller's key. Every transport generates through here."""
+    if caller.key is not None:
+        caller.key.enter()
+    tokens = 0
+    try:
+        with front.client.open(
+            caller.id,
+            prepared.requests,
+            prepared.texts,
+            follow=follow,
+            owner=caller.owner,
+            priority=caller.priority,
+            timeout=prepared.timeout,
+        ) as call:
+            try:
+                yield call
+            finally:
+                tokens = sum(len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs) for c in call.collectors)
+    finally:
+        if caller.key is not None:
+            caller.key.leave(tokens)
+
+
+# ---- the two routes -------------------------------------------------------------------------------------
+
+
+async def chat_completions(exchange: Exchange) -> None:
+    body, unknown = await exchange.body(ChatRequest)
+    prepared, shape = await prepare_chat(exchange.front, exchange.caller, body, unknown)
+    await answer(exchange, prepared, shape)
+
+
+async def completions(exchange: Exchange) -> None:
+    body, unknown = await exchange.body(CompletionRequest)
+    prepared, shape = await prepare_completion(exchange.front, exchange.caller, body, unknown)
+    await answer(exchange, prepared, shape)
+
+
+async def render(exchange: Exchange) -> None:
+    """What a conversation becomes, without generating: for learners."""
+    front = exchange.front
+    body, unknown = await exchange.body(ChatRequest)
+    headers = validate.check_fields(front, unknown)
+    validate.check_model(front, body.model)
+    ids = await validate.chat_prompt(front, body)
+    text = front.tokenizer.decode(ids, skip_special_tokens=False)
+    await exchange.reply(
+        {"prompt": text, "token_ids": ids, "count": len(ids), "max_model_len": front.client.model.max_model_len}, headers
+    )
+
+
+# ---- before -----------------------------------------------------------------------------------------------
+
+
+def _stream(body: OpenAI) -> tuple[bool, str | None]:
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise bad("stream_options", "stream_options are for stream: true")
+    if options is None or not (options.include_usage or options.continuous_usage_stats):
+        return bool(body.stream), None
+    return True, "all" if options.continuous_usage_stats else "end"
+
+
+def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> SamplingParams:
+    if body.prompt_logprobs is None:
+        return params
+    if body.stream:
+        raise bad("prompt_logprobs", "prompt_logprobs are not streamed: use stream: false")
+    return replace(params, prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit))
+
+
+async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> tuple[Prepared, Shape]:
+    limits = front.config.limits
+    headers = validate.check_fields(front, unknown)
+    timeout = validate.check_common(front, caller, body)
+    params = validate.sampling(body, limits)
+    shape = Shape(chat=True, n=1 if body.n is None else body.n)
+    shape.stream, shape.usage = _stream(body)
+    shape.prompt_logprobs = body.prompt_logprobs is not None
+    validate.check_choices(shape.n, 1, params, limits)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+    if body.logprobs:
+        shape.top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
+    wanted, name = body.max_completion_tokens, "max_completion_tokens"
+    if wanted is None:
+        wanted, name = body.max_tokens, "max_tokens"
+    if wanted is not None:
+        validate.check_count(name, wanted, 1, 2**63)
+    params = replace(_prompt_logprobs(body, params, limits.top_logprobs), n=shape.n, logprobs=shape.top)
+    _check_minimum(params, wanted)
+    ids = validate.truncate(await validate.chat_prompt(front, body), body.truncate_prompt_tokens, headers)
+    return validate.build(front, caller, body, [(None, ids)], params, wanted, timeout, headers, "messages"), shape
+
+
+async def prepare_completion(
+    front: Front, caller: Caller, body: CompletionRequest, unknown: dict[str, Any]
+) -> tuple[Prepared, Shape]:
+    limits = front.config.limits
+    headers = validate.check_fields(front, unknown)
+    timeout = validate.check_common(front, caller, body)
+    params = validate.sampling(body, limits)
+    shape = Shape(chat=False, n=1 if body.n is None else body.n, echo=bool(body.echo))
+    shape.stream, shape.usage = _stream(body)
+    shape.prompt_logprobs = body.prompt_logprobs is not None
+    validate.check_count("n", shape.n, 1, limits.n)
+    sampled = shape.n if body.best_of is None else body.best_of
+    if body.best_of is not None:
+        validate.check_count("best_of", sampled, shape.n, max(limits.best_of, shape.n))
+        if sampled > shape.n and shape.stream:
+            raise bad("best_of", "best_of cannot be streamed: which is best is known at the end")
+    if body.logprobs is not None:
+        shape.top = validate.check_count("logprobs", body.logprobs, 0, limits.completion_logprobs)
+    wanted = 16 if body.max_tokens is None else body.max_tokens
+    shape.prompt_only = shape.echo and wanted == 0
+    validate.check_count("max_tokens", wanted, 0 if shape.echo else 1, 2**63)
+    params = _prompt_logprobs(body, params, limits.top_logprobs)
+    if shape.echo and shape.top is not None:
+        params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))
+    params = replace(params, n=sampled, logprobs=0 if shape.top is None and sampled > shape.n else shape.top)
+    _check_minimum(params, wanted)
+    many = len(body.prompt) if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int) else 1
+    validate.check_choices(sampled, many, params, limits)
+    prompts = [
+        (text, validate.truncate(ids, body.truncate_prompt_tokens, headers))
+        for text, ids in await validate.completion_prompts(front, body)
+    ]
+    return validate.build(front, caller, body, prompts, params, max(wanted, 1), timeout, headers), shape
+
+
+def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
+    if wanted is not None and params.min_tokens > wanted:
+        raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({wanted})", "param_out_of_range")
+
+
+# ---- after ------------------------------------------------------------------------------------------------
+
+
+async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
+    front, caller = exchange.front, exchange.caller
+    with open_call(front, caller, prepared, follow=shape.stream) as call:
+        async with exchange.watching(call):
+            if shape.stream:
+                await stream(exchange, call, prepared, shape)
+            else:
+                await call.done()
+                await exchange.reply(whole(front, caller, call.collectors, shape), prepared.headers)
+
+
+async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
+    """Headers go out at once, then pieces as they come; what goes wrong from here on is told in the stream."""
+    front, loop, written = exchange.front, asyncio.get_running_loop(), time.monotonic()
+
+    def tick() -> None:
+        nonlocal timer
+        if time.monotonic() - written >= KEEP_ALIVE:
+            call.wake()
+        timer = loop.call_later(KEEP_ALIVE / 2, tick)
+
+    writer = chunk_writer(front, exchange.caller, shape)
+    await exchange.start_events(prepared.headers)
+    front.metrics.streams.inc()
+    timer = loop.call_later(KEEP_ALIVE / 2, tick)
+    opened: set[int] = set()
+    try:
+        async for pieces in call:
+            parts = []
+            for which, piece in pieces:
+                index = which * shape.n + piece.index
+                if index not in opened:
+                    opened.add(index)
+                    parts += opening(writer, index, call.collectors[which], shape)
+                if not shape.prompt_only:
+                    parts.append(writer.piece(index, piece, call.collectors))
+                elif piece.finish_reason is not None:
+                    parts.append(writer.piece(index, CompletionOutput(index, "", [], finish_reason="length"), call.collectors))
+            await exchange.write(b"".join(parts) or replies.KEEP_ALIVE)
+            written = time.monotonic()
+        await exchange.write(writer.end(call.collectors, 0 if shape.prompt_only else None), last=True)
+    except Exception as e:
+        error = api_error(e)
+        if error.code != "client_gone":
+            front.metrics.rejections.labels(error.code or error.type).inc()
+        await exchange.write(replies.error_event(error.encode()), last=True)
+    finally:
+        timer.cancel()
+        front.metrics.streams.dec()
+
+
+def chunk_writer(front: Front, caller: Caller, shape: Shape) -> ChunkWriter:
+    kind = "chat.completion.chunk" if shape.chat else "text_completion"
+    return ChunkWriter(reply_id(caller, shape), kind, front.config.name, front.tokenizer, shape.top, shape.usage)
+
+
+def reply_id(caller: Caller, shape: Shape) -> str:
+    return f"{'chatcmpl' if shape.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
+
+
+def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape) -> list[bytes]:
+    """What comes before the first piece of a choice: the role, or the prompt."""
+    if shape.chat:
+        return [writer.role(index)]
+    if not shape.echo:
+        return []
+    echoed = CompletionOutput(index, prompt_text(collector, writer), collector.request.prompt)
+    if collector.prompt_logprobs is not None and shape.top is not None:
+        chunk_logprobs: list[Any] = list(collector.prompt_logprobs)
+        echoed.logprobs = chunk_logprobs
+    return [writer.piece(index, echoed, [collector])]
+
+
+def prompt_text(collector: Collector, writer: ChunkWriter) -> str:
+    if collector.prompt is not None:
+        return collector.prompt
+    return writer.tokenizer.decode(collector.request.prompt, skip_special_tokens=False)
+
+
+def whole(front: Front, caller: Caller, collectors: list[Collector], shape: Shape) -> dict[str, Any]:
+    choices = []
+    for which, collector in enumerate(collectors):
+        best = collector.outputs
+        if len(best) > shape.n:  # best_of: the likeliest by token
+            best = sorted(best, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1))[: shape.n]
+        for k, completion in enumerate(best):
+            index = which * shape.n + k
+            choices.append(
+                chat_choice(front, collector, completion, index, shape)
+                if shape.chat
+                else text_choice(front, collector, completion, index, shape)
+            )
+    found = {
+        "id": reply_id(caller, shape),
+        "object": "chat.completion" if shape.chat else "text_completion",
+        "created": int(time.time()),
+        "model": front.config.name,
+        "choices": choices,
+        "usage": replies.usage_of(collectors, 0 if shape.prompt_only else None),
+    }
+    if shape.chat and shape.prompt_logprobs:
+        found["prompt_logprobs"] = replies.prompt_logprobs_of(collectors[0])
+    return found
+
+
+def chat_choice(front: Front, collector: Collector, completion: CompletionOutput, index: int, shape: Shape) -> dict[str, Any]:
+    logprobs = None
+    if shape.top is not None:
+        logprobs = replies.chat_logprobs(front.tokenizer, completion.logprobs or [], shape.top)
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def text_choice(front: Front, collector: Collector, completion: CompletionOutput, index: int, shape: Shape) -> dict[str, Any]:
+    text, ids = completion.text, completion.token_ids
+    found: list[Any] = list(completion.logprobs or [])
+    reason = completion.finish_reason
+    if shape.prompt_only:
+        text, ids, found, reason = "", [], [], "length"
+    if shape.echo:
+        prompt = collector.request.prompt
+        text = (collector.prompt if collector.prompt is not None else front.tokenizer.decode(prompt, False)) + text
+        ids, found = prompt + ids, [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
+    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason,
+                              "stop_reason": completion.stop_reason}  # fmt: skip
+    if shape.top is not None:
+        choice["logprobs"] = replies.completion_logprobs(front.tokenizer, ids, found, shape.top)
+    if shape.prompt_logprobs:
+        choice["prompt_logprobs"] = replies.prompt_logprobs_of(collector)
+    return choice

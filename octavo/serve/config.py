@@ -1,0 +1,33 @@
+"""How a server is run, as frozen values. What a client may ask for is in limits.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.serve.limits import Limits
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    model: str | None = None  # None: the embedded one
+    engine: dict[str, Any] = field(default_factory=dict)  # what LLM is made with, besides the model
+    name: str = "smollm2"  # what clients call the model
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys_file: str | None = None
+    allow_unauthenticated: bool = False  # on an address that others can reach
+    allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides those of the loopback
+    allowed_origins: tuple[str, ...] = ()  # web pages that may use the server from a browser
+    strict_params: bool = False  # refuse fields that are not known
+    request_templates: bool = False  # let a request bring its own chat template
+    metrics_prefix: str = "octavo"
+    limits: Limits = Limits()
+    max_queue: int = 256  # requests that wait for their first step
+    max_queue_tokens: int = 262_144  # and the tokens of their prompts
+    queue_timeout: float = 60.0  # seconds to the first step
+    request_timeout: float = 600.0  # seconds in all, unless the request says less
+    drain_timeout: float = 30.0
+    stall_dump: float = 10.0  # seconds without a step, though there is work: write down where the engine stands
+    stall_kill: float = 60.0  # and then: start it anew
+    tokenizer_threads: int = 2

@@ -1,0 +1,275 @@
+"""The engine process: builds the model, then steps for ever. The front starts it; it serves one front and ends with it.
+
+    main thread    takes messages in, steps, sends news out; sleeps in the socket while there is nothing to do
+    pulse thread   tells the front every quarter of a second that the process lives and where it stands
+
+The sockets' own queues are inbox and outbox: ZeroMQ moves them in a thread of its own, so sending never waits.
+Knows tokens and no text but what the tokenizer's place is. Installs no signal handlers but for dumping stacks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from octavo.core.engine import Engine, Handle, Runner
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.serve.messages import (
+    Abort,
+    Add,
+    Beat,
+    Failed,
+    Loaded,
+    News,
+    Phase,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    Stop,
+    ToEngine,
+    ToFront,
+    decode_to_engine,
+    encode,
+)
+from octavo.types import Output, Plan, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+log = logging.getLogger(__name__)
+PULSE = 0.25  # seconds
+PR_SET_PDEATHSIG = 1
+
+
+class Link:
+    """The engine's end. One thread may use it; the pulse has another, which only sends."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, receive: bool = True):
+        self._out = context.socket(zmq.PUSH)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._out.setsockopt(zmq.LINGER, 500)
+        self._out.connect(f"{address}.front")
+        if receive:
+            self._in = context.socket(zmq.PULL)
+            self._in.setsockopt(zmq.RCVHWM, 0)
+            self._in.bind(f"{address}.engine")
+
+    def send(self, message: ToFront) -> None:
+        self._out.send(encode(message))
+
+    def receive(self, wait: bool) -> ToEngine | None:
+        """The next message; None if there is none and nobody is to wait."""
+        while True:
+            try:
+                data = self._in.recv(0 if wait else zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                return decode_to_engine(data)
+            except msgspec.ValidationError as error:  # the front checks first, so this is its mistake and not the client's
+                log.error("a message that the engine cannot use: %s", error)
+                kind, id, *_ = [*msgspec.msgpack.decode(data), None, None]
+                if kind == "Add" and isinstance(id, str):
+                    self.send(Refused(id, "the engine cannot use this request"))
+
+
+class Observed:
+    """A runner that takes note of the plans that pass: which requests begin, how many tokens of which kind."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.begun: list[int] = []  # Sequence.id
+        self.prefill = self.decode = self.tokens = 0
+
+    def launch(self, plan: Plan) -> Handle:
+        self.begun += [row.seq for row in plan.rows]
+        self.tokens = plan.num_tokens
+        for item in plan.items:
+            if item.start is None:
+                self.decode += item.num
+            else:
+                self.prefill += item.num
+        return self.runner.launch(plan)
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine, link: Link):
+        self.engine, self.link = engine, link
+        self.observed = engine.runner = Observed(engine.runner)
+        self.beat = Beat()
+        self._snapshot()
+
+    def run(self) -> None:
+        """Until the front says Shutdown."""
+        engine, told = self.engine, 0.0
+        while True:
+            was_idle = engine.idle
+            while (message := self.link.receive(wait=engine.idle)) is not None:
+                if isinstance(message, Shutdown):
+                    return
+                self._take(message)
+            outputs = engine.step()
+            self.send(outputs)
+            now = time.monotonic()
+            if was_idle or engine.idle or now - told > PULSE:
+                told = now
+                self._snapshot()
+                if was_idle or engine.idle:
+                    self.link.send(self.beat)
+
+    def _take(self, message: ToEngine) -> None:
+        engine = self.engine
+        if isinstance(message, Add):
+            try:
+                engine.add(Request(message.id, message.prompt, message.params, message.arrival, message.salt))
+            except InvalidRequest as error:
+                self.link.send(Refused(message.id, str(error), error.param, error.code))
+        elif isinstance(message, Abort):
+            for id in message.ids:
+                engine.abort(id)
+            if engine.idle:
+                self._snapshot()
+                self.link.send(self.beat)
+        elif isinstance(message, Stop):
+            engine.stop(message.id, message.index)
+
+    def send(self, outputs: list[Output]) -> None:
+        live = self.engine.scheduler.live
+        begun = [live[id].request.id for id in self.observed.begun if id in live and live[id].preemptions == 0]
+        self.observed.begun.clear()
+        if outputs or begun:
+            self.link.send(News(outputs, begun, self.observed.tokens))
+
+    def _snapshot(self) -> None:
+        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
+        count, used = scheduler.count, pool.num_blocks - len(pool.free)
+        held = {b for seq in scheduler.running for b in seq.table if pool.hash[b] is not None}
+        cached = len(pool.index) - len(held)  # what pool.num_cached counts one by one, 2 ms at 32K blocks
+        self.beat = Beat(
+            count.steps,
+            len(scheduler.decoding) + len(scheduler.prefilling),
+            len(scheduler.waiting),
+            used,
+            cached,
+            len(pool.free) - cached,
+            count.queried_tokens,
+            count.cached_tokens,
+            count.computed_tokens,
+            count.generated_tokens,
+            count.preemptions,
+            count.copies,
+            self.observed.prefill,
+            self.observed.decode,
+        )
+
+
+class Pulse(threading.Thread):
+    """Sends the latest beat while the main thread computes, loads or hangs."""
+
+    def __init__(self, context: zmq.Context[Any], address: str):
+        super().__init__(daemon=True, name="pulse")
+        self.context, self.address = context, address
+        self.loop: EngineLoop | None = None
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        link = Link(self.context, self.address, receive=False)
+        while not self.over.wait(PULSE):
+            link.send(self.loop.beat if self.loop else Beat())
+
+
+def build(start: Start, link: Link) -> LLM:
+    link.send(Phase("importing"))
+    from octavo.llm import LLM
+
+    last = 0.0
+
+    def progress(fraction: float) -> None:
+        nonlocal last
+        if fraction >= 1:
+            link.send(Phase("allocating"))
+        elif fraction - last >= 0.01:
+            last = fraction
+            link.send(Phase("loading", fraction))
+
+    link.send(Phase("loading", 0.0))
+    llm = LLM(start.model, progress=progress, **start.options)
+    link.send(describe(llm, start.options.get("tokenizer")))
+    return llm
+
+
+def describe(llm: LLM, tokenizer: str | None) -> Loaded:
+    metadata = llm.checkpoint.gguf_metadata if tokenizer is None else None
+    gguf = None if metadata is None else {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    memory = llm.memory
+    return Loaded(
+        llm.config.vocab_size,
+        llm.schedule.max_model_len,
+        llm.schedule.max_num_seqs,
+        llm.schedule.max_num_batched_tokens,
+        llm.cache.block_size,
+        llm.cache.num_blocks,
+        llm.cache.prefix_caching,
+        str(llm.model_dtype).removeprefix("torch."),
+        str(llm.device),
+        llm.config.architecture,
+        {"weights": memory.weights, "activations": memory.activations, "kv": memory.kv, "kv_tokens": memory.kv_tokens},
+        str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
+        gguf,
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """One small request through everything, so that the first client does not wait for lazy set-ups: also the canary."""
+    engine.add(Request("warm-up", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True), cache_salt="warm-up"))
+    while not engine.idle:
+        for out in engine.step():
+            if out.finish_reason == "error":
+                raise OctavoError(f"the model loads but does not run: {out.error}")
+
+
+def die_with_parent() -> None:
+    """Even if the front is killed outright. Elsewhere than on Linux the lost pulse's broken pipe has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it died before we asked
+            os._exit(1)
+
+
+def main(address: str, stacks: int) -> int:
+    die_with_parent()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
+    context = zmq.Context()
+    link, pulse = Link(context, address), Pulse(context, address)
+    link.send(Phase("starting"))
+    start = link.receive(wait=True)
+    if not isinstance(start, Start):
+        return 1
+    pulse.start()
+    try:
+        llm = build(start, link)
+        link.send(Phase("warming"))
+        warm_up(llm.engine)
+    except OctavoError as error:
+        link.send(Failed(str(error)))
+        return 2
+    pulse.loop = EngineLoop(llm.engine, link)
+    link.send(Ready())
+    pulse.loop.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,93 @@
+"""One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one function.
+
+The client's leaving is noticed from the first byte on, whether it streams or not: `watching` listens while a call runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from octavo.serve import body
+from octavo.serve.client import Call
+from octavo.serve.errors import ApiError
+from octavo.serve.front import Caller, Front
+
+T = TypeVar("T", bound=msgspec.Struct)
+Headers = dict[str, str]
+_encode = msgspec.json.Encoder().encode
+
+
+def client_gone() -> ApiError:
+    return ApiError(499, "the client left", "client_gone")
+
+
+class Exchange:
+    def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send):
+        self.front, self.scope = front, scope
+        self.request = Request(scope, receive)
+        self.caller: Caller = scope["octavo.caller"]
+        self.path: dict[str, str] = scope.get("path_params", {})
+        self._receive, self._send = receive, send
+        self._abort: Callable[[], None] = scope.get("octavo.abort", lambda: None)  # wire.py puts it there
+
+    async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
+        """See octavo.serve.body.read."""
+        return await body.read(self.request, kind, self.front.config.limits)
+
+    async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
+        await self.send(_encode(value), "application/json", headers, status)
+
+    async def send(self, data: bytes, content: str, headers: Headers | None = None, status: int = 200) -> None:
+        await self._start(status, {"content-type": content, "content-length": str(len(data)), **(headers or {})})
+        await self.write(data, last=True)
+
+    async def start_events(self, headers: Headers) -> None:
+        fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        await self._start(200, {**fixed, **headers})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        encoded = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def write(self, data: bytes, last: bool = False) -> None:
+        """Waits while the client is slow to read, but not for ever: then the connection is cut."""
+        timer = asyncio.get_running_loop().call_later(self.front.config.limits.send_seconds, self._abort)
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        finally:
+            timer.cancel()
+
+    @asynccontextmanager
+    async def watching(self, call: Call) -> AsyncIterator[None]:
+        """While in here, the client's leaving ends the call."""
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            call.fail(client_gone())
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Endpoint:
+    """A handler as an ASGI application."""
+
+    def __init__(self, front: Front, handler: Handler):
+        self.front, self.handler = front, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.handler(Exchange(self.front, scope, receive, send))

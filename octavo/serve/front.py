@@ -1,0 +1,59 @@
+"""What the front's parts share, and who is calling. No HTTP."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from octavo.serve.client import EngineClient
+from octavo.serve.config import ServeConfig
+from octavo.serve.errors import not_ready
+from octavo.serve.keys import Key, Keys
+from octavo.serve.metrics import Metrics
+from octavo.serve.tokenize import TextWorker
+from octavo.text.tokenizer import Tokenizer
+
+
+class Front:
+    def __init__(self, config: ServeConfig):
+        self.config = config
+        self.keys = Keys.read(config.keys_file, config.limits)
+        self.metrics = Metrics(config.metrics_prefix, config.name)
+        self.client = EngineClient(config, self.metrics)
+        self.metrics.source.client = self.client
+        self.text = TextWorker(config.tokenizer_threads)
+        self.created = int(time.time())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.client.tokenizer is None:
+            raise not_ready(self.client.supervisor.phase, self.client.supervisor.restarting)
+        return self.client.tokenizer
+
+
+def new_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
+@dataclass
+class Caller:
+    """Who asks, since when."""
+
+    id: str = field(default_factory=new_id)  # ours; the client's own is only a label
+    arrival: float = field(default_factory=time.monotonic)
+    key: Key | None = None
+    timeout: float | None = None  # from a header
+
+    @property
+    def owner(self) -> str:
+        return self.key.name if self.key else ""
+
+    @property
+    def salt(self) -> str:
+        """Holders of different keys never share cached blocks."""
+        return self.key.salt if self.key else ""
+
+    @property
+    def priority(self) -> int:
+        return self.key.priority if self.key else 0

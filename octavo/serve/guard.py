@@ -1,0 +1,133 @@
+"""What stands before every route, HTTP and WebSocket alike: ids, the Host and Origin checks, keys, and errors in one shape.
+
+Pure ASGI. Denies by default: with keys configured, only the probes are open.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.serve.errors import ApiError, api_error, bad
+from octavo.serve.front import Caller, Front
+from octavo.serve.validate import LABEL
+
+log = logging.getLogger(__name__)
+OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+NOT_COUNTED = frozenset({401, 404, 405})
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, front: Front):
+        self.app, self.front = app, front
+        self.local = is_loopback(front.config.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        caller = scope["octavo.caller"] = Caller()
+        headers = Headers(scope=scope)
+        label = headers.get("x-request-id")
+        status = 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] in ("http.response.start", "websocket.http.response.start"):
+                status = message["status"]
+                found = MutableHeaders(scope=message)
+                found["x-request-id"] = caller.id
+                if label and len(label) <= self.front.config.limits.label_chars and LABEL.fullmatch(label):
+                    found["x-client-request-id"] = label
+            elif message["type"] == "websocket.accept":
+                status = 101
+            await send(message)
+
+        try:
+            self.check(scope, headers, caller)
+            scope["app"] = self.app  # so that the router raises what it finds wrong
+            await self.app(scope, receive, send_on)
+        except Exception as e:
+            error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
+            if error.status == 500 and not isinstance(e, ApiError):
+                log.exception("request %s failed", caller.id)
+            self.front.metrics.rejections.labels(error.code or error.type).inc()
+            if status == 0:
+                await send_error(error, scope, send_on)
+            elif scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1011})
+            else:
+                raise
+        finally:
+            log.info("%s %s %s %d %.1f ms%s", caller.id, scope.get("method", "WS"), known_path(scope), status,
+                     (time.monotonic() - caller.arrival) * 1000, f" {caller.owner}" if caller.owner else "")  # fmt: skip
+
+    def check(self, scope: Scope, headers: Headers, caller: Caller) -> None:
+        host = headers.get("host", "")
+        if not self.host_allowed(host):
+            raise ApiError(421, "this server does not answer under that host name (--allowed-host adds one)", "wrong_host")
+        if scope["type"] == "websocket":
+            self.check_origin(headers.get("origin"), host)
+        if scope["path"] not in OPEN:
+            address = scope["client"][0] if scope.get("client") else ""
+            caller.key = self.front.keys.check(headers.get("authorization"), address)
+        if (timeout := headers.get("x-request-timeout")) is not None:
+            try:
+                caller.timeout = float(timeout)
+            except ValueError:
+                raise bad("timeout", "the header x-request-timeout must be a number of seconds") from None
+
+    def host_allowed(self, host: str) -> bool:
+        """A web page can make a browser send requests here under a name of its own: only ours are answered."""
+        allowed = self.front.config.allowed_hosts
+        name = urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
+        if name is None:
+            return False
+        return name in allowed or (self.local and (name == "localhost" or is_loopback(name))) or not (allowed or self.local)
+
+    def check_origin(self, origin: str | None, host: str) -> None:
+        """Browsers always send it with a WebSocket, and do not apply any rule of their own."""
+        if origin is None or origin in self.front.config.allowed_origins or urlsplit(origin).netloc == host:
+            return
+        raise ApiError(403, "web pages of this origin may not use this server (--allowed-origin adds one)", "wrong_origin")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def known_path(scope: Scope) -> str:
+    """For the log: the route's pattern, or nothing of what an unknown client wrote."""
+    route = scope.get("route")
+    return getattr(route, "path", None) or (scope["path"] if scope["path"] in OPEN else "-")
+
+
+def from_router(error: HTTPException) -> ApiError:
+    if error.status_code == 405:
+        found = ApiError(405, "this route does not take this method", "method_not_allowed")
+        return found
+    return ApiError(404, "there is no such route", "not_found")
+
+
+async def send_error(error: ApiError, scope: Scope, send: Send) -> None:
+    data = error.encode()
+    headers = {"content-type": "application/json", "content-length": str(len(data)), **error.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    kind = "http.response"
+    if scope["type"] == "websocket":
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            return await send({"type": "websocket.close", "code": 1008})
+        kind = "websocket.http.response"
+    status = 400 if error.status == 499 else error.status
+    await send({"type": f"{kind}.start", "status": status, "headers": encoded})
+    await send({"type": f"{kind}.body", "body": data})

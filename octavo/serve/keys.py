@@ -1,0 +1,164 @@
+"""Who may use the server, and how much: API keys with a name, a priority and limits, from one TOML file.
+
+    [[keys]]
+    name = "alice"
+    key = "a long random text"      # or sha256 = "..." of it, so that the file holds no secret
+    priority = 1                    # when the queue is full, a higher one pushes out a lower one that waits; default 0
+    requests_per_minute = 60        # limits are optional
+    tokens_per_minute = 100000      # of prompts and replies
+    max_concurrency = 8
+    admin = true                    # may see the engine's dumps
+
+Only digests are kept, and every one is compared each time, in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.errors import OctavoError
+from octavo.serve.errors import ApiError
+from octavo.serve.limits import Limits
+
+MINUTE = 60.0
+MIN_LENGTH = 16
+MAX_ADDRESSES = 10_000  # remembered for failed logins
+
+
+class KeysError(OctavoError):
+    """The file of keys cannot be used."""
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    key: str | None = None
+    sha256: str | None = None
+    priority: int = 0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int | None = None
+    admin: bool = False
+
+
+class Bucket:
+    """So much a minute, with bursts of as much: `level` is what is left. May go into debt, which then has to be waited for."""
+
+    def __init__(self, per_minute: int):
+        self.per_minute, self.level, self.last = per_minute, float(per_minute), time.monotonic()
+
+    def wait(self) -> float:
+        """Seconds until something is left; 0: now."""
+        now = time.monotonic()
+        self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.per_minute)
+        self.last = now
+        return max(0.0, (1 - self.level) * MINUTE / self.per_minute) if self.level < 1 else 0.0
+
+    def take(self, amount: float = 1.0) -> None:
+        self.level -= amount
+
+
+class Key:
+    def __init__(self, entry: Entry, digest: bytes):
+        self.name, self.priority, self.admin, self.digest = entry.name, entry.priority, entry.admin, digest
+        self.salt = hashlib.sha256(b"octavo salt" + digest).hexdigest()[:16]
+        self.requests = Bucket(entry.requests_per_minute) if entry.requests_per_minute else None
+        self.tokens = Bucket(entry.tokens_per_minute) if entry.tokens_per_minute else None
+        self.max_concurrency, self.open = entry.max_concurrency, 0
+
+    def enter(self) -> None:
+        """A request begins; raises if it is one too many."""
+        if self.max_concurrency is not None and self.open >= self.max_concurrency:
+            raise limited(f"{self.max_concurrency} requests at a time", 1.0)
+        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
+            if bucket is not None and (wait := bucket.wait()):
+                raise limited(f"{bucket.per_minute} {what} a minute", wait)
+        if self.requests is not None:
+            self.requests.take()
+        self.open += 1
+
+    def leave(self, tokens: int) -> None:
+        self.open -= 1
+        if self.tokens is not None:
+            self.tokens.wait()
+            self.tokens.take(tokens)
+
+
+def limited(what: str, wait: float) -> ApiError:
+    return ApiError(429, f"this key allows {what}: try again later", "rate_limit_exceeded", retry_after=wait)
+
+
+class Keys:
+    """`found` empty: everybody may do everything."""
+
+    def __init__(self, found: list[Key], limits: Limits):
+        self.found, self.limits = found, limits
+        self._failed: dict[str, Bucket] = {}
+
+    @classmethod
+    def read(cls, file: str | None, limits: Limits) -> Keys:
+        if file is None:
+            return cls([], limits)
+        try:
+            value = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+            entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
+        except (OSError, ValueError) as error:
+            raise KeysError(f"cannot use the keys in {file}: {error}") from None
+        return cls([_key(entry, file) for entry in _distinct(entries, file)], limits)
+
+    def check(self, header: str | None, address: str) -> Key | None:
+        """Whose key it is. Raises 401, or 429 after many failures from one address."""
+        if not self.found:
+            return None
+        failed = self._failed.get(address)
+        if failed is not None and (wait := failed.wait()):
+            raise ApiError(429, "too many wrong keys from this address: try again later", "too_many_failures", retry_after=wait)
+        scheme, _, key = (header or "").partition(" ")
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        match: Key | None = None
+        for one in self.found:  # all of them, whichever matches
+            if hmac.compare_digest(one.digest, digest):
+                match = one
+        if match is None or scheme.lower() != "bearer":
+            if header:
+                if len(self._failed) >= MAX_ADDRESSES:
+                    self._failed.clear()
+                self._failed.setdefault(address, Bucket(self.limits.failed_logins)).take()
+            what = "the API key is not valid" if header else "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, what, "invalid_api_key")
+        return match
+
+
+def _distinct(entries: list[Entry], file: str) -> list[Entry]:
+    if not entries:
+        raise KeysError(f"{file} has no [[keys]]: with it, nobody could use the server")
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise KeysError(f"{file} has two keys of one name")
+    return entries
+
+
+def _key(entry: Entry, file: str) -> Key:
+    where = f"{file}: the key named {entry.name!r}"
+    if not re.fullmatch(r"[\w.-]{1,64}", entry.name):
+        raise KeysError(f"{file}: a name has 1 to 64 letters, digits, . _ -, not {entry.name!r}")
+    if (entry.key is None) == (entry.sha256 is None):
+        raise KeysError(f"{where} needs either key or sha256")
+    limits: dict[str, Any] = {n: getattr(entry, n) for n in ("requests_per_minute", "tokens_per_minute", "max_concurrency")}
+    if any(value is not None and value < 1 for value in limits.values()):
+        raise KeysError(f"{where} has a limit below 1")
+    if entry.sha256 is not None:
+        if not re.fullmatch("[0-9a-f]{64}", entry.sha256):
+            raise KeysError(f"{where}: sha256 has 64 hexadecimal digits")
+        return Key(entry, bytes.fromhex(entry.sha256))
+    assert entry.key is not None
+    if len(entry.key) < MIN_LENGTH or not entry.key.isascii() or not entry.key.isprintable() or " " in entry.key:
+        raise KeysError(f"{where} must have at least {MIN_LENGTH} printable ASCII characters and no spaces")
+    return Key(entry, hashlib.sha256(entry.key.encode()).digest())

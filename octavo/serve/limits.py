@@ -1,0 +1,33 @@
+"""Everything a client sends is bounded, and here are all the bounds. `/v1/limits` shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    body_bytes: int = 8 * 2**20
+    header_bytes: int = 64 * 2**10
+    headers: int = 256
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    send_seconds: float = 20.0  # a client that reads nothing for so long is left
+    connections: int = 4096
+    messages: int = 4096
+    parts: int = 4096  # of all messages together
+    prompts: int = 1024  # in one request
+    n: int = 128
+    best_of: int = 20
+    sequences: int = 2048  # prompts x n of one request
+    stops: int = 4
+    stop_chars: int = 1024
+    logit_bias: int = 1024
+    token_ids: int = 4096  # entries of stop_token_ids
+    top_logprobs: int = 20
+    completion_logprobs: int = 20  # OpenAI allows 5; clients of vLLM ask for more
+    logprob_entries: int = 2_000_000  # prompt positions x logprobs each
+    salt_chars: int = 256
+    label_chars: int = 128
+    timeout_seconds: float = 3600.0
+    failed_logins: int = 20  # a minute and address

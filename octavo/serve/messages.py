@@ -1,0 +1,129 @@
+"""What the front and the engine say to each other: msgspec structs as msgpack. Data only, no sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.types import Output, SamplingParams
+
+# ---- to the engine ----------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message: what to load."""
+
+    model: str | None
+    options: dict[str, Any]  # LLM's
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float  # time.monotonic(), the same clock in every process of a machine
+    salt: str
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    ids: list[str]
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """The text of one sequence met a stop string."""
+
+    id: str
+    index: int
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+ToEngine = Start | Add | Abort | Stop | Shutdown
+
+# ---- to the front -----------------------------------------------------------------------------------
+
+
+class Phase(msgspec.Struct, tag=True, array_like=True):
+    """How far the start is: importing, loading, allocating, warming."""
+
+    name: str
+    fraction: float | None = None
+
+
+class Loaded(msgspec.Struct, tag=True, array_like=True):
+    """What the front needs to know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    prefix_caching: bool
+    dtype: str
+    device: str
+    architecture: str
+    memory: dict[str, int]
+    tokenizer_directory: str | None
+    tokenizer_gguf: dict[str, Any] | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens, prompt and reply, that one sequence can have: the context's, or what the pool holds and one more."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+class News(msgspec.Struct, tag=True, array_like=True):
+    """What a step brought, and the requests that it was the first for."""
+
+    outputs: list[Output]
+    begun: list[str]
+    tokens: int = 0  # computed in it
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    """A request that can never run."""
+
+    id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Beat(msgspec.Struct, tag=True, array_like=True):
+    """The engine's pulse: where it stands. Counters count from its start."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    copies: int = 0
+    prefill_tokens: int = 0  # planned so far, by kind
+    decode_tokens: int = 0
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The model cannot be served, and why; the engine ends."""
+
+    message: str
+
+
+ToFront = Phase | Loaded | Ready | News | Refused | Beat | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_front = msgspec.msgpack.Decoder(ToFront).decode

@@ -1,0 +1,161 @@
+"""What Prometheus reads at /metrics. Names and labels are vLLM's under our prefix (or its own: --metrics-prefix vllm), and
+the three of the classic inference server. Times are on the monotonic clock, from arrival, before tokenisation.
+
+The engine's counters start at zero with each engine process; Prometheus knows how to read that. No label is made of
+anything a client sends, so their number is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector as Source
+
+from octavo.collect import Collector
+from octavo.serve.messages import Loaded
+from octavo.types import Output
+
+if TYPE_CHECKING:
+    from octavo.serve.client import Call, EngineClient
+
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
+
+
+class EngineSource(Source):
+    """Gauges and counters as the engine's last beat tells them, made when asked for."""
+
+    def __init__(self, prefix: str, model: str):
+        self.prefix, self.model = prefix, model
+        self.client: EngineClient | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self.client is None:
+            return
+        client, beat = self.client, self.client.supervisor.beat
+        blocks = beat.blocks_used + beat.blocks_cached + beat.blocks_free
+        gauges = {
+            "num_requests_running": (beat.running, "Sequences in the batch."),
+            "num_requests_waiting": (len(client.queue.waiting), "Requests that wait for their first step."),
+            "num_tokens_waiting": (client.queue.tokens, "Tokens of their prompts."),
+            "num_requests_open": (len(client.open_requests), "Requests that the front has sent to the engine."),
+            "kv_cache_usage_perc": (beat.blocks_used / blocks if blocks else 0.0, "Part of the KV blocks in use, 0..1."),
+            "kv_blocks_used": (beat.blocks_used, "KV blocks that a sequence holds."),
+            "kv_blocks_cached": (beat.blocks_cached, "KV blocks nobody holds whose content can be reused."),
+            "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
+            "engine_ready": (float(client.ready), "1 while requests are taken."),
+        }
+        counters = {
+            "prefix_cache_queries": (beat.queried_tokens, "Prompt tokens looked up in the prefix cache."),
+            "prefix_cache_hits": (beat.cached_tokens, "Of those, found."),
+            "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
+            "engine_steps": (beat.steps, "Steps."),
+            "engine_starts": (client.supervisor.starts, "Engine processes started."),
+            "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),
+            "decode_tokens": (beat.decode_tokens, "Tokens computed one at a time."),
+            "kv_block_copies": (beat.copies, "Blocks copied before a write."),
+        }
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+            gauge.add_metric([self.model], value)
+            yield gauge
+        for name, (value, text) in counters.items():
+            counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+            counter.add_metric([self.model], value)
+            yield counter
+
+
+class Metrics:
+    def __init__(self, prefix: str, model: str):
+        self.registry = registry = CollectorRegistry()
+        self._last: dict[str, dict[int, float]] = {}  # request -> sequence -> when its latest token came
+        self._begun: dict[str, float] = {}
+        self.source = EngineSource(prefix, model)
+        registry.register(self.source)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{prefix}:{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{prefix}:{name}", text, ["model_name"], registry=registry).labels(model)
+
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT)
+        self.itl = histogram("inter_token_latency_seconds", "From token to token.", PER_TOKEN)
+        self.per_token = histogram("request_time_per_output_token_seconds", "Mean of a request after its first.", PER_TOKEN)
+        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY)
+        self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", LATENCY)
+        self.prefill_time = histogram("request_prefill_time_seconds", "From the first step to the first token.", LATENCY)
+        self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
+        self.iteration = histogram("iteration_tokens_total", "Tokens computed in a step.", ITERATION)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Of those, found in the prefix cache.")
+        self.generated = counter("generation_tokens", "Tokens generated.")
+        labels = ["model_name", "finished_reason"]
+        success = Counter(f"{prefix}:request_success", "Requests done, by how they ended.", labels, registry=registry)
+        self.success = {reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")}
+        self.rejections = Counter(f"{prefix}:rejections", "Requests refused, by reason.", ["reason"], registry=registry)
+        self.ignored = Counter(f"{prefix}:ignored_params", "Requests with fields that have no effect.", registry=registry)
+        self.lag = Gauge(f"{prefix}:event_loop_lag_seconds", "Longest delay of the front's loop of late.", registry=registry)
+        self.streams = Gauge(f"{prefix}:open_streams", "Replies being streamed.", registry=registry)
+        self.cache_info = Gauge(f"{prefix}:cache_config_info", "The KV pool.", ["block_size", "num_gpu_blocks",
+                                "enable_prefix_caching", "cache_dtype"], registry=registry)  # fmt: skip
+        self.classic_requests = Counter("inference_requests", "Requests done.", registry=registry)
+        self.classic_tokens = Counter("inference_tokens_generated", "Tokens generated.", registry=registry)
+        self.classic_latency = Histogram("inference_request_latency_seconds", "Seconds.", registry=registry, buckets=CLASSIC)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # ---- what happens ----------------------------------------------------------------------------
+
+    def loaded(self, model: Loaded | None) -> None:
+        if model is not None:
+            self.cache_info.clear()
+            self.cache_info.labels(model.block_size, model.num_blocks, model.prefix_caching, model.dtype).set(1)
+
+    def begun(self, collector: Collector) -> None:
+        now = time.monotonic()
+        self._begun[collector.request.id] = now
+        self.queue_time.observe(now - collector.request.arrival)
+        self.prompt_tokens.inc(len(collector.request.prompt))
+
+    def tokens(self, collector: Collector, out: Output, now: float) -> None:
+        """An output, before the collector has taken it."""
+        id, count = out.request_id, len(out.tokens)
+        last = self._last.setdefault(id, {})
+        if not last and count:
+            self.ttft.observe(now - collector.request.arrival)
+            self.prefill_time.observe(now - self._begun.get(id, now))
+            self.cached_tokens.inc(out.cached_tokens)
+        elif out.index in last:
+            self.itl.observe(now - last[out.index])
+        if count:
+            last[out.index] = now
+            self.generated.inc(count)
+            self.classic_tokens.inc(count)
+
+    def ended(self, call: Call) -> None:
+        now = time.monotonic()
+        for collector in call.collectors:
+            id, times = collector.request.id, collector.metrics
+            self._last.pop(id, None)
+            self._begun.pop(id, None)
+            reason = "error" if call.error else "abort"
+            for completion in collector.outputs:
+                self.success[completion.finish_reason or reason].inc()
+            if collector.finished and times.first_token_time is not None and times.finished_time is not None:
+                generating = times.finished_time - times.first_token_time
+                self.e2e.observe(times.finished_time - times.arrival_time)
+                self.decode_time.observe(generating)
+                count = max(len(c.token_ids) for c in collector.outputs)
+                if count > 1:
+                    self.per_token.observe(generating / (count - 1))
+        self.classic_requests.inc()
+        self.classic_latency.observe(now - call.arrival)

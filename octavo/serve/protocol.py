@@ -1,0 +1,119 @@
+"""The shapes of requests, as clients of OpenAI and vLLM send them. Data only: what is allowed is validate.py's business.
+
+Types are strict: "0.7" is no number, 1.0 no integer. An explicit null equals absence, for every field: all default to None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """What every way to generate has."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None  # seconds in all
+    request_id: str | None = None  # a label
+    user: str | None = None
+
+
+class OpenAI(Common, kw_only=True):
+    max_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ChatRequest(OpenAI, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(OpenAI, kw_only=True):
+    prompt: str | list[Any] | None = None  # a text, texts, token ids, or lists of token ids
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class GenerateRequest(Common, kw_only=True):
+    prompt: str | None = None
+    max_new_tokens: int | None = None
+
+
+class BatchGenerateRequest(Common, kw_only=True):
+    prompts: list[str] | None = None
+    max_new_tokens: int | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+# Fields that would change the reply and are not honoured, and the values of them that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": (),
+    "functions": (),
+    "function_call": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+}

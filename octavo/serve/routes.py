@@ -1,0 +1,207 @@
+"""The smaller routes: models, tokens, plain generation, probes, limits, metrics, cancel."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from octavo import __version__
+from octavo.serve import openapi, validate
+from octavo.serve.completions import open_call
+from octavo.serve.errors import ApiError, bad
+from octavo.serve.exchange import Exchange
+from octavo.serve.front import Caller, Front
+from octavo.serve.protocol import (
+    BatchGenerateRequest,
+    ChatRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+from octavo.serve.validate import Prepared
+
+DEFAULT_NEW_TOKENS = 128
+
+# ---- models ---------------------------------------------------------------------------------------------
+
+
+def card(front: Front) -> dict[str, Any]:
+    loaded = front.client.model_info()
+    return {
+        "id": front.config.name,
+        "object": "model",
+        "created": front.created,
+        "owned_by": "octavo",
+        "root": front.config.name,
+        "parent": None,
+        "max_model_len": loaded.max_model_len if loaded else None,
+    }
+
+
+async def models(exchange: Exchange) -> None:
+    await exchange.reply({"object": "list", "data": [card(exchange.front)]})
+
+
+async def model(exchange: Exchange) -> None:
+    validate.check_model(exchange.front, exchange.path["id"])
+    await exchange.reply(card(exchange.front))
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------
+
+
+async def tokenize(exchange: Exchange) -> None:
+    front = exchange.front
+    body, unknown = await exchange.body(TokenizeRequest)
+    headers = validate.check_fields(front, unknown)
+    validate.check_model(front, body.model)
+    context = front.client.model.max_model_len
+    if (body.prompt is None) == (body.messages is None):
+        raise bad("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        chat = ChatRequest(
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        ids = await validate.chat_prompt(front, chat)
+    else:
+        assert body.prompt is not None
+        front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)
+        ids = await front.text.run(len(body.prompt), front.tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+    reply = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    if body.return_token_strs:
+        reply["token_strs"] = [front.tokenizer.token_str(id) for id in ids]
+    await exchange.reply(reply, headers)
+
+
+async def detokenize(exchange: Exchange) -> None:
+    front = exchange.front
+    body, unknown = await exchange.body(DetokenizeRequest)
+    headers = validate.check_fields(front, unknown)
+    validate.check_model(front, body.model)
+    if body.tokens is None:
+        raise bad("tokens", "tokens must be a list of token ids")
+    ids = validate.check_ids(body.tokens, front.client.model.vocab_size, "tokens") if body.tokens else []
+    await exchange.reply({"prompt": await front.text.run(len(ids), front.tokenizer.decode, ids, False)}, headers)
+
+
+async def tokenizer_info(exchange: Exchange) -> None:
+    """What lm-eval asks for to do without a tokenizer of its own."""
+    front, tokenizer = exchange.front, exchange.front.tokenizer
+    await exchange.reply(
+        {
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": front.client.model.max_model_len,
+            **tokenizer.specials,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+            "chat_template": tokenizer.chat_template,
+        }
+    )
+
+
+# ---- plain generation -----------------------------------------------------------------------------------
+
+
+async def prepare_generate(
+    front: Front, caller: Caller, body: GenerateRequest | BatchGenerateRequest, prompts: list[str], headers: dict[str, str]
+) -> Prepared:
+    limits = front.config.limits
+    timeout = validate.check_common(front, caller, body)
+    params = validate.sampling(body, limits)
+    wanted = DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens
+    validate.check_count("max_new_tokens", wanted, 1, 2**63)
+    if params.min_tokens > wanted:
+        raise bad("min_tokens", f"min_tokens must not exceed max_new_tokens ({wanted})", "param_out_of_range")
+    context = front.client.model.max_model_len
+    encoded: list[tuple[str | None, list[int]]] = []
+    for text in prompts:
+        encoded.append((text, await front.text.encode(front.tokenizer, text, context)))
+    return validate.build(front, caller, body, encoded, params, wanted, timeout, headers)
+
+
+async def generate(exchange: Exchange) -> None:
+    body, unknown = await exchange.body(GenerateRequest)
+    headers = validate.check_fields(exchange.front, unknown)
+    if body.prompt is None:
+        raise bad("prompt", "prompt must be a text")
+    prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
+    (text,) = await texts(exchange, prepared)
+    await exchange.reply({"generated_text": text}, prepared.headers)
+
+
+async def batch_generate(exchange: Exchange) -> None:
+    body, unknown = await exchange.body(BatchGenerateRequest)
+    headers = validate.check_fields(exchange.front, unknown)
+    if not body.prompts:
+        raise bad("prompts", "prompts must be a list of at least one text")
+    if len(body.prompts) > (most := exchange.front.config.limits.prompts):
+        raise bad("prompts", f"there may be at most {most} prompts", "param_out_of_range")
+    prepared = await prepare_generate(exchange.front, exchange.caller, body, body.prompts, headers)
+    await exchange.reply({"generated_texts": await texts(exchange, prepared)}, prepared.headers)
+
+
+async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:
+    with open_call(exchange.front, exchange.caller, prepared, follow=False) as call:
+        async with exchange.watching(call):
+            await call.done()
+            return [collector.outputs[0].text for collector in call.collectors]
+
+
+# ---- about the server -----------------------------------------------------------------------------------
+
+
+async def livez(exchange: Exchange) -> None:
+    await exchange.reply({"state": "alive"})
+
+
+async def readyz(exchange: Exchange) -> None:
+    await exchange.reply(exchange.front.client.state(), status=200 if exchange.front.client.ready else 503)
+
+
+async def startupz(exchange: Exchange) -> None:
+    started = exchange.front.client.tokenizer is not None and exchange.front.client.supervisor.phase == "ready"
+    await exchange.reply(exchange.front.client.state(), status=200 if started else 503)
+
+
+async def version(exchange: Exchange) -> None:
+    await exchange.reply({"version": __version__})
+
+
+async def limits(exchange: Exchange) -> None:
+    config, loaded = exchange.front.config, exchange.front.client.model_info()
+    found: dict[str, Any] = {
+        **asdict(config.limits),
+        "max_queue": config.max_queue,
+        "max_queue_tokens": config.max_queue_tokens,
+        "queue_timeout": config.queue_timeout,
+        "request_timeout": config.request_timeout,
+        "max_model_len": loaded.max_model_len if loaded else None,
+        "longest_sequence": loaded.longest if loaded else None,
+    }
+    await exchange.reply(found)
+
+
+async def metrics(exchange: Exchange) -> None:
+    await exchange.send(exchange.front.metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def dumps(exchange: Exchange) -> None:
+    """Where the engine stood when it last hung: for administrators, as stacks name files."""
+    key = exchange.caller.key
+    if key is None or not key.admin:
+        raise ApiError(403, "only an administrator's key opens this", "admin_only")
+    await exchange.reply({"dumps": exchange.front.client.supervisor.dumps})
+
+
+async def cancel(exchange: Exchange) -> None:
+    id = exchange.path["id"]
+    if not validate.LABEL.fullmatch(id) or len(id) > exchange.front.config.limits.label_chars:
+        raise bad("id", "this is no request's id")
+    await exchange.reply({"id": id, "cancelled": exchange.front.client.cancel(id, exchange.caller.owner)})
+
+
+async def description(exchange: Exchange) -> None:
+    await exchange.reply(openapi.description(exchange.front.config.name))

@@ -1,0 +1,249 @@
+"""Keeps an engine process running: starts it, hears its pulse, starts it again when it dies or hangs.
+
+Knows processes, sockets and phases; what the engine's news mean is its listener's business (client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from octavo.errors import ModelError
+from octavo.serve.config import ServeConfig
+from octavo.serve.messages import (
+    Beat,
+    Failed,
+    Loaded,
+    Phase,
+    Ready,
+    Shutdown,
+    Start,
+    ToEngine,
+    ToFront,
+    decode_to_front,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
+HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
+GRACE = 3.0  # seconds an engine has to end by itself
+
+
+class FrontLink:
+    """The front's end of the two sockets, in a directory that nobody else may enter. A new one for every engine process,
+    so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected."""
+
+    def __init__(self, deliver: Callable[[ToFront], None]):
+        self.directory = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
+        self.address = f"ipc://{self.directory}/link"
+        self._deliver = deliver
+        self._context = zmq.Context()
+        self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._in.setsockopt(zmq.RCVHWM, 0)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._in.bind(f"{self.address}.front")
+        self._out.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between tries while the engine is not there yet
+        self._out.connect(f"{self.address}.engine")  # which the engine binds: what is connected can be sent to before
+        asyncio.get_running_loop().add_reader(self._in.fileno(), self._readable)
+
+    def send(self, message: ToEngine) -> None:
+        self._out.send(encode(message), zmq.NOBLOCK)
+
+    def _readable(self) -> None:
+        # The descriptor tells of changes only, so everything has to be read, and the events looked at again, until nothing
+        # is left; no more than so much at once, for others want to run too.
+        for _ in range(256):
+            if not self._in.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                return
+            self._deliver(decode_to_front(self._in.recv(zmq.NOBLOCK)))
+        asyncio.get_running_loop().call_soon(self._readable)
+
+    def connected(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._in.fileno())
+        self._context.destroy(linger=0)
+        self.connected()
+
+
+class Supervisor:
+    def __init__(
+        self,
+        config: ServeConfig,
+        on_message: Callable[[ToFront], None],
+        on_loss: Callable[[], None],
+        has_work: Callable[[], bool],
+        command: Sequence[str] = ENGINE,
+    ):
+        self.config, self.command = config, command
+        self.on_message, self.on_loss, self.has_work = on_message, on_loss, has_work
+        self.phase, self.fraction, self.since = "starting", None, time.monotonic()
+        self.began = time.monotonic()
+        self.starts = 0
+        self.loaded: Loaded | None = None
+        self.beat = Beat()
+        self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
+        self.stalled = False
+        self.dumps: list[dict[str, Any]] = []  # the last few, for whoever asks
+        self.process: asyncio.subprocess.Process | None = None
+        self._link: FrontLink | None = None
+        self._stopping = False
+
+    # ---- what others ask -------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready" and not self.stalled
+
+    @property
+    def restarting(self) -> bool:
+        return self.starts > 1 or self.phase == "down"
+
+    def state(self) -> dict[str, Any]:
+        state = (
+            "stalled" if self.stalled else "ready" if self.phase == "ready" else "restarting" if self.restarting else "starting"
+        )
+        found = {"state": state, "phase": self.phase, "elapsed_s": round(time.monotonic() - self.since, 3)}
+        if self.fraction is not None:
+            found["progress"] = round(self.fraction, 3)
+        return found
+
+    def send(self, message: ToEngine) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    # ---- the process's life ----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until stop(). Raises ModelError if the first engine says that the model cannot be served, or fails itself."""
+        backoff = FIRST_BACKOFF
+        while not self._stopping:
+            self.starts += 1
+            self.failure: str | None = None
+            begun = time.monotonic()
+            code = await self._live()
+            if self._stopping:
+                return
+            if self.starts == 1 and (self.failure is not None or (self.loaded is None and code > 0)):
+                raise ModelError(self.failure or "the engine process failed before the model was loaded: see above")
+            if time.monotonic() - begun > HEALTHY:
+                backoff = FIRST_BACKOFF
+            log.error("the engine process ended (%s); starting it again in %.1f s", self.failure or f"exit {code}", backoff)
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, LAST_BACKOFF)
+
+    async def _live(self) -> int:
+        """One engine process, from start to end."""
+        self._enter("starting")
+        link = self._link = FrontLink(self._take)
+        with tempfile.TemporaryFile() as stacks:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, link.address, str(stacks.fileno()), pass_fds=[stacks.fileno()], start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            link.send(Start(self.config.model, self.config.engine))
+            watch = asyncio.create_task(self._watch(stacks))
+            try:
+                return await self.process.wait()
+            finally:
+                watch.cancel()
+                self._kill()
+                self._link = None
+                link.close()
+                self._enter("down")
+                self.stalled = False
+                self.on_loss()
+
+    def _take(self, message: ToFront) -> None:
+        now = time.monotonic()
+        if isinstance(message, Beat):
+            if message.steps != self.beat.steps or not self.has_work():
+                self.progress = now
+            self.beat = message
+        elif isinstance(message, Phase):
+            if self.phase == "starting" and message.name != "starting" and self._link is not None:
+                self._link.connected()  # it answers: it has heard us, and we it
+            self._enter(message.name, message.fraction)
+        elif isinstance(message, Failed):
+            self.failure = message.message
+        else:
+            self.progress = now
+            if isinstance(message, Loaded):
+                self.loaded = message
+            if isinstance(message, Ready):
+                self._enter("ready")
+        self.on_message(message)
+
+    def _enter(self, phase: str, fraction: float | None = None) -> None:
+        now = time.monotonic()
+        if phase != self.phase:
+            self.since = now
+        self.phase, self.fraction, self.progress = phase, fraction, now
+
+    # ---- the watchdog ----------------------------------------------------------------------------
+
+    async def _watch(self, stacks: Any) -> None:
+        """No step for a while though there is work: first write down where it hangs, then end it."""
+        dumped = False
+        while True:
+            await asyncio.sleep(min(self.config.stall_dump / 5, 0.5))
+            idle = time.monotonic() - self.progress
+            if self.phase != "ready" or idle < self.config.stall_dump:
+                self.stalled = dumped = False
+                continue
+            self.stalled = True
+            if not dumped:
+                dumped = True
+                await self._dump(stacks, idle)
+            if idle >= self.config.stall_kill:
+                log.error("no step for %.0f s: ending the engine process", idle)
+                self._kill()
+
+    async def _dump(self, stacks: Any, idle: float) -> None:
+        self._signal(signal.SIGUSR1)  # faulthandler writes from the signal handler: it needs neither the GIL nor the main thread
+        await asyncio.sleep(0.2)
+        size = os.fstat(stacks.fileno()).st_size
+        text = os.pread(stacks.fileno(), size, 0).decode(errors="replace")
+        dump = {
+            "event": "engine_stalled",
+            "seconds": round(idle, 1),
+            "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
+            "stacks": text.splitlines(),
+        }
+        self.dumps = [*self.dumps[-3:], dump]
+        log.error("%s", json.dumps(dump))
+
+    def _signal(self, number: int) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        if self.phase == "ready":
+            self.send(Shutdown())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), GRACE)
+        self._kill()
+        await process.wait()

@@ -1,0 +1,73 @@
+"""Text to tokens off the event loop: a few threads (the tokenizer lets go of the GIL), and no work on what cannot fit.
+
+A text of B bytes makes at least B / (bytes of the longest token) tokens, so one that is far too long is refused unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from octavo.errors import ContextLengthExceeded, InvalidRequest
+from octavo.text.chat import encode_chat, select_template
+from octavo.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+INLINE = 512  # characters that are tokenised faster than a thread takes over
+
+
+class TextWorker:
+    """`context`: the longest prompt that any request may have, in tokens."""
+
+    def __init__(self, threads: int):
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
+        self._longest: tuple[Tokenizer | None, int] = None, 1
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        if size <= INLINE:
+            return work(*args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args, **options))
+
+    def check_size(self, tokenizer: Tokenizer, size: int, context: int) -> None:
+        """Refuse text of so many bytes that it must have more tokens than the context."""
+        if self._longest[0] is not tokenizer:
+            self._longest = tokenizer, max(map(len, tokenizer.backend.get_vocab()), default=1) * 4
+        least = size // self._longest[1]
+        if least >= context:
+            raise ContextLengthExceeded(
+                f"the prompt has at least {least} tokens ({size} bytes), but the context holds {context}: shorten it"
+            )
+
+    async def encode(self, tokenizer: Tokenizer, text: str, context: int, add_special_tokens: bool = True) -> list[int]:
+        self.check_size(tokenizer, len(text), context)
+        ids = await self.run(len(text), tokenizer.encode, text, add_special_tokens)
+        if not ids and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id]
+        if not ids:
+            raise InvalidRequest("the prompt is empty, and this model has no token that begins a text: give some", "prompt")
+        return ids
+
+    async def encode_chat(
+        self, tokenizer: Tokenizer, messages: list[dict[str, Any]], context: int, template: str | None, **options: Any
+    ) -> list[int]:
+        size = sum(_size(m.get("content")) for m in messages)
+        self.check_size(tokenizer, size, context)
+
+        def work() -> list[int]:
+            compiled = select_template(tokenizer, template)
+            return encode_chat(tokenizer, compiled, messages, **options)
+
+        return await self.run(size + 16 * len(messages), work)
+
+
+def _size(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, list):
+        return sum(len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return 0

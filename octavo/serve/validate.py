@@ -1,0 +1,247 @@
+"""The one place where a request is judged, whatever transport brought it: what comes out can run.
+
+Order: cheap checks first, text last; everything that can be refused without the tokenizer is. The engine checks again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
+from octavo.serve.errors import ApiError, bad, unsupported
+from octavo.serve.limits import Limits
+from octavo.serve.messages import Loaded
+from octavo.serve.protocol import UNSUPPORTED, ChatRequest, Common, CompletionRequest
+from octavo.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.serve.front import Caller, Front
+
+LABEL = re.compile(r"[A-Za-z0-9._-]+")
+# Fields whose names and meanings are SamplingParams' own.
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "skip_special_tokens",
+)  # fmt: skip
+
+
+@dataclass
+class Prepared:
+    """A request that can run."""
+
+    requests: list[Request]
+    texts: list[str | None]
+    timeout: float | None
+    headers: dict[str, str] = field(default_factory=dict)  # what the client should know of how it was read
+
+
+# ---- before the prompt ----------------------------------------------------------------------------------
+
+
+def check_model(front: Front, name: str | None) -> None:
+    if name is not None and name != front.config.name:
+        raise ApiError(404, f"there is no model {name[:100]!r} here: this server has {front.config.name!r}", "model_not_found",
+                       "model")  # fmt: skip
+
+
+def check_fields(front: Front, unknown: Mapping[str, Any]) -> dict[str, str]:
+    """Fields that are not in the schema: refused if they would change the reply, else named in a header."""
+    for name, given in unknown.items():
+        if name in UNSUPPORTED and given not in UNSUPPORTED[name]:
+            raise unsupported(name, "leave it out")
+    ignored = [name for name in unknown if name not in UNSUPPORTED]
+    if ignored and front.config.strict_params:
+        raise unsupported(ignored[0][:64], "this server refuses what it does not know (--strict-params)")
+    if not ignored:
+        return {}
+    front.metrics.ignored.inc()
+    shown = [name for name in ignored if LABEL.fullmatch(name)][:20]
+    return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
+
+
+def sampling(body: Common, limits: Limits) -> SamplingParams:
+    """The parameters, all but the length. Ranges are SamplingParams' own where the API has no narrower ones."""
+    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > limits.stops:
+        raise bad("stop", f"stop may have at most {limits.stops} strings, got {len(stops)}", "param_out_of_range")
+    if isinstance(body.stop, list) and not body.stop:
+        given.pop("stop")
+    for stop in stops:
+        if not stop or len(stop) > limits.stop_chars or "\0" in stop:
+            raise bad("stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL")
+    if (temperature := given.get("temperature", 1.0)) > 2:
+        raise bad("temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range")
+    if given.get("top_p") == 0:
+        given["top_p"] = 1e-9  # the likeliest alone
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if len(given.get(name, ())) > (most := limits.token_ids):
+            raise bad(name, f"{name} may have at most {most} entries", "param_out_of_range")
+    if body.logit_bias is not None:
+        if len(body.logit_bias) > limits.logit_bias:
+            raise bad("logit_bias", f"logit_bias may have at most {limits.logit_bias} entries", "param_out_of_range")
+        if not all(re.fullmatch(r"\d{1,9}", token) for token in body.logit_bias):
+            raise bad("logit_bias", "logit_bias must map token ids to numbers")
+        given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    return SamplingParams(**given, max_tokens=None)
+
+
+def check_common(front: Front, caller: Caller, body: Common) -> float | None:
+    """What has nothing to do with sampling. Returns the seconds that the request may take."""
+    limits = front.config.limits
+    check_model(front, body.model)
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
+        raise bad("cache_salt", f"cache_salt has 1 to {limits.salt_chars} characters", "param_out_of_range")
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
+        raise bad("priority", "priority must be a 32-bit integer", "param_out_of_range")
+    if body.request_id is not None and not (len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)):
+        raise bad("request_id", f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -")
+    timeout = caller.timeout if body.timeout is None else body.timeout
+    if timeout is not None and not (math.isfinite(timeout) and 0 < timeout <= limits.timeout_seconds):
+        raise bad("timeout", f"timeout must be in (0, {limits.timeout_seconds:g}] seconds", "param_out_of_range")
+    return timeout
+
+
+def check_count(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise bad(name, f"{name} must be in [{least}, {most}], got {value}", "param_out_of_range")
+    return value
+
+
+def check_choices(n: int, prompts: int, params: SamplingParams, limits: Limits) -> None:
+    check_count("n", n, 1, limits.n)
+    if n > 1 and params.greedy:
+        raise bad("n", "n must be 1 at temperature 0: all choices would be the same", "param_out_of_range")
+    if n * prompts > limits.sequences:
+        raise bad("n", f"n x prompts may be at most {limits.sequences}, got {n * prompts}", "param_out_of_range")
+
+
+def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
+    """Counts alone: what a message must be is the template's business (octavo.text.chat)."""
+    if not messages:
+        raise bad("messages", "messages must have at least one message")
+    if len(messages) > limits.messages:
+        raise bad("messages", f"there may be at most {limits.messages} messages, got {len(messages)}", "param_out_of_range")
+    parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
+    if parts > limits.parts:
+        raise bad("messages", f"there may be at most {limits.parts} parts in all messages, got {parts}", "param_out_of_range")
+    return messages
+
+
+# ---- the prompt -----------------------------------------------------------------------------------------
+
+
+async def chat_prompt(front: Front, body: ChatRequest) -> list[int]:
+    """The tokens of a conversation."""
+    messages = check_messages(body.messages, front.config.limits)
+    if body.chat_template is not None and not front.config.request_templates:
+        raise ApiError(403, "this server takes no chat templates from requests", "template_not_allowed", "chat_template")
+    try:
+        return await front.text.encode_chat(
+            front.tokenizer,
+            messages,
+            front.client.model.max_model_len,
+            body.chat_template,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
+            **(body.chat_template_kwargs or {}),
+        )
+    except ContextLengthExceeded as error:
+        raise bad("messages", str(error), error.code) from None
+    except TypeError:  # an option by the name of an argument
+        raise bad("chat_template_kwargs", "chat_template_kwargs may not name what the request sets itself") from None
+
+
+async def completion_prompts(front: Front, body: CompletionRequest) -> list[tuple[str | None, list[int]]]:
+    """(text, tokens) of each prompt, in any of the four forms."""
+    prompt = body.prompt
+    if prompt is None or prompt == []:
+        raise bad("prompt", "prompt must be a text, a list of texts, token ids, or a list of lists of token ids")
+    many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
+    limits, found = front.config.limits, []
+    if len(many) > limits.prompts:
+        raise bad("prompt", f"there may be at most {limits.prompts} prompts, got {len(many)}", "param_out_of_range")
+    for one in many:
+        if isinstance(one, str):
+            ids = await front.text.encode(
+                front.tokenizer, one, front.client.model.max_model_len, body.add_special_tokens is not False
+            )
+            found.append((one, ids))
+        elif isinstance(one, list):
+            found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))
+        else:
+            raise bad("prompt", "prompts must be texts or lists of token ids")
+    return found
+
+
+def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
+    if not ids:
+        raise bad(param, "a list of token ids must not be empty")
+    if any(type(t) is not int for t in ids):
+        raise bad(param, "token ids are integers")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise bad(param, f"token ids are in 0..{vocab_size - 1}")
+    return ids
+
+
+def truncate(ids: list[int], most: int | None, headers: dict[str, str]) -> list[int]:
+    """Only where it was asked for, from the front, and told."""
+    if most is None:
+        return ids
+    if most < 1:
+        raise bad("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1", "param_out_of_range")
+    if len(ids) > most:
+        headers["x-truncated-tokens"] = str(len(ids) - most)
+    return ids[-most:]
+
+
+def fit(prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]) -> int:
+    """How many tokens may be generated: what was asked for, or what the context and the pool leave."""
+    count = len(prompt)
+    if count >= model.max_model_len:
+        error = ContextLengthExceeded(
+            f"the prompt has {count} tokens, but the context holds {model.max_model_len} and one must be left to generate"
+        )
+        raise bad(param, str(error), error.code)
+    if count >= model.longest:
+        pool = model.num_blocks * model.block_size
+        raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}")),
+                  "kv_capacity_exceeded")  # fmt: skip
+    room = model.longest - count
+    if wanted is not None and wanted > room:
+        headers["x-max-tokens"] = str(room)
+    return min(wanted, room) if wanted is not None else room
+
+
+def build(
+    front: Front,
+    caller: Caller,
+    body: Common,
+    prompts: list[tuple[str | None, list[int]]],
+    params: SamplingParams,
+    max_tokens: int | None,
+    timeout: float | None,
+    headers: dict[str, str],
+    param: str = "prompt",
+) -> Prepared:
+    """Requests for the engine, each with as much room as its prompt leaves."""
+    model = front.client.model
+    params.check_vocabulary(model.vocab_size)
+    if body.priority is not None:
+        headers["x-ignored-params"] = ", ".join(filter(None, (headers.get("x-ignored-params"), "priority")))
+    salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
+    requests = []
+    for _, ids in prompts:
+        room = fit(ids, max_tokens, model, param, headers)
+        if params.min_tokens > room:
+            raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})", "param_out_of_range")
+        requests.append(Request("", ids, replace(params, max_tokens=room), caller.arrival, salt))
+    if params.prompt_logprobs is not None:
+        entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
+        if entries > front.config.limits.logprob_entries:
+            raise bad("prompt_logprobs", "so many prompt logprobs are too large a reply", "param_out_of_range")
+    return Prepared(requests, [text for text, _ in prompts], timeout, headers)

@@ -1,0 +1,117 @@
+"""HTTP connections with bounds: uvicorn's protocol, which has none on headers and none on how long they take.
+
+Overrides what it documents as its parser's callbacks, and adds to each request's scope how to cut its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from octavo.serve.errors import ApiError
+from octavo.serve.front import new_id
+from octavo.serve.limits import Limits
+
+
+def bounded(limits: Limits) -> type[HttpToolsProtocol]:
+    class Bounded(HttpToolsProtocol):
+        _timer: asyncio.TimerHandle | None = None
+        _head = 0  # bytes of the request line and headers so far
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._cycles: list[Any] = []
+            if len(self.connections) > limits.connections:
+                self._refuse(ApiError(503, "too many connections", "too_many_connections", retry_after=1.0))
+                return
+            self._await_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            # With pipelined requests uvicorn tells only the last of the client's leaving; the one that runs is an earlier.
+            for cycle in self._cycles:
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
+            self._cycles.clear()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if self._timer is not None:
+                self._head += len(data)
+            super().data_received(data)
+            if self._timer is not None and self._head > limits.header_bytes and not self.transport.is_closing():
+                self._refuse(_headers_too_large())
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope["octavo.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+            self._size = 0
+            if self._timer is None:
+                self._await_headers()
+
+        def on_url(self, url: bytes) -> None:
+            super().on_url(url)
+            self._size += len(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            super().on_header(name, value)
+            self._size += len(name) + len(value)
+
+        def on_headers_complete(self) -> None:
+            self._stop_timer()
+            if self._size > limits.header_bytes or len(self.headers) > limits.headers:
+                self._refuse(_headers_too_large())
+                return
+            super().on_headers_complete()
+            if self.cycle is not None:
+                self._cycles = [c for c in self._cycles if not c.response_complete] + [self.cycle]
+
+        def on_body(self, body: bytes) -> None:
+            if self.cycle is not None:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if self.cycle is not None:
+                super().on_message_complete()
+
+        def _await_headers(self) -> None:
+            self._head = 0
+            self._timer = self.loop.call_later(limits.header_seconds, self._too_slow)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_slow(self) -> None:
+            if not self.transport.is_closing():
+                self._refuse(ApiError(408, "the request's headers did not arrive in time", "header_timeout"))
+
+        def send_400_response(self, msg: str) -> None:
+            if not self.transport.is_closing():
+                self._refuse(ApiError(400, "this is not an HTTP/1.1 request", "invalid_http"))
+
+        def _refuse(self, error: ApiError) -> None:
+            self._stop_timer()
+            body = error.encode()
+            headers = {
+                **error.headers,
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+                "x-request-id": new_id(),
+            }
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
+            self.transport.close()
+
+    return Bounded
+
+
+def _headers_too_large() -> ApiError:
+    return ApiError(431, "the request's headers are too large or too many", "headers_too_large")

@@ -1,0 +1,66 @@
+"""`octavo bench batching`: counts what arrived, and ends with a line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import Result
+
+from octavo import LLM
+from octavo.bench import batching
+from octavo.bench.shapes import TINYLLAMA_1B
+from octavo.cli.options import EngineOptions
+from octavo.errors import OctavoError
+
+Octavo = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "copy_bandwidth", lambda device: 1e10)
+
+
+def test_the_table_the_file_and_the_last_line_agree(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    result = octavo("bench", "batching", tiny, "--repeat", 2, "--max-tokens", 5, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r == json.loads((tmp_path / "r.json").read_text())
+    assert r["requests"] == 4 and r["max_tokens"] == 5 and r["repeat"] == 2 and r["same_tokens"] is True
+    for side in ("sequential_tok_s", "batched_tok_s", "ratio"):
+        assert 0 < r[side]["min"] <= r[side]["median"] <= r[side]["max"]
+        assert f"{r[side]['median']:.2f}" in result.stdout
+    assert r["floor_batched_tok_s"] == 4 * r["floor_sequential_tok_s"] and r["prompt_tokens"] == [24, 33, 41, 35]
+
+
+def test_the_floor_counts_what_a_step_reads(tiny: str) -> None:
+    llm = LLM(tiny, progress=False)
+    head_and_layers = 259 * 32 + 2 * 9280 + 32
+    assert batching.bytes_per_step(llm) == 4 * head_and_layers  # the embedding is only looked up
+
+
+def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert 1e8 < batching.copy_bandwidth(torch.device("cpu"), size=2**22, rounds=2) < 1e13
+
+
+def test_the_default_model_has_no_tokenizer_and_realistic_prompts() -> None:
+    small = TINYLLAMA_1B | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+    llm = EngineOptions(load_format="dummy", max_num_seqs=4).load(small, skip_tokenizer_init=True)
+    prompts = batching.encode(llm)
+    assert [len(p) for p in prompts] == [6, 8, 7, 8] and prompts == batching.encode(llm)
+    assert batching.measure(llm, max_tokens=3, repeat=1)["same_tokens"]
+
+
+def test_tokens_that_did_not_arrive_are_not_counted(tiny: str) -> None:
+    llm = LLM(tiny, progress=False, max_model_len=40)  # too short for the longest prompt's tokens
+    with pytest.raises(OctavoError):
+        batching.measure(llm, max_tokens=20, repeat=1)
+
+
+def test_a_bench_that_fails_is_an_error(octavo: Octavo, tiny: str) -> None:
+    result = octavo("bench", "batching", tiny, "--max-model-len", 44, "--max-tokens", 20)
+    assert result.exit_code == 2 and "tokens arrived" in result.stderr

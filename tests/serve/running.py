@@ -1,0 +1,154 @@
+"""A real server in a process of its own, on a free port of the loopback, with a tiny random model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+NAME = "tiny"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 512, "max_num_seqs": 64}
+
+
+class Running:
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path):
+        self.process, self.port, self.log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.http.get(path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        reply = self.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def wait(self, path: str = "/readyz", seconds: float = 60) -> float:
+        """Seconds until the probe says yes."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < seconds:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with contextlib.suppress(httpx.HTTPError):
+                if self.get(path).status_code == 200:
+                    return time.monotonic() - begun
+            time.sleep(0.02)
+        raise AssertionError(f"{path} never said yes:\n{self.log.read_text()[-3000:]}")
+
+    def metrics(self) -> dict[str, float]:
+        """Samples without labels but for histograms' and reasons'."""
+        found: dict[str, float] = {}
+        for line in self.get("/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                name = re.sub(r'model_name="[^"]*",?|\{\}', "", name).replace(",}", "}").replace("{}", "")
+                found[name] = float(value)
+        return found
+
+    def children(self) -> list[int]:
+        return children(self.process.pid)
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(seconds)
+        self.http.close()
+        return code
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextlib.contextmanager
+def server(folder: Path, ready: bool = True, engine: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+    """`config`: ServeConfig's fields."""
+    port, log = free_port(), folder / "server.log"
+    config = {"model": tiny.model_dir(), "name": NAME, "engine": {**ENGINE, **(engine or {})}, **config}
+    with open(log, "w") as out:
+        argv = [sys.executable, "-m", "tests.serve.launch", str(port), json.dumps(config)]
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True)
+    running = Running(process, port, log)
+    try:
+        running.wait("/readyz" if ready else "/livez")
+        yield running
+    finally:
+        try:
+            running.stop()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+# ---- clients --------------------------------------------------------------------------------------------
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The objects of an event stream, which must be well formed and closed."""
+    parts = text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""], parts[-3:]
+    lines = [p for p in parts[:-2] if not p.startswith(":")]
+    assert all(line.startswith("data: {") for line in lines), lines
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def raw(port: int, data: bytes, seconds: float = 5) -> bytes:
+    """What the server answers to these bytes, up to the connection's end or a time."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(data)
+        found = b""
+        with contextlib.suppress(OSError):
+            while part := connection.recv(65536):
+                found += part
+        return found
+
+
+def http_request(path: str, body: bytes, *headers: str, method: str = "POST", host: str = "localhost") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *headers, f"Content-Length: {len(body)}"]
+    if not any(h.lower().startswith("content-type") for h in headers):
+        lines.append("Content-Type: application/json")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def check_error(reply: httpx.Response, status: int, param: str | None = ..., code: str | None = ...) -> dict[str, Any]:  # type: ignore[assignment]
+    """An error as every error must look."""
+    assert reply.status_code == status, (reply.status_code, reply.text)
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"]
+    assert reply.headers["x-request-id"].startswith("req_")
+    assert "Traceback" not in reply.text and "/octavo" not in reply.text and "0x" not in reply.text and "/tmp" not in reply.text
+    if param is not ...:
+        assert error["param"] == param, error
+    if code is not ...:
+        assert error["code"] == code, error
+    return error

@@ -1,0 +1,219 @@
+"""Who may use the server, and how much."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from octavo.serve.config import ServeConfig
+from octavo.serve.errors import ApiError
+from octavo.serve.keys import Bucket, Keys, KeysError
+from octavo.serve.limits import Limits
+from octavo.serve.server import ServeError, listen
+from tests.serve.running import Running, check_error, http_request, raw, server
+
+ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
+FILE = f"""
+[[keys]]
+name = "alice"
+key = "{ALICE}"
+[[keys]]
+name = "bob"
+sha256 = "{hashlib.sha256(BOB.encode()).hexdigest()}"
+requests_per_minute = 4
+max_concurrency = 1
+[[keys]]
+name = "root"
+key = "{ROOT}"
+admin = true
+"""
+BODY = {"prompt": [9] * 64, "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "keys.toml").write_text(FILE)
+    with server(folder, keys_file=str(folder / "keys.toml")) as found:
+        yield found
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def complete(locked: Running, key: str, **fields: object) -> httpx.Response:
+    return locked.post("/v1/completions", {**BODY, **fields}, headers=bearer(key))
+
+
+ROUTES = [
+    ("GET", path)
+    for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/version", "/v1/limits", "/openapi.json",
+                 "/docs", "/", "/v1/dumps", "//livez", "/livez/", "/LIVEZ", "/readyz%2f..%2fmetrics", "/livez/../metrics", "/nothing")
+] + [
+    ("POST", path)
+    for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/batch_generate", "/tokenize", "/detokenize",
+                 "/v1/requests/req_1/cancel", "/v1/chat/completions/render")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_without_a_key_every_route_is_closed(locked: Running, method: str, path: str) -> None:
+    reply = raw(locked.port, http_request(path, b"{}", "Connection: close", method=method))
+    assert reply.startswith(b"HTTP/1.1 401"), reply[:200]
+    assert b"www-authenticate: Bearer" in reply and b"x-request-id: req_" in reply
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/health"])
+def test_probes_are_open(locked: Running, path: str) -> None:
+    assert locked.get(path).status_code == 200
+
+
+WRONG = {
+    "none": None,
+    "wrong": "Bearer wrong-0123456789",
+    "Basic": "Basic YWxpY2U6cHc=",
+    "Basic with the key": f"Basic {ALICE}",
+    "bare": ALICE,
+    "two spaces": f"Bearer  {ALICE}",
+    "longer": f"Bearer {ALICE}x",
+    "shorter": f"Bearer {ALICE[:-1]}",
+    "upper case": f"Bearer {ALICE.upper()}",
+    "the digest": f"Bearer {hashlib.sha256(BOB.encode()).hexdigest()}",
+}
+
+
+@pytest.mark.parametrize("header", WRONG.values(), ids=WRONG.keys())
+def test_wrong_keys(locked: Running, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header}
+    reply = locked.post("/v1/completions", BODY, headers=headers)
+    if reply.status_code == 429:
+        pytest.fail("tests used up the failures that an address has")
+    error = check_error(reply, 401, None, "invalid_api_key")
+    assert error["type"] == "authentication_error" and reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_of_other_characters(locked: Running) -> None:
+    for key in (b"k\xc3\xa9y\xff", b"", b" ", ALICE.encode() + b"\xc2\xa0"):
+        header = b"\r\nAuthorization: Bearer " + key + b"\r\n\r\n"
+        data = http_request("/v1/completions", b"{}", "Connection: close").replace(b"\r\n\r\n", header, 1)
+        assert raw(locked.port, data).startswith(b"HTTP/1.1 401")
+
+
+def test_right_keys(locked: Running) -> None:
+    assert complete(locked, ALICE).status_code == 200
+    assert locked.get("/metrics", headers=bearer(ALICE)).status_code == 200
+
+
+def test_keys_share_no_cache(locked: Running) -> None:
+    def cached(key: str, **fields: object) -> int:
+        reply = complete(locked, key, prompt=[3] * 64, **fields)
+        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(ALICE), cached(ALICE), cached(ROOT), cached(ROOT)] == [0, 48, 0, 48]
+    assert cached(ALICE, cache_salt="x") == 0
+
+
+def test_an_administrators_route(locked: Running) -> None:
+    check_error(locked.get("/v1/dumps", headers=bearer(ALICE)), 403, code="admin_only")
+    assert locked.get("/v1/dumps", headers=bearer(ROOT)).json() == {"dumps": []}
+
+
+def test_a_key_over_its_limits(locked: Running) -> None:
+    with httpx.Client(base_url=locked.url, headers=bearer(BOB)) as bob:
+        with bob.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+        ) as first:
+            assert first.status_code == 200
+            reply = bob.post("/v1/completions", json=BODY)
+            check_error(reply, 429, code="rate_limit_exceeded")
+            assert int(reply.headers["retry-after"]) >= 1 and int(reply.headers["retry-after-ms"]) > 0
+        time.sleep(0.1)
+        codes = [bob.post("/v1/completions", json=BODY).status_code for _ in range(5)]
+    assert codes[0] == 200 and codes[-1] == 429, "one at a time again; then the minute's four are used up"
+    assert complete(locked, ALICE).status_code == 200, "others are not concerned"
+
+
+def test_cancelling_is_for_the_owner(locked: Running) -> None:
+    with httpx.Client(base_url=locked.url) as http:
+        body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body, headers=bearer(ALICE)) as stream:
+            id = stream.headers["x-request-id"]
+            check_error(locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ROOT)), 404)
+            assert locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ALICE)).json()["cancelled"] is True
+            text = stream.read().decode()
+    assert json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]["code"] == "cancelled"
+
+
+def test_guessing_is_slowed_down() -> None:
+    keys = Keys.read(None, Limits())
+    assert keys.check(None, "1.2.3.4") is None, "no keys: everybody may"
+    entry = [k for k in _keys(FILE) if k.name == "alice"]
+    keys = Keys(entry, Limits(failed_logins=3))
+    for _ in range(3):
+        with pytest.raises(ApiError, match="not valid"):
+            keys.check("Bearer no", "1.2.3.4")
+    with pytest.raises(ApiError) as caught:
+        keys.check(f"Bearer {ALICE}", "1.2.3.4")
+    assert caught.value.status == 429 and caught.value.retry_after
+    assert keys.check(f"Bearer {ALICE}", "5.6.7.8") is entry[0]
+
+
+def _keys(text: str) -> list:  # type: ignore[type-arg]
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return Keys.read(file.name, Limits()).found
+
+
+BAD_FILES = {
+    "no keys": ("", "no .*keys"),
+    "no TOML": ("keys = [", "cannot use"),
+    "an unknown field": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\nrpm = 5', "rpm"),
+    "a short key": ('[[keys]]\nname = "a"\nkey = "short"', "at least 16"),
+    "a key with a space": ('[[keys]]\nname = "a"\nkey = "0123456789 abcdef"', "no spaces"),
+    "neither key nor digest": ('[[keys]]\nname = "a"', "either"),
+    "twice one name": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\n' * 2, "two keys"),
+    "a limit of 0": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\nmax_concurrency = 0', "below 1"),
+    "a bad digest": ('[[keys]]\nname = "a"\nsha256 = "abc"', "64"),
+}
+
+
+@pytest.mark.parametrize(("text", "why"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_a_file_of_keys_that_cannot_be_used(text: str, why: str) -> None:
+    with pytest.raises(KeysError, match=why):
+        _keys(text)
+
+
+def test_no_such_file() -> None:
+    with pytest.raises(KeysError, match="nowhere"):
+        Keys.read("/nowhere/keys.toml", Limits())
+
+
+def test_a_bucket_fills_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    bucket = Bucket(60)
+    for _ in range(60):
+        assert bucket.wait() == 0
+        bucket.take()
+    assert bucket.wait() == pytest.approx(1.0)
+    now += 0.5
+    assert bucket.wait() == pytest.approx(0.5)
+    now += 1000
+    assert bucket.wait() == 0 and bucket.level == 60
+
+
+def test_a_public_address_needs_keys() -> None:
+    with pytest.raises(ServeError, match="allow-unauthenticated"):
+        listen(ServeConfig(host="0.0.0.0", port=0))
+    listen(ServeConfig(host="0.0.0.0", port=0, allow_unauthenticated=True)).close()
+    listen(ServeConfig(host="127.0.0.1", port=0)).close()

@@ -1,0 +1,180 @@
+"""What can be wrong before a request is understood: bytes, headers, JSON, hosts. Nothing of it ends the server or costs a
+second."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+import octavo
+from tests.serve.running import Running, check_error, http_request, raw, server
+
+CHAT = "/v1/chat/completions"
+GOOD = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+JSON = {"content-type": "application/json"}
+
+NOT_JSON = {
+    "empty": b"",
+    "words": b"hello",
+    "truncated": b'{"messages": [',
+    "a list": b"[]",
+    "a string": b'"x"',
+    "null": b"null",
+    "a number": b"1",
+    "not UTF-8": b'{"prompt": "\xff"}',
+    "twice the same name": b'{"prompt": "a", "prompt": "b"}',
+    "twice, deep inside": b'{"messages": [{"role": "user", "role": "user", "content": "hi"}]}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "Infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "an integer of 400 digits": b'{"prompt": "a", "seed": 1%b}' % (b"0" * 400),
+    "an integer beyond 64 bits": b'{"prompt": "a", "seed": 18446744073709551616}',
+    "100,000 brackets": b'{"prompt": ' + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("body", NOT_JSON.values(), ids=NOT_JSON.keys())
+def test_a_body_that_is_no_json_object(running: Running, body: bytes) -> None:
+    begun = time.monotonic()
+    check_error(running.http.post("/v1/completions", content=body, headers=JSON), 400, code="invalid_json")
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize("content", [None, "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"])
+def test_another_content_type(running: Running, content: str | None) -> None:
+    headers = {} if content is None else {"content-type": content}
+    check_error(running.http.post(CHAT, content=json.dumps(GOOD).encode(), headers=headers), 415)
+
+
+def test_json_with_a_charset_is_json(running: Running) -> None:
+    headers = {"content-type": "application/json; charset=utf-8"}
+    assert running.http.post(CHAT, content=json.dumps(GOOD).encode(), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+def test_a_compressed_body(running: Running, encoding: str) -> None:
+    """A bomb would have to be unpacked to be found out: none is."""
+    check_error(running.http.post(CHAT, content=b"\x1f\x8b" * 100, headers={**JSON, "content-encoding": encoding}), 415)
+
+
+def test_a_body_over_the_limit(running: Running) -> None:
+    body = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
+    reply = running.http.post("/v1/completions", content=body, headers=JSON)
+    check_error(reply, 413)
+    assert reply.headers["connection"] == "close"
+
+
+def test_a_chunked_body_over_the_limit(running: Running) -> None:
+    def chunks():  # type: ignore[no-untyped-def]
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    check_error(running.http.post("/v1/completions", content=chunks(), headers=JSON), 413)
+
+
+def test_a_body_that_only_claims_to_be_large_is_refused_without_it(running: Running) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+    begun = time.monotonic()
+    reply = raw(running.port, f"{head}Content-Length: 99999999999\r\n\r\n".encode())
+    assert reply.startswith(b"HTTP/1.1 413") and time.monotonic() - begun < 1
+
+
+def test_a_prompt_far_beyond_the_context_is_refused_unread(running: Running) -> None:
+    begun = time.monotonic()
+    reply = running.post("/v1/completions", {"prompt": "x " * 3_500_000})
+    check_error(reply, 400, "prompt", "context_length_exceeded")
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize("headers", [["X-Big: " + "a" * 70_000], [f"X-{k}: 1" for k in range(300)]], ids=["too long", "too many"])
+def test_headers_over_the_limit(running: Running, headers: list[str]) -> None:
+    reply = raw(running.port, http_request(CHAT, b"{}", *headers))
+    assert reply.startswith(b"HTTP/1.1 431") and b'"code":"headers_too_large"' in reply and b"x-request-id" in reply
+
+
+def test_headers_without_end_are_refused_before_they_end(running: Running) -> None:
+    reply = raw(running.port, b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 500_000)
+    assert reply.startswith(b"HTTP/1.1 431")
+
+
+def test_bytes_that_are_no_http(running: Running) -> None:
+    for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"\x00" * 100):
+        reply = raw(running.port, data + b"\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 400") and b'"code":"invalid_http"' in reply
+
+
+@pytest.mark.parametrize(
+    "path", ["/nothing", "/v1", "/v1/chat/completions/", "/v1/engines", "/docs", "/static/../livez", "//livez"]
+)
+def test_an_unknown_route(running: Running, path: str) -> None:
+    reply = raw(running.port, http_request(path, b"", "Connection: close", method="GET"))
+    assert reply.startswith(b"HTTP/1.1 404") and b'"type":"not_found_error"' in reply
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models"), ("PUT", "/generate"), ("POST", "/livez")])
+def test_a_wrong_method(running: Running, method: str, path: str) -> None:
+    check_error(running.http.request(method, path), 405, code="method_not_allowed")
+
+
+@pytest.mark.parametrize("host", ["evil.com", "127.0.0.1.evil.com", "localhost@evil.com", "", "evil.com:80", "[::ffff:8.8.8.8]"])
+def test_another_host_name_on_the_loopback(running: Running, host: str) -> None:
+    reply = raw(running.port, http_request(CHAT, b"{}", "Connection: close", host=host))
+    assert reply.startswith(b"HTTP/1.1 421"), reply[:100]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "[::1]:80", "127.0.0.1:8000"])
+def test_names_of_the_loopback(running: Running, host: str) -> None:
+    assert raw(running.port, http_request("/livez", b"", "Connection: close", method="GET", host=host)).startswith(
+        b"HTTP/1.1 200"
+    )
+
+
+def test_a_web_page_of_another_origin_gets_no_permission(running: Running) -> None:
+    reply = running.http.post(CHAT, json=GOOD, headers={"origin": "https://evil.com"})
+    assert not [h for h in reply.headers if h.startswith("access-control")]
+    preflight = running.http.options(CHAT, headers={"origin": "https://evil.com", "access-control-request-method": "POST"})
+    assert preflight.status_code == 405 and not [h for h in preflight.headers if h.startswith("access-control")]
+
+
+def test_request_ids_are_ours_and_the_clients_is_a_label(running: Running) -> None:
+    reply = running.http.get("/livez", headers={"x-request-id": "mine.1"})
+    assert reply.headers["x-request-id"].startswith("req_") and reply.headers["x-client-request-id"] == "mine.1"
+    for label in ("a b", "x" * 200, "a\tb", "<script>"):
+        assert "x-client-request-id" not in running.http.get("/livez", headers={"x-request-id": label}).headers
+
+
+def test_the_client_of_pipelined_requests_leaves(running: Running) -> None:
+    """Both end: also the one that runs, not only the one that waits behind it."""
+    long = json.dumps({"prompt": "hi", "max_tokens": 1000, "ignore_eos": True}).encode()
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(http_request("/v1/completions", long) * 2)
+        time.sleep(0.1)
+    time.sleep(0.1)
+    for _ in range(20):
+        if running.metrics()["octavo:num_requests_open"] == 0:
+            return
+        time.sleep(0.02)
+    raise AssertionError("a request stayed open")
+
+
+def test_slow_headers_and_slow_bodies_are_cut_off(tmp_path: Path) -> None:
+    with server(tmp_path, ready=False, limits={"header_seconds": 0.3, "body_seconds": 0.5}) as quick:
+        for data, status in (
+            (b"GET /livez HTTP/1.1\r\nHost: lo", b"408"),
+            (b"", b"408"),
+            (http_request(CHAT, b'{"mess')[:-6].replace(b"Length: 6", b"Length: 60") + b'{"mess', b"408"),
+        ):
+            begun = time.monotonic()
+            reply = raw(quick.port, data)
+            assert time.monotonic() - begun < 2 and reply.startswith(b"HTTP/1.1 " + status), reply
+        assert quick.get("/livez").status_code == 200
+
+
+def test_no_part_of_the_package_unpickles_or_evaluates() -> None:
+    root = Path(octavo.__file__).parent
+    pattern = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill)|torch\.load\(|(?<![\w.])eval\(", re.MULTILINE)
+    assert [str(f) for f in root.rglob("*.py") if pattern.search(f.read_text())] == []
