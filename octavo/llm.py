@@ -107,22 +107,22 @@ class LLM:
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
         self.model_dtype = self.model.dtype
-        name = str(self.model_dtype).removeprefix("torch.")
+        name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
         budget = max_num_batched_tokens or max(max_num_seqs, 16384 if on_gpu else 2048)
         schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
         activations = activation_bytes(self.config, schedule, name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
         cache, max_model_len = size_pool(
-            self.config, block_size, name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
+            self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
         )
         self.schedule = replace(schedule, max_model_len=max_model_len)
         self.cache = replace(cache, prefix_caching=enable_prefix_caching)
         self.memory = MemoryPlan(
-            weight_bytes(self.model), activations, self.config.kv_bytes_per_token(name), block_size, cache.num_blocks
+            weight_bytes(self.model), activations, self.config.kv_bytes_per_token(kv_name), block_size, cache.num_blocks
         )
-        kv = KVStore(self.config, self.cache, self.model_dtype, self.device)
+        kv = KVStore(self.config, self.cache, self.model.kv_dtype, self.device)
         graphs = ops.name == "triton" and on_gpu and not enforce_eager
-        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, self.device, graphs)
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
         self.engine = Engine(scheduler, self.runner)
         self._open: dict[str, Collector] = {}

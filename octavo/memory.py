@@ -13,7 +13,10 @@ import torch
 
 from octavo.config import DTYPE_BYTES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
+from octavo.model.base import CausalLM, build
 
+BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
+STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise, or max_num_seqs if that is more
 CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
 
 
@@ -45,9 +48,9 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
 
 
-def token_budget(kind: str, max_num_seqs: int) -> int:
-    """Tokens of one step where nobody says how many: enough to keep a "cuda" or "cpu" device busy with prompts."""
-    return max(max_num_seqs, 16384 if kind == "cuda" else 2048)
+def parameter_count(model: CausalLM) -> int:
+    """Of the model as its config describes it, however its weights are stored."""
+    return sum(p.numel() for p in build(model.config, type(model), model.ops, model.dtype, "meta").parameters())
 
 
 def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:

@@ -1,7 +1,8 @@
 """Continuous batching against one request after another: the same prompts, the same engine, the same tokens.
 
 A decode step reads every weight once, however many sequences it serves: that is what batching gains, and the floor shows how
-much of it there is to gain. Both sides run in each repeat, so that a machine that drifts drifts for both.
+much of it there is to gain. Both sides run in each repeat, in turns first, so that a machine that drifts drifts for both; where
+other work comes and goes faster than that, no median helps, and the result says so (`noise`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from octavo.errors import OctavoError
 from octavo.llm import LLM
+from octavo.memory import weight_bytes
+from octavo.model.layers import Embedding
 from octavo.types import SamplingParams
 
+STEADY = 1.25  # fastest over slowest of one side's repeats, on a machine that does nothing else
 PROMPTS = (
     "The capital of France is",
     "The largest ocean on Earth is the",
@@ -53,13 +57,14 @@ def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], 
         done()
         return sum(map(len, ids)) / seconds, ids
 
-    def both() -> Iterator[tuple[float, list[list[int]]]]:
-        yield timed([[prompt] for prompt in prompts])
-        yield timed([prompts])
+    def both(batched_first: bool) -> list[tuple[float, list[list[int]]]]:
+        sides = [[[prompt] for prompt in prompts], [prompts]]
+        return [timed(side) for side in sides] if not batched_first else [timed(side) for side in sides[::-1]][::-1]
 
-    list(both())  # warm-up
-    runs = [tuple(both()) for _ in range(repeat)]
+    both(False)  # warm-up
+    runs = [both(bool(i % 2)) for i in range(repeat)]
     sequential, batched = ([run[side][0] for run in runs] for side in (0, 1))
+    ratios = [b / s for s, b in zip(sequential, batched, strict=True)]
     step_bytes, bandwidth = bytes_per_step(llm), copy_bandwidth(llm.device)
     return {
         "bench": "batching",
@@ -69,7 +74,8 @@ def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], 
         "repeat": repeat,
         "sequential_tok_s": spread(sequential),
         "batched_tok_s": spread(batched),
-        "ratio": spread([b / s for s, b in zip(sequential, batched, strict=True)]),
+        "ratio": spread(ratios),
+        "noise": noise(sequential, batched, ratios, len(prompts)),
         "same_tokens": all(one[1] == many[1] for one, many in runs),
         "step_bytes": step_bytes,
         "bandwidth_bytes_s": bandwidth,
@@ -83,16 +89,30 @@ def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], 
     }
 
 
+def noise(sequential: list[float], batched: list[float], ratios: list[float], requests: int) -> list[str]:
+    """Why these figures are not to be trusted; empty where nothing speaks against them."""
+    found = []
+    for name, values in (("one after another", sequential), ("batched", batched)):
+        if max(values) > STEADY * min(values):
+            found.append(f"{name} varied {max(values) / min(values):.1f}-fold between repeats")
+    if max(ratios) > requests:
+        found.append(
+            f"a ratio of {max(ratios):.1f} is more than {requests} requests can gain: the sides met different conditions"
+        )
+    if len(ratios) < 3:
+        found.append(f"{len(ratios)} repeats show no spread")
+    return found
+
+
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bytes_per_step(llm: LLM) -> int:
     """Of weights that a decode step reads: all, but of an embedding that is not also the head only a row a sequence."""
-    total = sum(p.numel() * p.element_size() for p in llm.model.parameters())
-    if llm.config.tied:
-        return total
-    return total - llm.config.vocab_size * llm.config.hidden_size * llm.model_dtype.itemsize
+    tables = sum(t.numel() * t.element_size() for t in llm.model.buffers(recurse=False))  # of rotations: looked up too
+    looked_up = [m for m in llm.model.modules() if isinstance(m, Embedding) and not llm.config.tied]
+    return weight_bytes(llm.model) - tables - sum(map(weight_bytes, looked_up))
 
 
 def copy_bandwidth(device: torch.device, size: int = 2**28, rounds: int = 5) -> float:

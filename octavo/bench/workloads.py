@@ -20,6 +20,7 @@ class Workload(NamedTuple):
     prompts: list[list[int]]
     outputs: list[int]  # tokens of each
     counts_prompt: bool = False  # prompt tokens are what is counted
+    shared: int = 0  # tokens that all prompts begin with
 
 
 def _ids(rng: random.Random, count: int, vocab: int = 10000) -> list[int]:
@@ -40,7 +41,7 @@ def uniform(n: int, prompt: int, output: int, counts_prompt: bool = False) -> Wo
 def shared_prefix(n: int = 256, prefix: int = 2048, tail: int = 64, output: int = 64) -> Workload:
     rng = random.Random(1)
     head = _ids(rng, prefix)
-    return Workload([head + _ids(rng, tail) for _ in range(n)], [output] * n)
+    return Workload([head + _ids(rng, tail) for _ in range(n)], [output] * n, shared=prefix)
 
 
 WORKLOADS = {
@@ -60,21 +61,17 @@ class Machine(NamedTuple):
     flops_per_second: float
 
 
-def floor_seconds(load: Workload, model: ModelConfig, weights: int, dtype_bytes: int, machine: Machine) -> float:
-    """No engine runs the workload faster: every prompt's products once (shared prefixes once), then for every step the
-    weights and each row's KV read once."""
-    body = weights - model.vocab_size * model.hidden_size * dtype_bytes * (1 if model.tied else 2)
-    seen: set[tuple[int, ...]] = set()
-    tokens = pairs = 0
-    for prompt in load.prompts:
-        shared = max((len(p) for p in seen if tuple(prompt[: len(p)]) == p), default=0)
-        seen.add(tuple(prompt[:2048]))
-        tokens += len(prompt) - shared
-        pairs += (len(prompt) ** 2 - shared**2) / 2
-    flops = 2 * body / dtype_bytes * tokens + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+def floor_seconds(load: Workload, model: ModelConfig, step_bytes: int, dtype_bytes: int, machine: Machine) -> float:
+    """No engine runs the workload faster: every prompt's products once, then for every step the weights (step_bytes) and
+    each row's KV read once; what all share is computed once and read once a step."""
+    lengths = [len(prompt) - load.shared for prompt in load.prompts]
+    tokens = load.shared + sum(lengths)
+    pairs = load.shared**2 / 2 + sum(n * load.shared + n * n / 2 for n in lengths)
+    body = step_bytes / dtype_bytes - model.vocab_size * model.hidden_size  # parameters that every prompt token meets
+    flops = 2 * body * tokens + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
     per_token = model.kv_bytes_per_token("float32") * dtype_bytes / 4
     read = 0.0
     for step in range(1, max(load.outputs)):
-        live = [len(p) + step for p, n in zip(load.prompts, load.outputs, strict=True) if n > step]
-        read += weights + sum(live) * per_token
+        live = [n + step for n, out in zip(lengths, load.outputs, strict=True) if out > step]
+        read += step_bytes + (load.shared + sum(live)) * per_token
     return flops / machine.flops_per_second + read / machine.bytes_per_second

@@ -49,6 +49,7 @@ def batching(
 
     from octavo.bench.batching import measure
     from octavo.bench.shapes import TINYLLAMA_1B
+    from octavo.memory import parameter_count
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=None)
@@ -57,7 +58,7 @@ def batching(
         llm = engine.load(model or TINYLLAMA_1B, skip_tokenizer_init=model is None)
         progress.update(task, description="measuring", total=2 * (1 + repeat))
         r = measure(llm, max_tokens, repeat, lambda: progress.advance(task))
-    parameters = sum(p.numel() for p in llm.model.parameters())
+    parameters = parameter_count(llm.model)
     r = {"model": model or "TinyLlama-1.1B shape, random weights", "parameters": parameters, **r}
 
     console = Console(highlight=False)
@@ -73,6 +74,8 @@ def batching(
         bounds = f"{found['min']:.2f} - {found['max']:.2f}"
         table.add_row(name, f"{found['median']:.2f}{unit}", bounds, f"{floor:.2f}{unit}")
     console.print(table)
+    for reason in r["noise"]:
+        console.print(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
     console.print(f"Both ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
     step, speed = in_bytes(r["step_bytes"]), in_bytes(r["bandwidth_bytes_s"])
     console.print(f"[dim]floor: {step} of weights a step, at a copy's {speed}/s: {r['floor_step_s'] * 1e3:.0f} ms[/dim]")

@@ -57,6 +57,8 @@ def chat(
     engine: EngineOptions = ENGINE,
 ) -> None:
     """Talk to a model. /help in the conversation lists what else it understands."""
+    from octavo.memory import parameter_count
+
     sampling.params()  # a bad value is told before the model is loaded
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     llm = engine.load(model, seed=seed)
@@ -68,7 +70,7 @@ def chat(
         raise InvalidRequest(
             f"{name} has no chat template, so it cannot hold a conversation: use `octavo complete {model or ''}`"
         )
-    parameters = short(sum(p.numel() for p in llm.model.parameters()))
+    parameters = short(parameter_count(llm.model))
     dtype = str(llm.model_dtype).removeprefix("torch.")
     talk = Chat(llm, sampling, system)
     note(f"{name}, {parameters} parameters, {dtype}, context {tokens(talk.context)}; /help, or Ctrl-D to leave")

@@ -80,6 +80,9 @@ class SizeOptions:
     """What decides how much memory is needed."""
 
     dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "Model", "NAME", show_default=True)] = "auto"
+    quantization: Annotated[str, option("Of weights: auto, none, int8, int4-g32, ...", "Model", "NAME", show_default=True)] = (
+        "auto"
+    )
     device: Annotated[str, option("auto, cpu or cuda.", "Model", "NAME", show_default=True)] = "auto"
     revision: Annotated[str | None, option("Branch, tag or commit on the hub.", "Model", "NAME")] = None
     max_model_len: Annotated[
@@ -87,7 +90,9 @@ class SizeOptions:
         option("Longest prompt and reply together, such as 32K; auto: what fits.", "Memory", "N|auto", parser=size_or_auto),
     ] = None
     gpu_memory_utilization: Annotated[float, option("Part of a GPU to use.", "Memory", "0..1", show_default=True)] = 0.9
-    block_size: Annotated[int, option("Tokens in a KV block.", "Memory", "N", parser=size, show_default=True)] = 16
+    block_size: Annotated[int | None, option("Tokens in a KV block: 16 on a CPU, 64 on a GPU.", "Memory", "N", parser=size)] = (
+        None
+    )
     num_blocks: Annotated[int | None, option("KV blocks, instead of as many as fit.", "Memory", "N", parser=size)] = None
     max_num_seqs: Annotated[int, option("Sequences computed at once.", "Scheduling", "N", parser=size, show_default=True)] = 256
     max_num_batched_tokens: Annotated[
@@ -102,6 +107,10 @@ class EngineOptions(SizeOptions):
     depth: Annotated[int | None, option("Steps in flight, 1 to 3: 1 on a CPU, 2 on a GPU.", "Scheduling", "N")] = None
     enforce_eager: Annotated[bool, flag("--enforce-eager", "Use no CUDA graphs.", "Scheduling")] = False
     no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")] = False
+    quant: Annotated[
+        str | None,
+        option("Weights as int8, int4-g64, ...; none: as dtype; auto: as a GGUF file has them.", "Model", "FORMAT"),
+    ] = None
     load_format: Annotated[str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")] = "auto"
     tokenizer: Annotated[Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")] = None
 
@@ -110,8 +119,10 @@ class EngineOptions(SizeOptions):
         return dict(
             tokenizer=None if self.tokenizer is None else str(self.tokenizer),
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             load_format=self.load_format,
+            quantization=self.quant,
             revision=self.revision,
             max_model_len=self.max_model_len,
             gpu_memory_utilization=self.gpu_memory_utilization,

@@ -34,7 +34,7 @@ def plan(
 ) -> None:
     """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no weights."""
     wanted = sizes(lengths) if lengths else None
-    shape = Shape.of(model, options.revision)
+    shape = Shape(model, options.revision)
     case = Case.of(shape, options, device_memory)
     try:
         found: tuple[MemoryPlan, int] | None = case.solve(shape)
@@ -56,31 +56,35 @@ def plan(
 class Shape:
     """A model without its weights."""
 
-    def __init__(self, hf: dict[str, Any]):
+    def __init__(self, model: str | None, revision: str | None):
         from octavo.model.base import registry
-
-        self.cls = registry.find(hf)
-        self.config: ModelConfig = self.cls.parse_config(hf)
-        self._measured: dict[str, tuple[int, int]] = {}
-
-    @classmethod
-    def of(cls, model: str | None, revision: str | None) -> Shape:
         from octavo.model.load import open_checkpoint
 
-        return cls(open_checkpoint(model, revision, weights=False).config)
+        self.checkpoint = open_checkpoint(model, revision, weights=False)
+        self.cls = registry.find(self.checkpoint.config)
+        self.config: ModelConfig = self.cls.parse_config(self.checkpoint.config)
+        self._measured: dict[tuple[str, str, str], tuple[int, int]] = {}
 
-    def measure(self, dtype: str) -> tuple[int, int]:
+    def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int]:
         """(parameters, bytes)"""
         import torch
 
         from octavo.memory import weight_bytes
-        from octavo.model.base import build
+        from octavo.model import quant
+        from octavo.model.base import Matrix, build
+        from octavo.model.load import choose_formats
         from octavo.ops.reference import ReferenceOps
 
-        if dtype not in self._measured:
+        key = dtype, quantization, kind
+        if key not in self._measured:
             model = build(self.config, self.cls, ReferenceOps(), getattr(torch, dtype), "meta")
-            self._measured[dtype] = sum(p.numel() for p in model.parameters()), weight_bytes(model)
-        return self._measured[dtype]
+            parameters = sum(p.numel() for p in model.parameters())
+            formats = choose_formats(quant.parse(quantization), self.checkpoint, kind)
+            for module in model.modules():
+                if formats is not None and isinstance(module, Matrix) and (form := formats(module.names)) is not None:
+                    module.quantize(form, "meta")
+            self._measured[key] = parameters, weight_bytes(model)
+        return self._measured[key]
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Case:
     free: int  # before the weights are loaded
     total: int
     dtype: str
+    quantization: str
     utilization: float
     block_size: int
     num_blocks: int | None
@@ -102,7 +107,7 @@ class Case:
     def of(cls, shape: Shape, options: SizeOptions, device_memory: int | None) -> Case:
         import torch
 
-        from octavo.memory import available_memory, token_budget
+        from octavo.memory import BLOCK_SIZE, STEP_TOKENS, available_memory
 
         if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             fail(f"unknown device {options.device!r}: use auto, cpu or cuda")
@@ -120,11 +125,14 @@ class Case:
             dtype = shape.config.dtype if kind == "cuda" else "float32"
         if dtype not in DTYPE_BYTES:
             raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-        budget = options.max_num_batched_tokens or token_budget(kind, options.max_num_seqs)
+        budget = options.max_num_batched_tokens or max(options.max_num_seqs, STEP_TOKENS[kind])
         return cls(
-            kind, free, total, dtype, options.gpu_memory_utilization, options.block_size, options.num_blocks,
-            options.max_num_seqs, budget, options.max_model_len,
+            kind, free, total, dtype, options.quantization, options.gpu_memory_utilization,
+            options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,
         )  # fmt: skip
+
+    def weights(self, shape: Shape) -> int:
+        return shape.measure(self.dtype, self.quantization, self.kind)[1]
 
     def activations(self, shape: Shape) -> int:
         from octavo.memory import activation_bytes
@@ -135,7 +143,7 @@ class Case:
         """The plan and the context length, or NotEnoughMemory."""
         from octavo.memory import MemoryPlan, kv_share, size_pool
 
-        _, weights = shape.measure(self.dtype)
+        weights = self.weights(shape)
         activations = self.activations(shape)
         budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations)
         cache, length = size_pool(
@@ -150,7 +158,7 @@ class Case:
 
         blocks = max(1, -(-((self.max_model_len or 1) - 1) // self.block_size))
         kv = blocks * self.block_size * shape.config.kv_bytes_per_token(self.dtype)
-        fixed = shape.measure(self.dtype)[1] + self.activations(shape)
+        fixed = self.weights(shape) + self.activations(shape)
         if self.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
         return int((fixed + kv + self.total - self.free) / self.utilization) + 1
@@ -163,6 +171,8 @@ def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
         changes.append(replace(case, utilization=0.95))
     if DTYPE_BYTES[case.dtype] > 2:
         changes.append(replace(case, dtype="bfloat16"))
+    if case.quantization in ("auto", "none"):
+        changes += [replace(case, quantization="int8"), replace(case, quantization="int4-g128")]
     if case.max_model_len is not None:
         try:
             changes.append(replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1]))
@@ -207,12 +217,13 @@ def spelled(case: Case, change: Case) -> str:
 def describe(
     name: str, shape: Shape, case: Case, found: tuple[MemoryPlan, int] | None, ways: list[str], lengths: list[int] | None
 ) -> dict[str, Any]:
-    parameters, weights = shape.measure(case.dtype)
+    parameters, weights = shape.measure(case.dtype, case.quantization, case.kind)
     report: dict[str, Any] = {
         "model": name,
         "architecture": shape.config.architecture,
         "parameters": parameters,
         "dtype": case.dtype,
+        "quantization": case.quantization,
         "device": case.kind,
         "device_memory": case.total,
         "device_memory_free": case.free,

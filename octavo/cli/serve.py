@@ -24,12 +24,13 @@ Origins = Annotated[list[str] | None, option("Let pages of this origin use the s
 @command
 def serve(
     model: Model = None,
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on.", metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.", metavar="NAME", show_default=False)
     ] = None,
-    engine: EngineOptions = EngineOptions(),
+    engine: EngineOptions,
     api_keys: KeysFile = None,
     allow_unauthenticated: Annotated[
         bool, flag("--allow-unauthenticated", "Listen on a public address without keys.", "Safety")
@@ -97,7 +98,8 @@ def announce(front: Front, port: int) -> None:
     key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
     print(
         f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
-        f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, KV {in_bytes(memory['kv'])}\n"
+        f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, "
+        f"KV {in_bytes(memory['kv'])}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
         f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
         f"ready:   {address}/v1\n"

@@ -62,7 +62,8 @@ class Matrix(nn.Module):
 class CausalLM(nn.Module):
     """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
 
-    dtype: torch.dtype  # of activations and KV; set by build()
+    dtype: torch.dtype  # of activations; set by build()
+    kv_dtype: torch.dtype  # of the KV tensor; the same, unless finish_loading() knows better
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -97,6 +98,14 @@ class CausalLM(nn.Module):
 
     def finish_loading(self) -> None:
         """Called once after all weights are in place."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that the checkpoint gave, however they are stored now."""
+        plain = sum(p.numel() for p in self.parameters())
+        return plain + sum(
+            m.weight.shape.numel() for m in self.modules() if isinstance(m, Matrix) and not isinstance(m.weight, Tensor)
+        )
 
 
 class Registry:
@@ -150,7 +159,7 @@ def build(
             model = cls(config, ops)
     finally:
         torch.set_default_dtype(previous)
-    model.dtype = dtype
+    model.dtype = model.kv_dtype = dtype
     if formats is not None:
         for module in model.modules():
             if isinstance(module, Matrix) and (form := formats(module.names)) is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from octavo.config import ModelConfig, RopeConfig
@@ -166,6 +167,8 @@ class Decoder(CausalLM):
         self.fused = self.ops.fuse(
             DecoderSpec(layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype)
         )
+        if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0005
+            self.kv_dtype = torch.float16
 
     def _angles(self, layer: int) -> Tensor:
         local = self.local_rope is not None and self.config.window(layer)

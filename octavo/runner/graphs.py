@@ -1,8 +1,12 @@
-"""Decode steps as CUDA graphs: all kernels of a step in one launch. Nothing else knows that graphs exist.
+"""Steps as CUDA graphs: all kernels of a step in one launch. Nothing else knows that graphs exist.
 
-A step with one row launches some 250 kernels; from Python that takes 5 ms, replayed from a graph it takes none of the
-host's time. A graph has a fixed number of rows: a step takes the next larger one, and the rest of its rows are the padding
-row, which reads and writes block 0. Attention lengths, tokens and tables are read from device memory at replay.
+A step launches some 250 kernels; from Python that takes longer than a small step computes: 17 ms for Qwen3-0.6B, of which
+one decode step takes 1. A graph has a fixed size, so there is a ladder of sizes and a step takes the next larger one:
+
+    decode   every item is one token; sampled in the graph. What is left over is the padding row, at position 0 of block 0
+    mixed    up to 512 tokens of any items. What is left over is one more item, of the padding row
+
+Attention lengths, tokens and tables are read from device memory when the graph runs.
 """
 
 from __future__ import annotations
@@ -17,13 +21,18 @@ from torch import Tensor
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.ops.triton.rows import advance
+from octavo.runner.batch import gather, lay_out_padded, only_last
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
-from octavo.types import Plan
+from octavo.runner.sampler import choose
+from octavo.types import Item, Plan
+
+MIXED_SIZES = [16, 32, 64, 128, 192, 256, 384, 512]  # tokens
+MIXED_ITEMS = 64
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Rows a graph is captured for: at most an eighth of them is padding above 64 rows."""
+def decode_sizes(most: int) -> list[int]:
+    """Rows a graph is captured for: at most an eighth of them is padding above 128 rows."""
     sizes, size = [1, 2, 4, 8, 16], 16
     while size < most:
         size += 16 if size < 256 else 32 if size < 512 else size // 8
@@ -34,51 +43,52 @@ def graph_sizes(most: int) -> list[int]:
 @dataclass(slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # [2, size] int32: rows, and the new block of each or 0
-    logits: Tensor  # [size, vocab]
-    lengths: Tensor  # [size]
+    inputs: Tensor  # what the host says, int32
+    logits: Tensor  # [items, vocab]
+    lengths: Tensor  # [items]
+    tokens: Tensor | None  # [items], where the graph samples
 
 
-class DecodeGraphs:
-    def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int):
+class StepGraphs:
+    def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
         self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len
-        self.sizes = graph_sizes(max_rows)
-        self.captured: dict[int, Captured] = {}
+        self.decode_sizes = decode_sizes(max_rows)
+        self.mixed_sizes = [size for size in MIXED_SIZES if size <= max_tokens]
+        self.captured: dict[tuple[str, int], Captured] = {}
         self.pool: Any = None  # memory that all graphs share: only one runs at a time
 
-    def fits(self, plan: Plan) -> bool:
+    def capture_all(self) -> None:
+        """The largest first: the others then fit in its memory."""
+        for size in reversed(self.decode_sizes):
+            self._get("decode", size)
+        for size in reversed(self.mixed_sizes):
+            self._get("mixed", size)
+
+    # ---- decode ------------------------------------------------------------------------------------
+
+    def decodes(self, plan: Plan) -> bool:
         """A step that only decodes: one token a row, nothing new, nothing copied."""
         return bool(plan.items) and not plan.rows and not plan.copies and all(i.num == 1 and i.sample for i in plan.items)
 
-    def run(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-        """Launch the step. (rows, logits, lengths) of its items, valid until the next run."""
+    def decode(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Launch the step. (rows, logits, lengths, tokens) of its items, valid until the next launch."""
         count = len(plan.items)
-        size = self.sizes[bisect.bisect_left(self.sizes, count)]
-        captured = self.captured.get(size) or self.capture(size)
+        size = self.decode_sizes[bisect.bisect_left(self.decode_sizes, count)]
+        captured = self._get("decode", size)
         fresh = {row: block for row, _, block in plan.appends}
         rows = [item.row for item in plan.items]
-        blocks = [fresh.get(row, 0) for row in rows]
+        blocks = [fresh.get(row, 0) for row in rows] if fresh else [0] * count
         pad = size - count
-        host = torch.tensor([rows + [self.rows.padding] * pad, blocks + [0] * pad], dtype=torch.int32).pin_memory()
+        host = torch.tensor(rows + [self.rows.padding] * pad + blocks + [0] * pad, dtype=torch.int32, pin_memory=True)
         captured.inputs.copy_(host, non_blocking=True)
         captured.graph.replay()
-        return captured.inputs[0, :count], captured.logits[:count], captured.lengths[:count]
+        assert captured.tokens is not None
+        return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
 
-    def capture(self, size: int) -> Captured:
-        inputs = torch.zeros(2, size, dtype=torch.int32, device=self.kv.tensor.device)
-        inputs[0] = self.rows.padding
-        graph = torch.cuda.CUDAGraph()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        self._step(inputs)  # once as it is: compiles kernels, lets libraries allocate
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits, lengths = self._step(inputs)
-        self.captured[size] = Captured(graph, inputs, logits, lengths)
-        return self.captured[size]
-
-    def _step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        rows, fresh = inputs
-        state, size = self.rows, inputs.shape[1]
+    def decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, lengths, tokens). inputs [2 * size]: rows, then the new block of each or 0."""
+        rows, fresh = inputs.view(2, -1)
+        state = self.rows
         ids, positions, slots, seq_lens = advance(
             rows, fresh, state.tokens, state.table, state.computed, state.padding, self.kv.block_size
         )
@@ -91,6 +101,64 @@ class DecodeGraphs:
             block_table=state.table,
             rows=rows,
             logit_rows=rows,  # likewise: all
-            spans=[Span(i, 1, self.max_len) for i in range(size)],
+            spans=[Span(i, 1, self.max_len) for i in range(len(rows))],
         )
-        return self.model.logits(self.model(batch, self.kv.tensor)), seq_lens
+        logits = self.model.logits(self.model(batch, self.kv.tensor))
+        return logits, seq_lens, choose(logits, rows, seq_lens, state, self.model.ops)
+
+    # ---- mixed -------------------------------------------------------------------------------------
+
+    def mixed_size(self, items: list[Item]) -> int | None:
+        """The smallest graph that these items fit in, if there is one."""
+        tokens = sum(item.num for item in items)
+        if len(items) >= MIXED_ITEMS or any(item.prompt_logprobs is not None for item in items):
+            return None
+        return next((s for s in self.mixed_sizes if s >= tokens and min(s, MIXED_ITEMS) > len(items)), None)
+
+    def lay_out(self, items: list[Item], size: int) -> Any:
+        return lay_out_padded(items, self.rows.padding, min(size, MIXED_ITEMS), size)
+
+    def mixed(self, size: int, laid_out: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Launch the step. (rows, logits, lengths) of the items at `index`."""
+        captured = self._get("mixed", size)
+        captured.inputs.copy_(laid_out)
+        captured.graph.replay()
+        return captured.inputs[: min(size, MIXED_ITEMS)][index], captured.logits[index], captured.lengths[index]
+
+    def mixed_step(self, laid_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """(logits, lengths) of every item's last token."""
+        count = min(size, MIXED_ITEMS)
+        spans = [Span(0, size, self.max_len)] + [Span(size, 0, self.max_len)] * (count - 1)  # no item is taken for decoding
+        batch = gather(laid_out, count, self.rows, self.kv.block_size, spans)
+        batch.last = only_last(batch, torch.arange(count, device=laid_out.device), spans)
+        hidden = self.model(batch, self.kv.tensor)
+        self.rows.computed[batch.rows.long()] = batch.seq_lens
+        self.rows.computed[self.rows.padding :].zero_()
+        return self.model.logits(hidden), batch.seq_lens
+
+    # ---- capture -----------------------------------------------------------------------------------
+
+    def _get(self, kind: str, size: int) -> Captured:
+        if (kind, size) not in self.captured:
+            self.captured[kind, size] = self._capture(kind, size)
+        return self.captured[kind, size]
+
+    @torch.inference_mode()
+    def _capture(self, kind: str, size: int) -> Captured:
+        """Captured on nobody's data: all items are the padding row's."""
+        device, padding = self.kv.tensor.device, self.rows.padding
+        if kind == "decode":
+            inputs = torch.tensor([padding] * size + [0] * size, dtype=torch.int32, device=device)
+        else:
+            inputs = torch.from_numpy(self.lay_out([], size)).to(device)
+
+        def step() -> tuple[Tensor, Tensor, Tensor | None]:
+            return self.decode_step(inputs) if kind == "decode" else (*self.mixed_step(inputs, size), None)
+
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        step()  # once as it is: compiles kernels, lets libraries allocate
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits, lengths, tokens = step()
+        return Captured(graph, inputs, logits, lengths, tokens)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
+from octavo.runner.batch import gather, lay_out, only_last
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
@@ -21,7 +21,7 @@ from octavo.runner.transfer import Download, Upload
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
-    from octavo.runner.graphs import DecodeGraphs
+    from octavo.runner.graphs import StepGraphs
 
 LOGPROB_CHUNK = 256  # prompt positions whose full logits exist at once: 156 MB at a vocabulary of 152k
 
@@ -55,52 +55,72 @@ class StepHandle:
 
 
 class Runner:
-    def __init__(self, model: CausalLM, kv: KVStore, max_rows: int, max_len: int, device: torch.device, graphs: bool = False):
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVStore,
+        max_rows: int,
+        max_len: int,
+        max_tokens: int,
+        device: torch.device,
+        graphs: bool = False,
+    ):
         self.model, self.kv, self.device = model, kv, device
         self.rows = Rows(max_rows, max_len, kv.block_size, device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if graphs:
-            from octavo.runner.graphs import DecodeGraphs
+            from octavo.runner.graphs import StepGraphs
 
-            self.graphs = DecodeGraphs(model, kv, self.rows, max_rows, max_len)
+            self.graphs = StepGraphs(model, kv, self.rows, max_rows, max_len, max_tokens)
 
-    @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every graph now, the largest first: the others then fit in its memory. Otherwise each waits for its first use."""
+        """Capture every graph now. Otherwise each is captured when it is first needed."""
         if self.graphs is not None:
-            for size in reversed(self.graphs.sizes):
-                self.graphs.capture(size)
+            self.graphs.capture_all()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> StepHandle:
-        if self.graphs is not None and self.graphs.fits(plan):
-            rows, logits, lengths = self.graphs.run(plan)
-            return self._sample(plan.items, list(range(len(plan.items))), rows, logits, lengths, [])
+        graphs, items = self.graphs, plan.items
+        if graphs is not None and graphs.decodes(plan):
+            rows, logits, lengths, tokens = graphs.decode(plan)
+            return self._sample(items, list(range(len(items))), rows, logits, lengths, [], tokens)
         up = Upload()
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
         changes = self.rows.stage(plan, up)
-        layout = self._stage_batch(plan.items, up)
-        sampled = [i for i, item in enumerate(plan.items) if item.sample]
+        size = graphs.mixed_size(items) if graphs is not None and items else None
+        laid_out = up.ints(lay_out(items) if graphs is None or size is None else graphs.lay_out(items, size))
+        sampled = [i for i, item in enumerate(items) if item.sample]
         sampled_at = up.ints(sampled)
         shipped = up.ship(self.device)
 
         if plan.copies:
             self.kv.copy(shipped[copies[0]].long(), shipped[copies[1]].long())
         self.rows.apply(changes, shipped)
-        if not plan.items:
+        if not items:
             return StepHandle([], Download(shipped[:0]), None, [])
-        batch = self._batch(plan.items, layout, shipped)
         index = shipped[sampled_at].long()
-        asked = any(item.prompt_logprobs is not None for item in plan.items)
-        if sampled and not asked and len(sampled) < len(batch.ids):
-            batch.last = self._last(batch, sampled, index)
-        hidden = self.model(batch, self.kv.tensor)
-        self.rows.computed[batch.rows.long()] = batch.seq_lens
-        prompt_logprobs = self._prompt_logprobs(plan.items, batch, hidden) if asked else []
+        prompt_logprobs: list[tuple[int, int, Download]] = []
+        if graphs is not None and size is not None:
+            rows, logits, lengths = graphs.mixed(size, shipped[laid_out], index)
+        else:
+            spans, first = [], 0
+            for item in items:
+                spans.append(Span(first, item.num, item.end))
+                first += item.num
+            batch = gather(shipped[laid_out], len(items), self.rows, self.kv.block_size, spans)
+            batch.logit_rows = batch.logit_rows[index]
+            asked = any(item.prompt_logprobs is not None for item in items)
+            if sampled and not asked and len(sampled) < first:
+                batch.last = only_last(batch, index, [spans[i] for i in sampled])
+            hidden = self.model(batch, self.kv.tensor)
+            self.rows.computed[batch.rows.long()] = batch.seq_lens
+            if asked:
+                prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
+            logits = self.model.logits(hidden if batch.last is not None else hidden[batch.logit_rows]) if sampled else hidden
+            rows, lengths = batch.rows[index], batch.seq_lens[index]
         if not sampled:
-            return StepHandle(plan.items, Download(shipped[:0]), None, prompt_logprobs)
-        logits = self.model.logits(hidden[batch.logit_rows] if batch.last is None else hidden)
-        return self._sample(plan.items, sampled, batch.rows[index], logits, batch.seq_lens[index], prompt_logprobs)
+            return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
+        return self._sample(items, sampled, rows, logits, lengths, prompt_logprobs)
 
     def _sample(
         self,
@@ -110,12 +130,15 @@ class Runner:
         logits: Tensor,
         lengths: Tensor,
         prompt_logprobs: list[tuple[int, int, Download]],
+        chosen: Tensor | None = None,
     ) -> StepHandle:
-        """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs."""
+        """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs, `chosen` [R] what a graph
+        has drawn already, going by temperature alone."""
         host_rows = [items[i].row for i in sampled]
         if self.rows.special.isdisjoint(host_rows):
-            tokens = choose(logits, rows, lengths, self.rows, self.model.ops)
-            return StepHandle(items, Download(tokens), None, prompt_logprobs)
+            if chosen is None:
+                chosen = choose(logits, rows, lengths, self.rows, self.model.ops)
+            return StepHandle(items, Download(chosen), None, prompt_logprobs)
         up = Upload()
         job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up)
         asked = self._asked_logprobs(host_rows)
@@ -130,54 +153,6 @@ class Runner:
             parts = logprobs_of(raw, tokens[which], max(n for _, n in asked))
             logprobs = ([sampled[k] for k, _ in asked], [n for _, n in asked], Download(*parts))
         return StepHandle(items, Download(tokens), logprobs, prompt_logprobs)
-
-    def _stage_batch(self, items: list[Item], up: Upload) -> list[slice]:
-        nums = np.array([item.num for item in items], dtype=np.int32)
-        ends = np.cumsum(nums)
-        which = np.repeat(np.arange(len(items)), nums)
-        offset = np.arange(len(which)) - (ends - nums)[which]
-        logit_rows = [end - 1 for end, item in zip(ends, items, strict=True) if item.sample]
-        rows = [item.row for item in items]
-        return [up.ints(x) for x in (rows, nums, which, offset, np.concatenate([[0], ends]), logit_rows)]
-
-    def _batch(self, items: list[Item], layout: list[slice], shipped: Tensor) -> ForwardBatch:
-        """Where each token stands is the device's knowledge: `computed` of its row, plus its offset in the item."""
-        rows, nums, which, offset, query_start, logit_rows = (shipped[s] for s in layout)
-        size, item_rows = self.kv.block_size, rows.long()
-        start = self.rows.computed[item_rows]
-        token_rows = item_rows[which.long()]
-        positions = (start[which.long()] + offset).long()
-        blocks = self.rows.table[token_rows, positions // size].long()
-        spans, first = [], 0
-        for item in items:
-            spans.append(Span(first, item.num, item.end))
-            first += item.num
-        return ForwardBatch(
-            ids=self.rows.tokens[token_rows, positions].long(),
-            positions=positions,
-            kv_slots=blocks * size + positions % size,
-            query_start=query_start,
-            seq_lens=start + nums,
-            block_table=self.rows.table,
-            rows=rows,
-            logit_rows=logit_rows.long(),
-            spans=spans,
-        )
-
-    def _last(self, batch: ForwardBatch, sampled: list[int], index: Tensor) -> ForwardBatch:
-        """The last token of each sampled item: what decoding rows would look like."""
-        at = batch.logit_rows
-        return ForwardBatch(
-            ids=batch.ids[at],
-            positions=batch.positions[at],
-            kv_slots=batch.kv_slots[at],
-            query_start=torch.arange(len(sampled) + 1, dtype=torch.int32, device=self.device),
-            seq_lens=batch.seq_lens[index],
-            block_table=batch.block_table,
-            rows=batch.rows[index],
-            logit_rows=at,
-            spans=[Span(k, 1, batch.spans[i].end) for k, i in enumerate(sampled)],
-        )
 
     def _asked_logprobs(self, rows: list[int]) -> list[tuple[int, int]]:
         """(index, how many top) of those of the rows that want logprobs."""

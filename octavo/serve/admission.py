@@ -10,7 +10,7 @@ from typing import Protocol
 
 from octavo.serve.errors import ApiError, queue_full
 
-MEMORY = 30.0  # seconds: how far back the measured rate looks
+HALF_LIFE = 10.0  # seconds after which a measurement counts half
 
 
 class Waiting(Protocol):
@@ -26,7 +26,8 @@ class Queue:
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.waiting: dict[str, tuple[Waiting, int]] = {}  # request id -> whose it is, tokens
         self.tokens = 0
-        self._rate, self._last = 0.0, time.monotonic()  # requests begun a second, averaged
+        self._since = 0.0  # while somebody waits: when the last one began, or the first came
+        self._seconds, self._begun = 0.0, 0.0  # time in which somebody waited, and how many began in it; older counts less
 
     def check(self, requests: int, tokens: int, priority: int = 0) -> None:
         """Raise what the client gets if so much more cannot wait."""
@@ -43,6 +44,8 @@ class Queue:
             youngest.fail(queue_full("requests of higher priority came", self.retry_after()))
 
     def enter(self, id: str, owner: Waiting, tokens: int) -> None:
+        if not self.waiting:
+            self._since = time.monotonic()
         self.waiting[id] = owner, tokens
         self.tokens += tokens
 
@@ -54,12 +57,10 @@ class Queue:
         self.tokens -= found[1]
         if begun:
             now = time.monotonic()
-            kept = 0.5 ** ((now - self._last) / (MEMORY / 4))
-            self._rate, self._last = self._rate * kept + 1, now
+            passed, self._since = now - self._since, now
+            kept = 0.5 ** (passed / HALF_LIFE)
+            self._seconds, self._begun = self._seconds * kept + passed, self._begun * kept + 1
 
     def retry_after(self) -> float:
         """Seconds in which what waits now should have begun, at the rate of late."""
-        since = time.monotonic() - self._last
-        weight = self._rate * 0.5 ** (since / (MEMORY / 4))  # of requests, as if all within the window below
-        window = (MEMORY / 4) / 0.693  # what an exponential average amounts to
-        return len(self.waiting) * window / weight if weight > 0.01 else 1.0
+        return len(self.waiting) * self._seconds / self._begun if self._begun else 1.0

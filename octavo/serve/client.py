@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from types import TracebackType
+from typing import NamedTuple
 
 from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
@@ -26,6 +27,20 @@ from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request
+
+
+class Place(NamedTuple):
+    """Whose a request is."""
+
+    call: Call
+    which: int  # of the call's prompts
+
+    def __str__(self) -> str:
+        collector = self.call.collectors[self.which]
+        waiting = collector.request.id in self.call.client.queue.waiting
+        counts = [len(o.token_ids) for o in collector.outputs]
+        return f"{collector.request.id}: {len(collector.request.prompt)} prompt tokens, {'waits' if waiting else f'has {counts}'}"
+
 
 Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new of it
 REMEMBERED = 1024  # ended calls that can still be told from unknown ones
@@ -123,12 +138,12 @@ class EngineClient:
     def __init__(self, config: ServeConfig, metrics: Metrics, supervisor: Supervisor | None = None):
         self.config, self.metrics = config, metrics
         self.queue = Queue(config.max_queue, config.max_queue_tokens)
-        self.open_requests: dict[str, tuple[Call, int]] = {}
+        self.open_requests: dict[str, Place] = {}
         self.calls: dict[str, Call] = {}
         self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
         self.tokenizer: Tokenizer | None = None
         self.draining = False
-        self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: bool(self.open_requests))
+        self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: self.open_requests)
         self._loading: asyncio.Task[None] | None = None
 
     # ---- the state -------------------------------------------------------------------------------
@@ -176,7 +191,7 @@ class EngineClient:
             if follow:
                 collector.news = []
             request.id = f"{id}-{i}"
-            self.open_requests[request.id] = call, i
+            self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
             self.supervisor.send(Add(request.id, request.prompt, request.params, request.arrival, request.cache_salt))
         if not self.calls:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from octavo.collect import Collector
@@ -17,25 +17,11 @@ from octavo.serve.errors import api_error, bad
 from octavo.serve.exchange import Exchange
 from octavo.serve.front import Caller, Front
 from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
-from octavo.serve.replies import ChunkWriter
+from octavo.serve.replies import ChunkWriter, Shape
 from octavo.serve.validate import Prepared
 from octavo.types import SamplingParams
 
 KEEP_ALIVE = 10.0  # seconds of silence after which a comment goes out
-
-
-@dataclass
-class Shape:
-    """What the reply should hold."""
-
-    chat: bool
-    n: int = 1  # choices a prompt
-    top: int | None = None  # logprobs: this many of the likeliest
-    echo: bool = False
-    prompt_logprobs: bool = False  # as vLLM lays them out, besides those of an echo
-    prompt_only: bool = False  # max_tokens 0: nothing but the prompt's logprobs is wanted
-    usage: str | None = None
-    stream: bool = False
 
 
 @contextmanager
@@ -186,12 +172,14 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
                 await stream(exchange, call, prepared, shape)
             else:
                 await call.done()
-                await exchange.reply(whole(front, caller, call.collectors, shape), prepared.headers)
+                reply = replies.whole(reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape)
+                await exchange.reply(reply, prepared.headers)
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
     """Headers go out at once, then pieces as they come; what goes wrong from here on is told in the stream."""
     front, loop, written = exchange.front, asyncio.get_running_loop(), time.monotonic()
+    timer: asyncio.TimerHandle | None = None
 
     def tick() -> None:
         nonlocal timer
@@ -202,7 +190,7 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
     writer = chunk_writer(front, exchange.caller, shape)
     await exchange.start_events(prepared.headers)
     front.metrics.streams.inc()
-    timer = loop.call_later(KEEP_ALIVE / 2, tick)
+    tick()
     opened: set[int] = set()
     try:
         async for pieces in call:
@@ -225,7 +213,8 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
             front.metrics.rejections.labels(error.code or error.type).inc()
         await exchange.write(replies.error_event(error.encode()), last=True)
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
         front.metrics.streams.dec()
 
 
@@ -244,72 +233,8 @@ def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape)
         return [writer.role(index)]
     if not shape.echo:
         return []
-    echoed = CompletionOutput(index, prompt_text(collector, writer), collector.request.prompt)
+    echoed = CompletionOutput(index, replies.prompt_text(writer.tokenizer, collector), collector.request.prompt)
     if collector.prompt_logprobs is not None and shape.top is not None:
         chunk_logprobs: list[Any] = list(collector.prompt_logprobs)
         echoed.logprobs = chunk_logprobs
     return [writer.piece(index, echoed, [collector])]
-
-
-def prompt_text(collector: Collector, writer: ChunkWriter) -> str:
-    if collector.prompt is not None:
-        return collector.prompt
-    return writer.tokenizer.decode(collector.request.prompt, skip_special_tokens=False)
-
-
-def whole(front: Front, caller: Caller, collectors: list[Collector], shape: Shape) -> dict[str, Any]:
-    choices = []
-    for which, collector in enumerate(collectors):
-        best = collector.outputs
-        if len(best) > shape.n:  # best_of: the likeliest by token
-            best = sorted(best, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1))[: shape.n]
-        for k, completion in enumerate(best):
-            index = which * shape.n + k
-            choices.append(
-                chat_choice(front, collector, completion, index, shape)
-                if shape.chat
-                else text_choice(front, collector, completion, index, shape)
-            )
-    found = {
-        "id": reply_id(caller, shape),
-        "object": "chat.completion" if shape.chat else "text_completion",
-        "created": int(time.time()),
-        "model": front.config.name,
-        "choices": choices,
-        "usage": replies.usage_of(collectors, 0 if shape.prompt_only else None),
-    }
-    if shape.chat and shape.prompt_logprobs:
-        found["prompt_logprobs"] = replies.prompt_logprobs_of(collectors[0])
-    return found
-
-
-def chat_choice(front: Front, collector: Collector, completion: CompletionOutput, index: int, shape: Shape) -> dict[str, Any]:
-    logprobs = None
-    if shape.top is not None:
-        logprobs = replies.chat_logprobs(front.tokenizer, completion.logprobs or [], shape.top)
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-
-
-def text_choice(front: Front, collector: Collector, completion: CompletionOutput, index: int, shape: Shape) -> dict[str, Any]:
-    text, ids = completion.text, completion.token_ids
-    found: list[Any] = list(completion.logprobs or [])
-    reason = completion.finish_reason
-    if shape.prompt_only:
-        text, ids, found, reason = "", [], [], "length"
-    if shape.echo:
-        prompt = collector.request.prompt
-        text = (collector.prompt if collector.prompt is not None else front.tokenizer.decode(prompt, False)) + text
-        ids, found = prompt + ids, [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
-    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason,
-                              "stop_reason": completion.stop_reason}  # fmt: skip
-    if shape.top is not None:
-        choice["logprobs"] = replies.completion_logprobs(front.tokenizer, ids, found, shape.top)
-    if shape.prompt_logprobs:
-        choice["prompt_logprobs"] = replies.prompt_logprobs_of(collector)
-    return choice

@@ -22,7 +22,7 @@ class ServeConfig:
     strict_params: bool = False  # refuse fields that are not known
     request_templates: bool = False  # let a request bring its own chat template
     metrics_prefix: str = "octavo"
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     max_queue: int = 256  # requests that wait for their first step
     max_queue_tokens: int = 262_144  # and the tokens of their prompts
     queue_timeout: float = 60.0  # seconds to the first step

@@ -79,9 +79,9 @@ class Link:
                 return decode_to_engine(data)
             except msgspec.ValidationError as error:  # the front checks first, so this is its mistake and not the client's
                 log.error("a message that the engine cannot use: %s", error)
-                kind, id, *_ = [*msgspec.msgpack.decode(data), None, None]
-                if kind == "Add" and isinstance(id, str):
-                    self.send(Refused(id, "the engine cannot use this request"))
+                fields: list[Any] = msgspec.msgpack.decode(data, type=list)
+                if fields[0] == "Add":
+                    self.send(Refused(str(fields[1]), "the engine cannot use this request"))
 
 
 class Observed:
@@ -114,18 +114,19 @@ class EngineLoop:
         """Until the front says Shutdown."""
         engine, told = self.engine, 0.0
         while True:
-            was_idle = engine.idle
+            rested = False
             while (message := self.link.receive(wait=engine.idle)) is not None:
+                rested = rested or engine.idle
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             outputs = engine.step()
             self.send(outputs)
             now = time.monotonic()
-            if was_idle or engine.idle or now - told > PULSE:
+            if rested or engine.idle or now - told > PULSE:
                 told = now
                 self._snapshot()
-                if was_idle or engine.idle:
+                if rested or engine.idle:
                     self.link.send(self.beat)
 
     def _take(self, message: ToEngine) -> None:

@@ -7,6 +7,7 @@ from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +19,24 @@ from octavo.text.tokenizer import Tokenizer
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass
+class Shape:
+    """What a reply should hold."""
+
+    chat: bool
+    n: int = 1  # choices a prompt
+    top: int | None = None  # logprobs: this many of the likeliest
+    echo: bool = False
+    prompt_logprobs: bool = False  # as vLLM lays them out, besides those of an echo
+    prompt_only: bool = False  # max_tokens 0: nothing but the prompt's logprobs is wanted
+    usage: str | None = None  # in a stream: None, "end", or "all" for one in each chunk
+    stream: bool = False
+
+
+def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
+    return collector.prompt if collector.prompt is not None else tokenizer.decode(collector.request.prompt, False)
 
 
 def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[str, Any]:
@@ -102,6 +121,69 @@ def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | No
         }
         for at in collector.prompt_logprobs
     ]  # fmt: skip
+
+
+# ---- whole replies ------------------------------------------------------------------------------------
+
+
+def whole(id: str, model: str, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape) -> dict[str, Any]:
+    choices = []
+    for which, collector in enumerate(collectors):
+        best = collector.outputs
+        if len(best) > shape.n:  # best_of: the likeliest by token
+            best = sorted(best, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1))[: shape.n]
+        for k, completion in enumerate(best):
+            index = which * shape.n + k
+            choices.append(
+                chat_choice(tokenizer, completion, index, shape)
+                if shape.chat
+                else text_choice(tokenizer, collector, completion, index, shape)
+            )
+    found: dict[str, Any] = {
+        "id": id,
+        "object": "chat.completion" if shape.chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage_of(collectors, 0 if shape.prompt_only else None),
+    }
+    if shape.chat and shape.prompt_logprobs:
+        found["prompt_logprobs"] = prompt_logprobs_of(collectors[0])
+    return found
+
+
+def chat_choice(tokenizer: Tokenizer, completion: CompletionOutput, index: int, shape: Shape) -> dict[str, Any]:
+    logprobs = None
+    if shape.top is not None:
+        logprobs = chat_logprobs(tokenizer, completion.logprobs or [], shape.top)
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def text_choice(
+    tokenizer: Tokenizer, collector: Collector, completion: CompletionOutput, index: int, shape: Shape
+) -> dict[str, Any]:
+    text, ids = completion.text, completion.token_ids
+    found: list[Any] = list(completion.logprobs or [])
+    reason = completion.finish_reason
+    if shape.prompt_only:
+        text, ids, found, reason = "", [], [], "length"
+    if shape.echo:
+        prompt = collector.request.prompt
+        text = prompt_text(tokenizer, collector) + text
+        ids, found = prompt + ids, [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
+    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason,
+                              "stop_reason": completion.stop_reason}  # fmt: skip
+    if shape.top is not None:
+        choice["logprobs"] = completion_logprobs(tokenizer, ids, found, shape.top)
+    if shape.prompt_logprobs:
+        choice["prompt_logprobs"] = prompt_logprobs_of(collector)
+    return choice
 
 
 # ---- chunks ---------------------------------------------------------------------------------------------

@@ -44,16 +44,17 @@ class Quiet(uvicorn.Server):
 
 def listen(config: ServeConfig) -> socket.socket:
     """The open port. Before anything else, so that whatever is wrong with it is told at once."""
-    if not (is_loopback(config.host) or config.keys_file or config.allow_unauthenticated):
-        raise ServeError(
-            f"{config.host} can be reached from other machines, and no API keys are set: give --api-keys FILE, or say that "
-            "anybody may use the server with --allow-unauthenticated"
-        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
     except (socket.gaierror, UnicodeError, OverflowError):
         raise ServeError(f"{config.host!r} is not an address of this machine: try 127.0.0.1") from None
+    if not (is_loopback(str(address[0])) or config.keys_file or config.allow_unauthenticated):
+        found.close()
+        raise ServeError(
+            f"{config.host} can be reached from other machines, and no API keys are set: give --api-keys FILE, or say that "
+            "anybody may use the server with --allow-unauthenticated"
+        )
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -48,7 +48,7 @@ class FrontLink:
     so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected."""
 
     def __init__(self, deliver: Callable[[ToFront], None]):
-        self.directory = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
+        self.directory: str | None = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
         self.address = f"ipc://{self.directory}/link"
         self._deliver = deliver
         self._context = zmq.Context()
@@ -67,13 +67,16 @@ class FrontLink:
         # The descriptor tells of changes only, so everything has to be read, and the events looked at again, until nothing
         # is left; no more than so much at once, for others want to run too.
         for _ in range(256):
-            if not self._in.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            if not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             self._deliver(decode_to_front(self._in.recv(zmq.NOBLOCK)))
         asyncio.get_running_loop().call_soon(self._readable)
 
     def connected(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """The paths are not needed any more. (Removed too early, a connection would be tried for ever, in silence.)"""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory = None
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._in.fileno())
@@ -87,12 +90,13 @@ class Supervisor:
         config: ServeConfig,
         on_message: Callable[[ToFront], None],
         on_loss: Callable[[], None],
-        has_work: Callable[[], bool],
+        work: Callable[[], Mapping[str, Any]],
         command: Sequence[str] = ENGINE,
     ):
         self.config, self.command = config, command
-        self.on_message, self.on_loss, self.has_work = on_message, on_loss, has_work
-        self.phase, self.fraction, self.since = "starting", None, time.monotonic()
+        self.on_message, self.on_loss, self.work = on_message, on_loss, work  # `work`: what the engine has been asked for
+        self.phase, self.since = "starting", time.monotonic()
+        self.fraction: float | None = None
         self.began = time.monotonic()
         self.starts = 0
         self.loaded: Loaded | None = None
@@ -172,12 +176,12 @@ class Supervisor:
     def _take(self, message: ToFront) -> None:
         now = time.monotonic()
         if isinstance(message, Beat):
-            if message.steps != self.beat.steps or not self.has_work():
+            if self._link is not None:
+                self._link.connected()  # the pulse begins once the engine has heard us: all three connections stand
+            if message.steps != self.beat.steps or not self.work():
                 self.progress = now
             self.beat = message
         elif isinstance(message, Phase):
-            if self.phase == "starting" and message.name != "starting" and self._link is not None:
-                self._link.connected()  # it answers: it has heard us, and we it
             self._enter(message.name, message.fraction)
         elif isinstance(message, Failed):
             self.failure = message.message
@@ -223,6 +227,7 @@ class Supervisor:
             "event": "engine_stalled",
             "seconds": round(idle, 1),
             "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
+            "requests": [str(one) for one in list(self.work().values())[:64]],
             "stacks": text.splitlines(),
         }
         self.dumps = [*self.dumps[-3:], dump]

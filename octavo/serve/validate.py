@@ -162,7 +162,8 @@ async def completion_prompts(front: Front, body: CompletionRequest) -> list[tupl
     if prompt is None or prompt == []:
         raise bad("prompt", "prompt must be a text, a list of texts, token ids, or a list of lists of token ids")
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
-    limits, found = front.config.limits, []
+    limits = front.config.limits
+    found: list[tuple[str | None, list[int]]] = []
     if len(many) > limits.prompts:
         raise bad("prompt", f"there may be at most {limits.prompts} prompts, got {len(many)}", "param_out_of_range")
     for one in many:

@@ -36,6 +36,23 @@ def test_the_table_the_file_and_the_last_line_agree(octavo: Octavo, tiny: str, t
     assert r["floor_batched_tok_s"] == 4 * r["floor_sequential_tok_s"] and r["prompt_tokens"] == [24, 33, 41, 35]
 
 
+def test_figures_from_a_busy_machine_are_marked(octavo: Octavo, tiny: str) -> None:
+    assert batching.noise([10, 11, 10], [30, 33, 31], [3.0, 3.0, 3.1], 4) == []
+    assert "one after another varied 2.0-fold" in batching.noise([10, 20, 10], [30, 30, 30], [3.0, 1.5, 3.0], 4)[0]
+    assert "more than 4 requests can gain" in batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
+    result = octavo("bench", "batching", tiny, "--repeat", 1, "--max-tokens", 2)
+    assert "not to be trusted: 1 repeats show no spread" in result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["noise"]
+
+
+def test_the_sides_take_turns_to_be_first(tiny: str) -> None:
+    llm, calls = LLM(tiny, progress=False), []
+    real = llm.generate
+    llm.generate = lambda prompts, *a, **k: calls.append(len(prompts)) or real(prompts, *a, **k)  # type: ignore[method-assign]
+    r = batching.measure(llm, max_tokens=2, repeat=2)
+    assert calls == [1, 1, 1, 1, 4] * 2 + [4, 1, 1, 1, 1] and r["same_tokens"]
+
+
 def test_the_floor_counts_what_a_step_reads(tiny: str) -> None:
     llm = LLM(tiny, progress=False)
     head_and_layers = 259 * 32 + 2 * 9280 + 32

@@ -101,10 +101,10 @@ def test_a_group_arrives_filled_in_with_the_commands_own_defaults() -> None:
     def show(
         *, word: Annotated[str, option("Any.", None, "TEXT")] = "w", engine: EngineOptions, sampling: SamplingOptions = HOT
     ) -> None:
-        print(word, engine.block_size, sampling.temperature, sampling.top_p)
+        print(word, engine.max_num_seqs, sampling.temperature, sampling.top_p)
 
-    assert run(show).stdout == "w 16 2.0 1.0\n"
-    assert run(show, "--word", "v", "--block-size", "1K", "--top-p", "0.5", "--temperature", "1").stdout == "v 1024 1.0 0.5\n"
+    assert run(show).stdout == "w 256 2.0 1.0\n"
+    assert run(show, "--word", "v", "--max-num-seqs", "1K", "--top-p", "0.5", "--temperature", "1").stdout == "v 1024 1.0 0.5\n"
     assert HOT.temperature == 2.0
 
 

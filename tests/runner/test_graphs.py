@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.conftest import DEVICE
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
-from octavo.runner.graphs import DecodeGraphs, graph_sizes
+from octavo.runner.graphs import Captured, StepGraphs, decode_sizes
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
@@ -32,7 +33,7 @@ def make_runner(graphs: bool) -> Runner:
     dummy_weights(model, seed=1)
     kv = KVStore(config, CacheConfig(BLOCK, 40), torch.float32, torch.device(DEVICE))
     kv.tensor.zero_()
-    return Runner(model, kv, 4, 64, torch.device(DEVICE), graphs)
+    return Runner(model, kv, 4, 64, 64, torch.device(DEVICE), graphs)
 
 
 def plans() -> list[Plan]:
@@ -54,34 +55,48 @@ def plans() -> list[Plan]:
     return steps
 
 
-def test_a_decode_step_equals_the_general_path() -> None:
+class WithoutCapture(StepGraphs):
+    """Runs the steps that a graph would hold, directly."""
+
+    def _capture(self, kind: str, size: int) -> Captured:
+        captured = Captured(None, torch.zeros(0), torch.zeros(0), torch.zeros(0), None)  # type: ignore[arg-type]
+        captured.inputs = torch.zeros(
+            2 * size if kind == "decode" else len(self.lay_out([], size)), dtype=torch.int32, device=DEVICE
+        )
+
+        class Replay:
+            def replay(_) -> None:
+                if kind == "decode":
+                    captured.logits, captured.lengths, captured.tokens = self.decode_step(captured.inputs)
+                else:
+                    captured.logits, captured.lengths = self.mixed_step(captured.inputs, size)
+
+        captured.graph = Replay()  # type: ignore[assignment]
+        return captured
+
+
+def test_what_graphs_hold_equals_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":  # pinned memory is CUDA's
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
     general, special = make_runner(False), make_runner(False)
-    graphs = DecodeGraphs(special.model, special.kv, special.rows, 4, 64)
+    special.graphs = WithoutCapture(special.model, special.kv, special.rows, 4, 64, 64)
     for plan in plans():
         want = general.launch(plan).wait().tokens
-        if graphs.fits(plan):
-            rows = [item.row for item in plan.items]
-            fresh = {row: block for row, _, block in plan.appends}
-            pad = 4 - len(rows)
-            inputs = [rows + [special.rows.padding] * pad, [fresh.get(r, 0) for r in rows] + [0] * pad]
-            with torch.inference_mode():
-                on_device = torch.tensor(inputs, dtype=torch.int32, device=DEVICE)
-                logits, lengths = graphs._step(on_device)
-                n = len(rows)
-                got = special._sample(plan.items, list(range(n)), on_device[0, :n], logits[:n], lengths[:n], []).wait().tokens
-        else:
-            got = special.launch(plan).wait().tokens
+        got = special.launch(plan).wait().tokens
         assert got == want, plan.step
+    kinds = {kind for kind, _ in special.graphs.captured}
+    assert kinds == {"decode", "mixed"}
     assert int(special.rows.computed[special.rows.padding]) == 0
     for name in ("tokens", "table", "ints"):
-        torch.testing.assert_close(getattr(special.rows, name), getattr(general.rows, name))
+        torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
 
 
 def test_sizes_cover_every_count() -> None:
     for most in (1, 3, 16, 100, 256, 1000, 4096):
-        sizes = graph_sizes(most)
+        sizes = decode_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
-    assert all(b - a <= max(16, b // 8) for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b - a <= max(16, b // 8) for a, b in pairwise(sizes))
 
 
 @pytest.mark.gpu

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-
 import math
+from array import array
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ class Running:
         return self.http.post(path, json=body, **options)
 
     def complete(self, **fields: Any) -> dict[str, Any]:
-        reply = self.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, **fields})
+        reply = self.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True, **fields})
         assert reply.status_code == 200, reply.text
         return reply.json()
 

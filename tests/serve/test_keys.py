@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -55,7 +54,8 @@ def complete(locked: Running, key: str, **fields: object) -> httpx.Response:
 ROUTES = [
     ("GET", path)
     for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/version", "/v1/limits", "/openapi.json",
-                 "/docs", "/", "/v1/dumps", "//livez", "/livez/", "/LIVEZ", "/readyz%2f..%2fmetrics", "/livez/../metrics", "/nothing")
+                 "/docs", "/", "/v1/dumps", "//livez", "/livez/", "/LIVEZ", "/readyz%2f..%2fmetrics", "/livez/../metrics",
+                 "/nothing")
 ] + [
     ("POST", path)
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/batch_generate", "/tokenize", "/detokenize",

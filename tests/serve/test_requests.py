@@ -37,7 +37,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     "number as content": (CHAT, chat("hi", 5), "messages.1.content", None),
     "nested list as content": (CHAT, chat([["hi"]]), "messages.0.content.0", None),
     "unknown part": (CHAT, chat([{"type": "smell", "smell": "x"}]), "messages.0.content.0", None),
-    "an image on a text model": (CHAT, chat([{"type": "image_url", "image_url": {"url": "http://x"}}]), "messages.0.content.0", None),
+    "an image on a text model": (CHAT, chat([{"type": "image_url", "image_url": {"url": "http://x"}}]), "messages.0.content.0",
+                                 None),
     "tool calls as a text": (CHAT, {"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": "x"}]},
                              "messages.1.tool_calls", None),
     "tool call with arguments that are no JSON": (

@@ -211,11 +211,13 @@ def test_a_websocket_generation_is_cancelled(running: Running) -> None:
 
 
 def test_leaving_a_websocket_frees_the_blocks(running: Running) -> None:
-    for _ in range(5):
-        with ws(running) as socket:
-            socket.send(json.dumps({"prompt": "x", "max_new_tokens": 900, "ignore_eos": True}))
-            socket.recv(timeout=5)
-    settled(running)
+    for how in ("politely", "abruptly", "abruptly"):
+        with ws(running, close_timeout=0.2) as connection:
+            connection.send(json.dumps({"prompt": "x", "max_new_tokens": 900, "ignore_eos": True}))
+            connection.recv(timeout=5)
+            if how == "abruptly":
+                connection.socket.shutdown(socket.SHUT_RDWR)
+        settled(running)
 
 
 def test_a_websocket_message_over_the_limit(running: Running) -> None:

@@ -62,7 +62,8 @@ class CpuOps(ReferenceOps):
         return out
 
     def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
-        team = workers(1) if q.dtype == kv.dtype == torch.float32 and q.is_contiguous() else None
+        known = q.dtype == torch.float32 and kv.dtype in (torch.float32, torch.float16) and q.is_contiguous()
+        team = workers(1) if known else None
         if team is None or kv.shape[-1] % team.step.LANES or kv[0].stride() != kv[0].contiguous().stride():
             return super().attention(q, kv, batch, scale, window)
         step, out = team.step, torch.empty_like(q)

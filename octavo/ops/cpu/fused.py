@@ -45,7 +45,8 @@ def attention_record(workers: Workers, batch: ForwardBatch, heads: int, kv: Tens
     a = workers.step.attention
     kv_heads, block_size, dim = kv.shape[-3:]
     record: Record = np.zeros(a.FIELDS, dtype=np.int64)
-    record[a.KV], record[a.BLOCK_STRIDE] = kv.data_ptr(), kv.stride(0) * 4
+    record[a.KV], record[a.BLOCK_STRIDE] = kv.data_ptr(), kv.stride(0) * kv.element_size()
+    record[a.HALF] = kv.dtype == torch.float16
     record[a.HEADS], record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = heads, kv_heads, block_size, dim
     record[a.SEQUENCES] = len(batch.seq_lens)
     record[a.QUERY_START], record[a.SEQ_LENS] = batch.query_start.data_ptr(), batch.seq_lens.data_ptr()

@@ -61,7 +61,7 @@ def act_mul_kernel(gate_up, out, inter, GELU: tl.constexpr, BLOCK: tl.constexpr)
 def act_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inter)
-    block = min(1024, triton.next_power_of_2(inter))
+    block = min(2048, triton.next_power_of_2(inter))
     act_mul_kernel[tokens, triton.cdiv(inter, block)](gate_up, out, inter, gelu, block, num_warps=4, **LAUNCH)
     return out
 

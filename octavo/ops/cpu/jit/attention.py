@@ -1,11 +1,13 @@
 """Causal attention over the paged cache, in place: keys and values are read where they lie, block by block.
 
-One task is some tokens of one sequence and one key head: the rows are those tokens' query heads that share it. LANES keys at
+One task is some tokens of one sequence and one key head: the rows are those tokens' query heads that share it. CHUNK keys at
 a time: scores for all rows, the softmax so far corrected, values added. Nothing of another row or sequence enters, and the
 order of the sums depends on positions alone.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from numba import types
 
@@ -24,6 +26,7 @@ from octavo.ops.cpu.jit.emit import (
     load_f32,
     load_i32,
     load_i64,
+    prefetch,
     store_f32,
     store_i64,
 )
@@ -31,77 +34,110 @@ from octavo.ops.cpu.jit.emit import (
 INT = types.int64
 ROWS = 4  # computed together; scratch is padded to multiples
 TASK_ROWS = 48  # rows of a task, about: what a transposed chunk of keys is used for
-WIDE = 4  # vectors of a head's dimension that the value product keeps in registers
+WIDE = 4  # vectors that products keep in registers for each row: of keys, or of a head's dimension
+CHUNK = WIDE * LANES  # keys between two corrections of the softmax
 
 # The batch to the kernel: a record of int64.
 QUERY, OUT, QUERY_STRIDE, KV, BLOCK_STRIDE, HEADS, KV_HEADS, BLOCK_SIZE, DIM = range(9)
-SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE, FIELDS = range(9, 20)
+SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, HALF, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE, FIELDS = range(9, 21)
 
 
-@intrinsic(VOID, POINTER, POINTER, INT)
-def transpose_keys(e: Emitter, pointers: Value, out: Value, vectors: Value) -> None:
-    """Rows at pointers [LANES] -> out [vectors * LANES, LANES]."""
-    rows = [e.load(pointers + 8 * j, i64) for j in range(LANES)]
-    with e.loop(vectors) as d:
-        block = [e.load(row + d * (4 * LANES), FLOATS) for row in rows]
-        bit = 1
-        while bit < LANES:  # exchange one bit of the row's number with the same bit of the lane's
-            for i in range(LANES):
-                if not i & bit:
-                    a, b = block[i], block[i | bit]
-                    block[i] = e.shuffle(a, b, [j if not j & bit else LANES + (j ^ bit) for j in range(LANES)])
-                    block[i | bit] = e.shuffle(a, b, [j | bit if not j & bit else LANES + j for j in range(LANES)])
-            bit *= 2
-        for j, row in enumerate(block):
-            e.store(row, out + d * (4 * LANES * LANES) + j * 4 * LANES)
+def transpose(half: bool) -> Any:
+    size = 2 if half else 4
+
+    @intrinsic(VOID, POINTER, POINTER, INT, INT)
+    def run(e: Emitter, pointers: Value, out: Value, vectors: Value, stride: Value) -> None:
+        """Rows at pointers [LANES], vectors * LANES long -> out [vectors * LANES, LANES], whose rows are `stride` bytes apart."""
+        rows = [e.load(pointers + 8 * j, i64) for j in range(LANES)]
+        with e.loop(vectors) as d:
+            block = [e.load_floats(row + d * (size * LANES), half) for row in rows]
+            bit = 1
+            while bit < LANES:  # exchange one bit of the row's number with the same bit of the lane's
+                for i in range(LANES):
+                    if not i & bit:
+                        a, b = block[i], block[i | bit]
+                        block[i] = e.shuffle(a, b, [j if not j & bit else LANES + (j ^ bit) for j in range(LANES)])
+                        block[i | bit] = e.shuffle(a, b, [j | bit if not j & bit else LANES + j for j in range(LANES)])
+                bit *= 2
+            first = out + d * LANES * stride
+            for j, row in enumerate(block):
+                e.store(row, first + stride * j)
+
+    return run
 
 
-@intrinsic(VOID, POINTER, INT, POINTER, POINTER)
-def scores(e: Emitter, q: Value, dim: Value, keys: Value, out: Value) -> None:
-    """q [ROWS, dim] times keys [dim, LANES] -> out [ROWS, LANES]"""
-    sums = [e.variable(e.constant(FLOATS, 0.0)) for _ in range(ROWS)]
-    with e.loop(dim) as d:
-        key = e.load(keys + d * (4 * LANES), FLOATS)
+transpose_floats, transpose_halves = transpose(False), transpose(True)
+
+
+def add_scores(vectors: int) -> Any:
+    @intrinsic(VOID, POINTER, INT, POINTER, POINTER)
+    def run(e: Emitter, q: Value, dim: Value, keys: Value, out: Value) -> None:
+        """q [ROWS, dim] times keys [dim, CHUNK] -> out [ROWS, CHUNK], of which `vectors` vectors are computed."""
+        sums = [[e.variable(e.constant(FLOATS, 0.0)) for _ in range(vectors)] for _ in range(ROWS)]
+        with e.loop(dim) as d:
+            key = [e.load(keys + d * (4 * CHUNK) + 4 * LANES * v, FLOATS) for v in range(vectors)]
+            for r in range(ROWS):
+                factor = e.splat(e.load(q + dim * (4 * r) + d * 4, f32))
+                for v in range(vectors):
+                    sums[r][v].set(e.fma(factor, key[v], sums[r][v].get()))
         for r in range(ROWS):
-            sums[r].set(e.fma(e.splat(e.load(q + dim * (4 * r) + d * 4, f32)), key, sums[r].get()))
-    for r in range(ROWS):
-        e.store(sums[r].get(), out + r * 4 * LANES)
+            for v in range(vectors):
+                e.store(sums[r][v].get(), out + r * 4 * CHUNK + 4 * LANES * v)
+
+    return run
 
 
-@intrinsic(VOID, POINTER, POINTER, INT, INT)
-def soften(e: Emitter, row: Value, state: Value, low: Value, high: Value) -> None:
-    """Scores [LANES] become weights, zero but in lanes low..high; state: largest so far, sum so far, and what earlier sums
-    must be multiplied by."""
-    lanes = e.lane_numbers()
+scores_wide, scores_narrow = add_scores(WIDE), add_scores(1)
+
+
+@intrinsic(VOID, POINTER, POINTER, INT, INT, INT)
+def soften(e: Emitter, row: Value, state: Value, vectors: Value, low: Value, high: Value) -> None:
+    """Scores [vectors * LANES] become weights, zero but in low..high; state: largest so far, sum so far, and what earlier
+    sums must be multiplied by."""
     bounds = [e.splat(Value(e, e.b.trunc(x.v, i32))) for x in (low, high)]
-    inside = lanes.compare(">=", bounds[0]) & lanes.compare("<", bounds[1])
-    found = e.select(inside, e.load(row, FLOATS), e.constant(FLOATS, -1e30))
+
+    def found(v: Value) -> tuple[Value, Value]:
+        lanes = e.lane_numbers() + e.splat(Value(e, e.b.trunc((v * LANES).v, i32)))
+        return lanes.compare(">=", bounds[0]) & lanes.compare("<", bounds[1]), e.load(row + v * (4 * LANES), FLOATS)
+
     before = e.load(state, f32)
-    most = e.maximum(before, e.largest(found))
-    weights = e.select(inside, e.exp(found - e.splat(most)), e.constant(FLOATS, 0.0))
-    factor = Value(e, e.b.extract_element(e.exp(e.splat(before - most)).v, i32(0)))
-    e.store(weights, row)
-    e.store(most, state)
-    e.store(e.fma(e.load(state + 4, f32), factor, e.total(weights)), state + 4)
+    most = e.variable(e.constant(FLOATS, -1e30))
+    with e.loop(vectors) as v:
+        inside, values = found(v)
+        most.set(e.maximum(most.get(), e.select(inside, values, e.constant(FLOATS, -1e30))))
+    peak = e.maximum(before, e.largest(most.get()))
+    total = e.variable(e.constant(FLOATS, 0.0))
+    with e.loop(vectors) as v:
+        inside, values = found(v)
+        weights = e.select(inside, e.exp(values - e.splat(peak)), e.constant(FLOATS, 0.0))
+        total.set(total.get() + weights)
+        e.store(weights, row + v * (4 * LANES))
+    factor = Value(e, e.b.extract_element(e.exp(e.splat(before - peak)).v, i32(0)))
+    e.store(peak, state)
+    e.store(e.fma(e.load(state + 4, f32), factor, e.total(total.get())), state + 4)
     e.store(factor, state + 8)
 
 
-def add_values(vectors: int):  # type: ignore[no-untyped-def]
-    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT)
-    def run(e: Emitter, weights: Value, state: Value, pointers: Value, out: Value, stride: Value, offset: Value) -> None:
-        """out [ROWS, ...] = out * factor + weights [ROWS, LANES] times the rows at pointers [LANES]: of all these rows the
-        `vectors` vectors that begin at a byte offset."""
+def add_values(vectors: int, half: bool) -> Any:
+    size = 2 if half else 4
+
+    @intrinsic(VOID, POINTER, POINTER, POINTER, INT, POINTER, INT, INT)
+    def run(
+        e: Emitter, weights: Value, state: Value, pointers: Value, keys: Value, out: Value, stride: Value, offset: Value
+    ) -> None:
+        """out [ROWS, ...] = out * factor + weights [ROWS, keys] times the rows at pointers [keys]: of all these rows the
+        `vectors` vectors that begin at an offset."""
         sums = []
-        out = out + offset
+        out = out + offset * 4
         for r in range(ROWS):
             factor = e.splat(e.load(state + 16 * r + 8, f32))
             at = [out + stride * r + 4 * LANES * v for v in range(vectors)]
             sums.append([e.variable(e.load(a, FLOATS) * factor) for a in at])
-        with e.loop(e.constant(i64, LANES)) as j:
-            row = e.load(pointers + j * 8, i64) + offset
-            value = [e.load(row + 4 * LANES * v, FLOATS) for v in range(vectors)]
+        with e.loop(keys) as j:
+            row = e.load(pointers + j * 8, i64) + offset * size
+            value = [e.load_floats(row + size * LANES * v, half) for v in range(vectors)]
             for r in range(ROWS):
-                weight = e.splat(e.load(weights + 4 * LANES * r + j * 4, f32))
+                weight = e.splat(e.load(weights + 4 * CHUNK * r + j * 4, f32))
                 for v in range(vectors):
                     sums[r][v].set(e.fma(weight, value[v], sums[r][v].get()))
         for r in range(ROWS):
@@ -111,7 +147,8 @@ def add_values(vectors: int):  # type: ignore[no-untyped-def]
     return run
 
 
-add_wide, add_narrow = add_values(WIDE), add_values(1)
+add_wide, add_narrow = add_values(WIDE, False), add_values(1, False)
+add_wide_halves, add_narrow_halves = add_values(WIDE, True), add_values(1, True)
 
 
 @intrinsic(VOID, POINTER, POINTER, types.float32, INT)
@@ -129,7 +166,7 @@ def task_tokens(heads: int, kv_heads: int) -> int:
 def scratch_size(heads: int, kv_heads: int, dim: int) -> int:
     """Bytes that one thread needs."""
     rows = task_tokens(heads, kv_heads) * (heads // kv_heads) + ROWS
-    return 4 * (2 * rows * dim + dim * LANES + rows * LANES + 4 * rows) + 8 * 2 * LANES + 64
+    return 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK
 
 
 @kernel(INT(INT))
@@ -165,10 +202,10 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
     q = load_i64(batch + 8 * SCRATCH) + thread * load_i64(batch + 8 * SCRATCH_SIZE)
     sums = q + 4 * most * dim
     keys = sums + 4 * most * dim
-    weights = keys + 4 * dim * LANES
-    states = weights + 4 * most * LANES
+    weights = keys + 4 * dim * CHUNK
+    states = weights + 4 * most * CHUNK
     key_rows = states + 16 * most
-    value_rows = key_rows + 8 * LANES
+    value_rows = key_rows + 8 * CHUNK
 
     stride, vectors = load_i64(batch + 8 * QUERY_STRIDE), dim // LANES
     scale = load_f32(batch + 8 * SCALE)
@@ -185,39 +222,67 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
 
     table = load_i64(batch + 8 * TABLE)
     table += 4 * load_i32(load_i64(batch + 8 * ROW) + 4 * s) * load_i64(batch + 8 * TABLE_WIDTH)
-    kv, block_stride = kv + head * block_size * dim * 4, load_i64(batch + 8 * BLOCK_STRIDE)
-    values = kv_heads * block_size * dim * 4  # from a key to its value
+    half = load_i64(batch + 8 * HALF)
+    row_size = dim * (2 if half else 4)
+    kv, block_stride = kv + head * block_size * row_size, load_i64(batch + 8 * BLOCK_STRIDE)
+    values = kv_heads * block_size * row_size  # from a key to its value
     end = first_position + count  # keys that any row sees
     chunk = 0 if window == 0 else max(0, first_position - window + 1) // LANES * LANES
+    block, offset = chunk // block_size, chunk % block_size
     while chunk < end:
-        for j in range(LANES):
-            p = chunk + j
-            if p < end:
-                block = load_i32(table + 4 * (p // block_size))
-                at = kv + block * block_stride + (p % block_size) * dim * 4
+        width = (min(CHUNK, end - chunk) + LANES - 1) // LANES  # vectors of keys
+        at = kv + load_i32(table + 4 * block) * block_stride + offset * row_size
+        for j in range(width * LANES):
+            if chunk + j < end:
                 store_i64(key_rows + 8 * j, at)
                 store_i64(value_rows + 8 * j, at + values)
+                for line in range(0, row_size, 64):
+                    prefetch(at + line)
+                    prefetch(at + values + line)
+                at += row_size
+                offset += 1
+                if offset == block_size:
+                    offset = 0
+                    block += 1
+                    if chunk + j + 1 < end:
+                        at = kv + load_i32(table + 4 * block) * block_stride
             else:  # what another sequence left there may be NaN
                 store_i64(key_rows + 8 * j, zeros)
                 store_i64(value_rows + 8 * j, zeros)
-        transpose_keys(key_rows, keys, vectors)
+        for v in range(width):
+            if half:
+                transpose_halves(key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
+            else:
+                transpose_floats(key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
         for r in range(0, padded, ROWS):
-            scores(q + r * dim * 4, dim, keys, weights + r * 4 * LANES)
+            if width == WIDE:
+                scores_wide(q + r * dim * 4, dim, keys, weights + r * 4 * CHUNK)
+            else:
+                for v in range(width):
+                    scores_narrow(q + r * dim * 4, dim, keys + 4 * v * LANES, weights + (r * CHUNK + v * LANES) * 4)
         for r in range(rows):
             p = first_position + r // share
             low = 0 if window == 0 else p - window + 1 - chunk
-            soften(weights + r * 4 * LANES, states + 16 * r, low, p + 1 - chunk)
+            soften(weights + r * 4 * CHUNK, states + 16 * r, width, low, p + 1 - chunk)
         for r in range(rows, padded):
-            soften(weights + r * 4 * LANES, states + 16 * r, 0, 0)
+            soften(weights + r * 4 * CHUNK, states + 16 * r, width, 0, 0)
+        some = min(width * LANES, end - chunk)
         for r in range(0, padded, ROWS):
+            part, state, sum_rows = weights + r * 4 * CHUNK, states + 16 * r, sums + r * dim * 4
             v = 0
             while v + WIDE <= vectors:
-                add_wide(weights + r * 4 * LANES, states + 16 * r, value_rows, sums + r * dim * 4, dim * 4, v * 4 * LANES)
+                if half:
+                    add_wide_halves(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
+                else:
+                    add_wide(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
                 v += WIDE
             while v < vectors:
-                add_narrow(weights + r * 4 * LANES, states + 16 * r, value_rows, sums + r * dim * 4, dim * 4, v * 4 * LANES)
+                if half:
+                    add_narrow_halves(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
+                else:
+                    add_narrow(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
                 v += 1
-        chunk += LANES
+        chunk += CHUNK
 
     target = load_i64(batch + 8 * OUT) + (first_token * heads + head * share) * dim * 4
     for r in range(rows):

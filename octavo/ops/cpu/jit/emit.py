@@ -137,6 +137,10 @@ class Emitter:
     def store(self, value: Value, address: Value) -> None:
         self.b.store(value.v, self.b.inttoptr(address.v, value.v.type.as_pointer())).align = 1
 
+    def load_floats(self, address: Value, half: bool) -> Value:
+        """LANES float32, from as many halves if they are stored so."""
+        return self.to_float(self.load(address, HALVES)) if half else self.load(address, FLOATS)
+
     # ---- control -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -184,6 +188,9 @@ class Emitter:
         """From int32 or half."""
         kind = FLOATS if isinstance(a.v.type, ir.VectorType) else f32
         return Value(self, (self.b.fpext if a.is_float else self.b.sitofp)(a.v, kind))
+
+    def to_half(self, a: Value) -> Value:
+        return Value(self, self.b.fptrunc(a.v, HALVES if isinstance(a.v.type, ir.VectorType) else f16))
 
     def narrow(self, a: Value) -> Value:
         """INTS, small ones, as bytes."""
@@ -292,6 +299,14 @@ def sleep_while(e: Emitter, address: Value, value: Value) -> None:
 def wake(e: Emitter, address: Value) -> None:
     """Wake all who sleep on this address."""
     _futex(e, address, 129, e.constant(i64, 2**31 - 1))
+
+
+@intrinsic(VOID, POINTER)
+def prefetch(e: Emitter, address: Value) -> None:
+    """Ask for a cache line that will be read soon."""
+    kinds = [i8.as_pointer(), i32, i32, i32]
+    function = cgutils.get_or_insert_function(e.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
+    e.b.call(function, [e.b.inttoptr(address.v, kinds[0]), i32(0), i32(3), i32(1)])
 
 
 # ---- plain access ------------------------------------------------------------------------------------------

@@ -76,6 +76,19 @@ def turn(kind: ir.Type) -> Any:
 turn_one, turn_many = turn(f32), turn(FLOATS)
 
 
+def copy(half: bool) -> Any:
+    @intrinsic(VOID, POINTER, POINTER, INT)
+    def run(e: Emitter, source: Value, target: Value, vectors: Value) -> None:
+        with e.loop(vectors) as i:
+            x = e.load(source + i * (4 * LANES), FLOATS)
+            e.store(e.to_half(x) if half else x, target + i * ((2 if half else 4) * LANES))
+
+    return run
+
+
+copy_floats, copy_halves = copy(False), copy(True)
+
+
 @intrinsic(VOID, POINTER, POINTER, POINTER, INT)
 def gate(e: Emitter, gates: Value, ups: Value, out: Value, gelu: Value) -> None:
     """act(gate) * up of one vector. gelu (tanh) is g * sigmoid(2 z), silu is g * sigmoid(g)."""
@@ -243,21 +256,23 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
     stride, qkv = load_i64(batch + 8 * attention.QUERY_STRIDE), load_i64(job + 8 * QKV)
     q_norm, k_norm = load_i64(layer + 8 * Q_NORM), load_i64(layer + 8 * K_NORM)
     angles, positions, slots = load_i64(layer + 8 * ANGLES), load_i64(job + 8 * POSITIONS), load_i64(job + 8 * SLOTS)
-    rows = load_i64(job + 8 * ROWS)
+    rows, size = load_i64(job + 8 * ROWS), 2 if load_i64(batch + 8 * attention.HALF) != 0 else 4
     t = team.take(me)
     while t < rows:
         row, turn = qkv + t * stride, angles + load_i64(positions + 8 * t) * dim * 4
         slot = load_i64(slots + 8 * t)
-        at = kv + slot // block_size * load_i64(batch + 8 * attention.BLOCK_STRIDE) + slot % block_size * dim * 4
+        at = kv + slot // block_size * load_i64(batch + 8 * attention.BLOCK_STRIDE) + slot % block_size * dim * size
         for h in range(heads + kv_heads):
             head, weight = row + h * dim * 4, q_norm if h < heads else k_norm
             if weight != 0:
                 norm(head, weight, head, eps, dim)
             rotate(head, turn, dim // 2)
-            if h >= heads:
-                move(head, at + (h - heads) * block_size * dim * 4, dim)
-        for h in range(kv_heads):
-            move(row + (heads + kv_heads + h) * dim * 4, at + (kv_heads + h) * block_size * dim * 4, dim)
+        for h in range(2 * kv_heads):
+            source, target = row + (heads + h) * dim * 4, at + h * block_size * dim * size
+            if size == 2:
+                copy_halves(source, target, dim // LANES)
+            else:
+                copy_floats(source, target, dim // LANES)
         t = team.take(me)
     team.finish(me, rows)
 
@@ -283,9 +298,10 @@ def decode(me: int, job: int) -> None:
     batch, gelu = load_i64(job + 8 * BATCH), load_i64(job + 8 * GELU)
     heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
     dim, block_size = load_i64(batch + 8 * attention.DIM), load_i64(batch + 8 * attention.BLOCK_SIZE)
+    size = 2 if load_i64(batch + 8 * attention.HALF) != 0 else 4
     layer, post = load_i64(job + 8 * LAYERS), 0
     for i in range(load_i64(job + 8 * LAYER_COUNT)):
-        kv = load_i64(batch + 8 * attention.KV) + i * 2 * kv_heads * block_size * dim * 4
+        kv = load_i64(batch + 8 * attention.KV) + i * 2 * kv_heads * block_size * dim * size
         to_qkv, to_out = layer, layer + 8 * product.FIELDS
         to_inner, to_hidden = layer + 16 * product.FIELDS, layer + 24 * product.FIELDS
         add_and_norm(me, job, post, load_i64(layer + 8 * ATTN_NORM), to_qkv, 1 if i == 0 else 0)

@@ -1,0 +1,249 @@
+"""Start, death, hang and end: of the engine process, which may die, and of the server, which must not."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests import tiny
+from tests.serve.running import ROOT, Running, check_error, children, events, free_port, server
+
+LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+class Probing:
+    """Asks /livez all the time; every answer must be 200, and quick."""
+
+    def __init__(self, running: Running):
+        self.url, self.over, self.slowest, self.bad = f"{running.url}/livez", threading.Event(), 0.0, 0
+        self.thread = threading.Thread(target=self.probe)
+
+    def probe(self) -> None:
+        with httpx.Client() as http:
+            while not self.over.wait(0.01):
+                begun = time.monotonic()
+                self.bad += http.get(self.url).status_code != 200
+                self.slowest = max(self.slowest, time.monotonic() - begun)
+
+    def __enter__(self) -> Probing:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def gone(pid: int, seconds: float = 5) -> bool:
+    for _ in range(int(seconds * 50)):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def streams(running: Running, count: int, then: Any, max_tokens: int = 1000) -> list[str]:
+    """The texts of so many streams; `then` is called once all have begun."""
+    begun = asyncio.Semaphore(0)
+
+    async def one(http: httpx.AsyncClient) -> str:
+        text = ""
+        async with http.stream("POST", f"{running.url}/v1/completions", json={**LONG, "max_tokens": max_tokens}) as reply:
+            assert reply.status_code == 200
+            async for part in reply.aiter_text():
+                if not text:
+                    begun.release()
+                text += part
+        return text
+
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=count)) as http:
+        tasks = [asyncio.create_task(one(http)) for _ in range(count)]
+        for _ in range(count):
+            await begun.acquire()
+        then()
+        return list(await asyncio.gather(*tasks))
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose engine can be made to hang or fail, with a quick watchdog."""
+    folder = tmp_path_factory.mktemp("mortal")
+    with server(folder, program="tests.serve.hanging_engine", stall_dump=0.5, stall_kill=1.5) as found:
+        yield found
+
+
+def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
+    """Each stream ends with a typed error, /livez never fails, the server is ready again soon, and nothing is left over."""
+    (engine,) = mortal.children()
+    files = mortal.open_files()
+    folders = set(glob.glob("/tmp/octavo-*/link*"))
+    with Probing(mortal) as probing:
+        texts = asyncio.run(streams(mortal, 32, lambda: os.kill(engine, signal.SIGKILL)))
+        died = time.monotonic()
+        for text in texts:
+            last = events(text)[-1]
+            assert last["error"]["code"] == "engine_restarting" and last["error"]["type"] == "overloaded_error"
+        check_error(mortal.post("/v1/completions", {"prompt": "x"}), 503, code="engine_restarting")
+        state = mortal.get("/readyz")
+        assert state.status_code == 503 and state.json()["state"] == "restarting"
+        mortal.wait("/readyz", 20)
+        assert time.monotonic() - died < 10
+    assert probing.bad == 0 and probing.slowest < 0.5
+    assert mortal.complete()["usage"]["completion_tokens"] == 4
+    assert gone(engine) and len(mortal.children()) == 1 and mortal.children() != [engine]
+    time.sleep(0.2)
+    assert abs(mortal.open_files() - files) <= 2, "the same but for a probe's connection"
+    assert set(glob.glob("/tmp/octavo-*/link*")) <= folders
+    found = mortal.metrics()
+    assert found["octavo:num_requests_open"] == found["octavo:kv_blocks_used"] == 0
+    assert found["octavo:engine_starts_total"] == 2
+
+
+def test_a_failing_step_ends_its_requests_and_no_others(mortal: Running) -> None:
+    engine = mortal.children()
+    reply = mortal.post("/v1/completions", {"prompt": [14] * 5})
+    error = check_error(reply, 500, code="engine_error")
+    assert "passwd" not in reply.text and error["type"] == "server_error" and reply.headers["x-should-retry"] == "true"
+    assert mortal.complete()["usage"]["completion_tokens"] == 4 and mortal.children() == engine
+
+
+def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
+    with httpx.Client(base_url=mortal.url, timeout=30) as http:
+        begun = time.monotonic()
+        done: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: done.append(http.post("/v1/completions", json={"prompt": [13] * 5})))
+        thread.start()
+        while mortal.get("/readyz").status_code == 200:
+            assert time.monotonic() - begun < 5
+            time.sleep(0.02)
+        assert mortal.get("/readyz").json()["state"] == "stalled" and mortal.get("/livez").status_code == 200
+        thread.join()
+    check_error(done[0], 503, code="engine_restarting")
+    assert 1 < time.monotonic() - begun < 6
+    dump = next(json.loads(line) for line in mortal.log.read_text().splitlines() if line.startswith('{"event"'))
+    assert dump["event"] == "engine_stalled" and any("hanging_engine.py" in line for line in dump["stacks"])
+    assert "5 prompt tokens, waits" in dump["requests"][0]
+    mortal.wait()
+    assert mortal.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_an_engine_that_is_stopped_is_replaced(mortal: Running) -> None:
+    (engine,) = mortal.children()
+    os.kill(engine, signal.SIGSTOP)
+    assert gone(engine, 8)
+    mortal.wait()
+    assert mortal.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_the_engine_dies_with_a_front_that_is_killed(tmp_path: Path) -> None:
+    folders = set(glob.glob("/tmp/octavo-*/link*"))
+    with server(tmp_path) as front:
+        (engine,) = front.children()
+        front.process.kill()
+        assert gone(engine, 2)
+        assert set(glob.glob("/tmp/octavo-*/link*")) <= folders, "and no socket is left behind"
+
+
+# ---- the end ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_signal_drains_and_the_second_cuts_off(tmp_path: Path) -> None:
+    with server(tmp_path, drain_timeout=20) as front:
+        (engine,) = front.children()
+
+        def stop() -> None:
+            front.process.send_signal(signal.SIGTERM)
+            for _ in range(100):
+                if front.get("/readyz").status_code == 503:
+                    break
+                time.sleep(0.01)
+            assert front.get("/readyz").json()["state"] == "draining" and front.get("/livez").status_code == 200
+            check_error(front.post("/v1/completions", {"prompt": "x"}), 503, code="draining")
+            time.sleep(0.1)
+            assert front.process.poll() is None, "somebody is still being served"
+            front.process.send_signal(signal.SIGTERM)
+
+        texts = asyncio.run(streams(front, 16, stop))
+        for text in texts:
+            assert events(text)[-1]["error"]["code"] == "draining"
+        assert front.process.wait(10) == 0
+        assert gone(engine)
+
+
+def test_draining_lets_requests_finish(tmp_path: Path) -> None:
+    with server(tmp_path) as front:
+        texts = asyncio.run(streams(front, 4, lambda: front.process.send_signal(signal.SIGTERM), 300))
+        assert all(events(text)[-1]["choices"][0]["finish_reason"] == "length" for text in texts)
+        assert front.process.wait(10) == 0
+
+
+def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
+    with server(tmp_path, ready=False) as front:
+        state = front.get("/startupz")
+        assert state.status_code == 503 and state.json()["state"] == "starting"
+        assert {"state", "phase", "elapsed_s"} <= set(state.json())
+        check_error(front.post("/v1/completions", {"prompt": "x"}), 503, code="engine_starting")
+        engines = front.children()
+        assert front.stop() == 0
+        assert all(gone(engine) for engine in engines)
+
+
+# ---- what cannot start ------------------------------------------------------------------------------------
+
+
+def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "octavo", *argv], cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+
+def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "keys.toml").write_text("")
+    model = tiny.model_dir()
+    for argv, says in {
+        ("--port", str(running.port), model): "in use",
+        ("--host", "no.such.host.invalid", model): "not an address",
+        ("--host", "0.0.0.0", model): "--allow-unauthenticated",
+        (str(tmp_path / "nowhere"),): "no such directory",
+        (str(tmp_path / "empty"),): "config.json",
+        ("--api-keys", str(tmp_path / "keys.toml"), model): "no [[keys]]",
+        ("--max-model-len", "99999", "--port", str(free_port()), model): "99999",
+    }.items():
+        begun = time.monotonic()
+        done = octavo("serve", *argv)
+        assert done.returncode not in (0, None), argv
+        (line,) = done.stderr.strip().splitlines()
+        assert line.startswith("error: ") and says in line, line
+        assert time.monotonic() - begun < 10, (argv, time.monotonic() - begun)
+
+
+def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
+    port = free_port()
+    argv = [sys.executable, "-m", "octavo", "serve", tiny.model_dir(), "--port", str(port), "--max-model-len", "256"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline() for _ in range(5)]
+            assert "weights" in lines[1] and "tokens in" in lines[2] and f"http://127.0.0.1:{port}/v1" in lines[3]
+            line = lines[4].partition("curl ")[2]
+            reply = subprocess.run(f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20).stdout
+            assert json.loads(reply)["choices"][0]["message"]["role"] == "assistant"
+            (engine,) = children(process.pid)
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0 and gone(engine)

@@ -1,0 +1,185 @@
+"""The smaller routes, the metrics and the description of it all."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.serve.http import GET, POST
+from tests.serve.running import NAME, Running, check_error, server
+
+JSON = {"content-type": "application/json"}
+
+
+def test_generate_has_exactly_its_shape(running: Running) -> None:
+    reply = running.post("/generate", {"prompt": "hello", "max_new_tokens": 5, "temperature": 0}).json()
+    assert list(reply) == ["generated_text"]
+    assert reply["generated_text"] == running.complete(max_tokens=5, temperature=0, ignore_eos=False)["choices"][0]["text"]
+
+
+def test_batch_generate_has_exactly_its_shape(running: Running) -> None:
+    body = {"prompts": ["one", "two"], "max_new_tokens": 5, "temperature": 0}
+    reply = running.post("/batch_generate", body).json()
+    assert list(reply) == ["generated_texts"]
+    singles = [running.post("/generate", {"prompt": p, "max_new_tokens": 5, "temperature": 0}).json() for p in ("one", "two")]
+    assert reply["generated_texts"] == [s["generated_text"] for s in singles]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {}, "prompt"),
+        ("/generate", {"prompt": ["x"]}, "prompt"),
+        ("/generate", {"prompt": "x", "max_new_tokens": 0}, "max_new_tokens"),
+        ("/generate", {"prompt": "x" * 5000}, "prompt"),
+        ("/batch_generate", {"prompts": []}, "prompts"),
+        ("/batch_generate", {"prompts": "x"}, "prompts"),
+        ("/batch_generate", {"prompts": ["x"] * 2000}, "prompts"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, None),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens.0"),
+        ("/v1/chat/completions/render", {}, "messages"),
+    ],
+)
+def test_bad_requests_to_them(running: Running, path: str, body: dict[str, object], param: str | None) -> None:
+    error = check_error(running.http.post(path, content=json.dumps(body), headers=JSON), 400)
+    assert param is None or error["param"] == param
+
+
+def test_tokens_there_and_back(running: Running) -> None:
+    text = "hello wörld \U0001f600"
+    found = running.post("/tokenize", {"prompt": text}).json()
+    assert found["count"] == len(found["tokens"]) == len(text.encode()) and found["max_model_len"] == 1024
+    assert running.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    strings = running.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()["token_strs"]
+    assert strings == ["a", "b"]
+
+
+def test_render_shows_what_a_chat_becomes(running: Running) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    found = running.post("/v1/chat/completions/render", {"messages": messages}).json()
+    assert found["prompt"] == "<|user|>hi<|end|><|assistant|>"
+    assert found["token_ids"] == running.post("/tokenize", {"messages": messages}).json()["tokens"]
+
+
+def test_tokenizer_info(running: Running) -> None:
+    found = running.get("/tokenizer_info").json()
+    assert found["eos_token"] == "<|eos|>" and found["bos_token_id"] == 257 and "messages" in found["chat_template"]
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/health", "/version", "/v1/limits", "/openapi.json"])
+def test_what_tells_about_the_server(running: Running, path: str) -> None:
+    assert running.get(path).status_code == 200
+    assert running.http.head(path).status_code == 200
+
+
+def test_limits_are_told(running: Running) -> None:
+    found = running.get("/v1/limits").json()
+    assert found["max_model_len"] == 1024 and found["body_bytes"] == 8 * 2**20 and found["stops"] == 4
+
+
+NAMES = [  # with a prefix each
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "generation_tokens_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "iteration_tokens_total_bucket",
+    "cache_config_info",
+    "event_loop_lag_seconds",
+    "kv_blocks_used",
+    "kv_blocks_cached",
+    "kv_blocks_free",
+]
+
+
+def test_metrics_have_the_names_that_dashboards_know(running: Running) -> None:
+    running.complete()
+    text = running.get("/metrics").text
+    for name in NAMES:
+        assert re.search(rf"^octavo:{name}[ {{]", text, re.MULTILINE), name
+    assert 'octavo:request_success_total{finished_reason="length",model_name="tiny"}' in text
+    for name in ("inference_requests_total", "inference_tokens_generated_total", "inference_request_latency_seconds_count"):
+        assert re.search(rf"^{name} ", text, re.MULTILINE), name
+    edges = re.findall(r'^inference_request_latency_seconds_bucket\{le="([^"]+)"', text, re.MULTILINE)
+    assert edges == ["0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "50.0", "+Inf"]
+
+
+def test_metrics_count_what_happened(running: Running) -> None:
+    before = running.metrics()
+    running.complete(prompt=[1] * 10, max_tokens=7)
+    time.sleep(0.05)
+    after = running.metrics()
+
+    def grew(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grew("octavo:prompt_tokens_total") == 10 and grew("octavo:generation_tokens_total") == 7
+    assert grew("inference_requests_total") == 1 and grew("inference_tokens_generated_total") == 7
+    assert grew("octavo:time_to_first_token_seconds_count") == 1 and grew("octavo:inter_token_latency_seconds_count") == 6
+    assert grew("octavo:prefill_tokens_total") == 10 and grew("octavo:decode_tokens_total") == 6
+    blocks = [after[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free")]
+    assert sum(blocks) == 512 and blocks[0] == 0
+
+
+def test_no_label_comes_from_a_client(running: Running) -> None:
+    for k in range(5):
+        running.post("/v1/completions", {"prompt": "secret words", "max_tokens": 1, f"field{k}": 1, "user": f"user{k}"})
+        running.get(f"/path{k}")
+    text = running.get("/metrics").text
+    assert "secret" not in text and "user1" not in text and "path1" not in text and "field1" not in text
+
+
+def test_the_description_names_every_route(running: Running) -> None:
+    found = running.get("/openapi.json").json()
+    paths = {p.replace(":path", "") for p in (*GET, *POST)} - {"/openapi.json", "/v1/dumps"}
+    assert set(found["paths"]) == paths
+    chat = found["components"]["schemas"]["ChatRequest"]
+    assert chat["required"] == ["messages"] and "temperature" in chat["properties"]
+
+
+def test_logs_hold_no_prompt(running: Running) -> None:
+    running.complete(prompt="a very private prompt")
+    running.post("/v1/completions", {"prompt": "a very private prompt", "max_tokens": -1})
+    assert "private" not in running.log.read_text()
+
+
+def test_other_ways_to_run_it(tmp_path: Path) -> None:
+    """Strict fields, templates from requests, vLLM's metric names, an origin that may use it."""
+    options = dict(strict_params=True, request_templates=True, metrics_prefix="vllm", allowed_origins=["https://app.example"])
+    with server(tmp_path, **options) as other:
+        check_error(other.post("/v1/completions", {"prompt": "x", "wat": 1}), 400, "wat", "unsupported_parameter")
+        body = {"messages": [{"role": "user", "content": "hi"}], "chat_template": "Q: {{ messages[0].content }}"}
+        assert other.post("/v1/chat/completions/render", body).json()["prompt"] == "Q: hi"
+        body["chat_template"] = "{{ ''.__class__.__mro__ }}"
+        assert other.post("/v1/chat/completions", body).status_code in (400, 500)
+        body["chat_template"] = "{% for i in range(999999999) %}x{% endfor %}"
+        check_error(other.post("/v1/chat/completions", body), 400, "messages")
+        body["chat_template"] = "{{ broken"
+        assert other.post("/v1/chat/completions", body).status_code in (400, 500)
+        assert "vllm:num_requests_running" in other.get("/metrics").text
+        headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        assert (
+            other.http.options("/v1/completions", headers=headers).headers["access-control-allow-origin"] == "https://app.example"
+        )
+        headers["origin"] = "https://evil.com"
+        assert "access-control-allow-origin" not in other.http.options("/v1/completions", headers=headers).headers
+        assert other.get("/v1/models").json()["data"][0]["id"] == NAME
