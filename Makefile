@@ -1,4 +1,4 @@
-# `make chat` and `make test` are all a newcomer needs: both set up .venv first, once. `make help` lists the rest.
+# `make chat`, `make serve` and `make test` are all a newcomer needs: they set up .venv first, once. `make help` lists the rest.
 
 PYTHON ?= python3
 # Installed on its own, before the lock: docs/decisions/0001-set-up.md.
@@ -11,10 +11,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq # errors only
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat test test-slow test-gpu lint format clean
+.PHONY: help setup chat serve test test-slow test-gpu lint format clean
 
 help:
 	@echo "make chat       set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
+	@echo "make serve      set up, then serve the embedded model over HTTP (ARGS likewise)"
 	@echo "make test       set up, then run the tests that need no GPU and little time (ARGS likewise)"
 	@echo "make test-slow  the long tests"
 	@echo "make test-gpu   the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
@@ -42,6 +43,9 @@ $(READY): requirements.lock pyproject.toml
 
 chat: $(READY)
 	@$(BIN)/octavo chat $(ARGS)
+
+serve: $(READY)
+	@exec $(BIN)/octavo serve $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 --quiet $(ARGS)

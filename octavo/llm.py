@@ -26,7 +26,16 @@ from octavo.config import ModelConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest, ModelError
-from octavo.memory import MemoryPlan, activation_bytes, kv_budget, size_pool, weight_bytes
+from octavo.memory import (
+    BLOCK_SIZE,
+    MemoryPlan,
+    activation_bytes,
+    kv_budget,
+    parameter_count,
+    size_pool,
+    step_tokens,
+    weight_bytes,
+)
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.load import load_model
 from octavo.ops import select
@@ -87,7 +96,7 @@ class LLM:
             raise InvalidRequest(f"depth (steps in flight) must be 1, 2 or 3, got {depth}", "depth")
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
-        block_size = block_size or (64 if on_gpu else 16)  # docs/decisions/0003-kv-layout.md
+        block_size = block_size or BLOCK_SIZE[self.device.type]
         ops = select(self.device.type)
         if dtype == "auto" and not on_gpu:
             dtype = "float32"  # a CPU multiplies 16-bit numbers more slowly, batched several times so (docs/models.md)
@@ -108,7 +117,7 @@ class LLM:
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
         self.model_dtype = self.model.dtype
         name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
-        budget = max_num_batched_tokens or max(max_num_seqs, 16384 if on_gpu else 2048)
+        budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
         schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
         activations = activation_bytes(self.config, schedule, name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
@@ -187,11 +196,12 @@ class LLM:
             read: tuple[str | None, list[int]] = None, self.encode_chat(prompt)
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
-        collector = self._submit(read, sampling_params or SamplingParams(), arrival)
-        collector.news = []
-        return self._follow(collector, collector.news)
+        return self._follow(read, sampling_params or SamplingParams(), arrival)
 
-    def _follow(self, collector: Collector, news: list[CompletionOutput]) -> Iterator[CompletionOutput]:
+    def _follow(self, prompt: tuple[str | None, list[int]], params: SamplingParams, arrival: float) -> Iterator[CompletionOutput]:
+        collector = self._submit(prompt, params, arrival)  # here, when somebody asks: an unread stream is no request
+        news: list[CompletionOutput] = []
+        collector.news = news
         try:
             while news or not collector.finished:
                 while news:

@@ -30,7 +30,9 @@ print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.ti
 """
 
 
-def measure(model: str, repeat: int = 3, done: Callable[[], None] = lambda: None, **options: Any) -> list[dict[str, float]]:
+def measure(
+    model: str | None, repeat: int = 3, done: Callable[[], None] = lambda: None, **options: Any
+) -> list[dict[str, float]]:
     """Seconds from the process's start to: imports done, model loaded, first token. The first run fills caches of compiled
     kernels and of the file system."""
     runs = []

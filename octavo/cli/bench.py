@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli.options import EngineOptions, command, option, size
 from octavo.cli.screen import in_bytes, short
+from octavo.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
 
 app = typer.Typer(help="Measure speed: each bench prints a table, and JSON as its last line.", no_args_is_help=True)
 Output = Annotated[Path | None, option("Write the result here as JSON.", None, "FILE", "--json")]
-
-
-@app.callback()
-def bench() -> None:
-    """Keeps `batching` a subcommand while it is the only one."""
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
@@ -80,3 +80,101 @@ def batching(
     step, speed = in_bytes(r["step_bytes"]), in_bytes(r["bandwidth_bytes_s"])
     console.print(f"[dim]floor: {step} of weights a step, at a copy's {speed}/s: {r['floor_step_s'] * 1e3:.0f} ms[/dim]")
     finish(r, output)
+
+
+ModelOrShape = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A model, or random weights of qwen3-0.6b, llama-8b or tinyllama-1.1b.")
+]
+THROUGHPUT = EngineOptions(max_model_len=4096)
+
+
+@app.command()
+@command
+def throughput(
+    model: ModelOrShape = None,
+    workloads: Annotated[str, option("Which, of those listed below.", None, "NAME,...", show_default=True)] = "offline,single",
+    repeat: Annotated[int, option("Runs of each; the median counts.", None, "N", show_default=True, min=1)] = 3,
+    output: Output = None,
+    engine: EngineOptions = THROUGHPUT,
+) -> None:
+    """Whole workloads, with the floor beside each: offline, single, four, decode, shared_prefix, prefill."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.throughput import measure
+    from octavo.bench.workloads import WORKLOADS
+
+    names = workloads.split(",")
+    if unknown := sorted(set(names) - set(WORKLOADS)):
+        raise InvalidRequest(f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+        llm = _load(engine, model)
+        progress.update(task, description="warming up")
+        llm.warm_up()
+        progress.update(task, description="measuring", total=len(names) * (1 + repeat))
+        results = measure(llm, names, repeat, lambda: progress.advance(task))
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("workload", "requests", "median", "min - max", "floor", "of it", "host ms a step: plan, launch, wait, commit"):
+        table.add_column(column)
+    for r in results:
+        host = ", ".join(f"{v:.2f}" for v in r["host_ms_a_step"].values())
+        table.add_row(
+            r["workload"], str(r["requests"]), f"{r['tok_s']:,.0f} {r['unit']}", f"{min(r['runs']):,.0f} - {max(r['runs']):,.0f}",
+            f"{r['floor_tok_s']:,.0f}", f"{r['of_floor']:.0%}", host,
+        )  # fmt: skip
+    console.print(table)
+    name = str(llm.model_dtype).removeprefix("torch.")
+    finish({"bench": "throughput", "model": model, "device": llm.device.type, "dtype": name, "results": results}, output)
+
+
+@app.command()
+@command
+def startup(
+    model: ModelOrShape = None,
+    directory: Annotated[Path | None, option("Where random weights of a shape are written.", None, "DIRECTORY")] = None,
+    repeat: Annotated[int, option("Fresh processes.", None, "N", show_default=True, min=1)] = 3,
+    output: Output = None,
+    engine: EngineOptions = THROUGHPUT,
+) -> None:
+    """From a fresh process to its first token: imports, weights, then everything the first step needs."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.shapes import SHAPES
+    from octavo.bench.startup import measure, write_checkpoint
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("writing random weights", total=None)
+        if model in SHAPES:
+            directory = directory or Path(tempfile.gettempdir()) / f"octavo-{model}"
+            if not (directory / "config.json").exists():
+                write_checkpoint(SHAPES[model], directory)
+        progress.update(task, description="starting", total=repeat)
+        arguments = {k: v for k, v in engine.arguments().items() if k not in ("tokenizer", "progress")}
+        target = str(directory) if model in SHAPES else model
+        runs = measure(target, repeat, lambda: progress.advance(task), **arguments)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("run", *runs[0]):
+        table.add_column(column)
+    for i, run in enumerate(runs, 1):
+        table.add_row(str(i), *(f"{seconds:.1f} s" for seconds in run.values()))
+    Console(highlight=False).print(table)
+    finish({"bench": "startup", "model": model, "runs": runs}, output)
+
+
+def _load(engine: EngineOptions, model: str | None) -> LLM:
+    """A model, or a shape's random weights."""
+    from octavo.bench.shapes import SHAPES
+
+    if model not in SHAPES:
+        return engine.load(model)
+    engine.load_format = "dummy"
+    if engine.max_model_len is not None:
+        engine.max_model_len = min(engine.max_model_len, SHAPES[model]["max_position_embeddings"])
+    return engine.load(SHAPES[model], skip_tokenizer_init=True)

@@ -80,9 +80,16 @@ class SizeOptions:
     """What decides how much memory is needed."""
 
     dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "Model", "NAME", show_default=True)] = "auto"
-    quantization: Annotated[str, option("Of weights: auto, none, int8, int4-g32, ...", "Model", "NAME", show_default=True)] = (
-        "auto"
-    )
+    quantization: Annotated[
+        str,
+        option(
+            "Weights as none, int8, int4-g64, ...; auto: as a GGUF file has them.",
+            "Model",
+            "FORMAT",
+            "--quant",
+            show_default=True,
+        ),
+    ] = "auto"
     device: Annotated[str, option("auto, cpu or cuda.", "Model", "NAME", show_default=True)] = "auto"
     revision: Annotated[str | None, option("Branch, tag or commit on the hub.", "Model", "NAME")] = None
     max_model_len: Annotated[
@@ -107,10 +114,6 @@ class EngineOptions(SizeOptions):
     depth: Annotated[int | None, option("Steps in flight, 1 to 3: 1 on a CPU, 2 on a GPU.", "Scheduling", "N")] = None
     enforce_eager: Annotated[bool, flag("--enforce-eager", "Use no CUDA graphs.", "Scheduling")] = False
     no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")] = False
-    quant: Annotated[
-        str | None,
-        option("Weights as int8, int4-g64, ...; none: as dtype; auto: as a GGUF file has them.", "Model", "FORMAT"),
-    ] = None
     load_format: Annotated[str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")] = "auto"
     tokenizer: Annotated[Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")] = None
 
@@ -122,7 +125,6 @@ class EngineOptions(SizeOptions):
             quantization=self.quantization,
             device=self.device,
             load_format=self.load_format,
-            quantization=self.quant,
             revision=self.revision,
             max_model_len=self.max_model_len,
             gpu_memory_utilization=self.gpu_memory_utilization,

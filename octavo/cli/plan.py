@@ -107,7 +107,7 @@ class Case:
     def of(cls, shape: Shape, options: SizeOptions, device_memory: int | None) -> Case:
         import torch
 
-        from octavo.memory import BLOCK_SIZE, STEP_TOKENS, available_memory
+        from octavo.memory import BLOCK_SIZE, available_memory, step_tokens
 
         if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             fail(f"unknown device {options.device!r}: use auto, cpu or cuda")
@@ -125,7 +125,8 @@ class Case:
             dtype = shape.config.dtype if kind == "cuda" else "float32"
         if dtype not in DTYPE_BYTES:
             raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-        budget = options.max_num_batched_tokens or max(options.max_num_seqs, STEP_TOKENS[kind])
+        parameters = shape.measure(dtype, options.quantization, kind)[0]
+        budget = options.max_num_batched_tokens or step_tokens(kind, parameters, options.max_num_seqs)
         return cls(
             kind, free, total, dtype, options.quantization, options.gpu_memory_utilization,
             options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,

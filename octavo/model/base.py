@@ -99,14 +99,6 @@ class CausalLM(nn.Module):
     def finish_loading(self) -> None:
         """Called once after all weights are in place."""
 
-    @property
-    def num_parameters(self) -> int:
-        """Numbers that the checkpoint gave, however they are stored now."""
-        plain = sum(p.numel() for p in self.parameters())
-        return plain + sum(
-            m.weight.shape.numel() for m in self.modules() if isinstance(m, Matrix) and not isinstance(m.weight, Tensor)
-        )
-
 
 class Registry:
     """Architecture name, as in config.json's `architectures`, to class."""

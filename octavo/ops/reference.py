@@ -178,9 +178,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def noise_key(seed_low: Tensor, seed_high: Tensor, position: Tensor) -> Tensor:
+    """What the noise of a row is made from besides the token: [R] (int32), from seeds and positions [R] (int32)."""
+    return _mix(seed_low ^ _mix(seed_high ^ _mix(position)))
+
+
 def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Noise [R, vocab] for seeds and positions [R] (int32). Finest where it is largest, which is where it decides."""
-    key = _mix(seed_low ^ _mix(seed_high ^ _mix(position)))
+    key = noise_key(seed_low, seed_high, position)
     tokens = _mix(torch.arange(vocab_size, dtype=torch.int32, device=key.device))
     bits = _mix(tokens[None, :] ^ key[:, None]).long() & 0xFFFFFFFF
     uniform = bits.float() * 2.0**-32 + 2.0**-33

@@ -255,6 +255,7 @@ class EngineClient:
             now = time.monotonic()
             for out in message.outputs:
                 self._output(out, now)
+            self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs))
         elif isinstance(message, Refused):
             found = self.open_requests.get(message.id)
             if found is not None:

@@ -21,8 +21,6 @@ from octavo.serve.replies import ChunkWriter, Shape
 from octavo.serve.validate import Prepared
 from octavo.types import SamplingParams
 
-KEEP_ALIVE = 10.0  # seconds of silence after which a comment goes out
-
 
 @contextmanager
 def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Iterator[Call]:
@@ -180,12 +178,13 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
     """Headers go out at once, then pieces as they come; what goes wrong from here on is told in the stream."""
     front, loop, written = exchange.front, asyncio.get_running_loop(), time.monotonic()
     timer: asyncio.TimerHandle | None = None
+    quiet = front.config.keep_alive
 
     def tick() -> None:
         nonlocal timer
-        if time.monotonic() - written >= KEEP_ALIVE:
+        if time.monotonic() - written >= quiet:
             call.wake()
-        timer = loop.call_later(KEEP_ALIVE / 2, tick)
+        timer = loop.call_later(quiet / 4, tick)
 
     writer = chunk_writer(front, exchange.caller, shape)
     await exchange.start_events(prepared.headers)

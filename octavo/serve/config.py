@@ -28,6 +28,7 @@ class ServeConfig:
     queue_timeout: float = 60.0  # seconds to the first step
     request_timeout: float = 600.0  # seconds in all, unless the request says less
     drain_timeout: float = 30.0
+    keep_alive: float = 10.0  # seconds of silence in a stream after which a comment goes out
     stall_dump: float = 10.0  # seconds without a step, though there is work: write down where the engine stands
     stall_kill: float = 60.0  # and then: start it anew
     tokenizer_threads: int = 2

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PULSE = 0.25  # seconds
+HOST_TIMES = ("plan", "launch", "wait", "commit")
 PR_SET_PDEATHSIG = 1
 
 
@@ -172,6 +173,7 @@ class EngineLoop:
             count.copies,
             self.observed.prefill,
             self.observed.decode,
+            {name: getattr(self.engine.time, name) for name in HOST_TIMES},
         )
 
 
@@ -231,9 +233,9 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
     )
 
 
-def warm_up(engine: Engine) -> None:
-    """One small request through everything, so that the first client does not wait for lazy set-ups: also the canary."""
-    engine.add(Request("warm-up", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True), cache_salt="warm-up"))
+def canary(engine: Engine) -> None:
+    """One small request through everything: an engine that cannot do this is not ready."""
+    engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
     while not engine.idle:
         for out in engine.step():
             if out.finish_reason == "error":
@@ -262,7 +264,8 @@ def main(address: str, stacks: int) -> int:
     try:
         llm = build(start, link)
         link.send(Phase("warming"))
-        warm_up(llm.engine)
+        canary(llm.engine)
+        llm.warm_up()
     except OctavoError as error:
         link.send(Failed(str(error)))
         return 2

@@ -114,6 +114,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     copies: int = 0
     prefill_tokens: int = 0  # planned so far, by kind
     decode_tokens: int = 0
+    seconds: dict[str, float] = {}  # of plan, launch, wait and commit
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

@@ -52,7 +52,7 @@ class EngineSource(Source):
             "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
             "engine_ready": (float(client.ready), "1 while requests are taken."),
         }
-        counters = {
+        counters: dict[str, tuple[float, str]] = {
             "prefix_cache_queries": (beat.queried_tokens, "Prompt tokens looked up in the prefix cache."),
             "prefix_cache_hits": (beat.cached_tokens, "Of those, found."),
             "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
@@ -66,6 +66,7 @@ class EngineSource(Source):
             gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model], value)
             yield gauge
+        counters |= {f"engine_{part}_seconds": (s, f"Time of the step loop in {part}.") for part, s in beat.seconds.items()}
         for name, (value, text) in counters.items():
             counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self.model], value)
@@ -138,8 +139,10 @@ class Metrics:
             self.itl.observe(now - last[out.index])
         if count:
             last[out.index] = now
-            self.generated.inc(count)
-            self.classic_tokens.inc(count)
+
+    def generated_tokens(self, count: int) -> None:
+        self.generated.inc(count)
+        self.classic_tokens.inc(count)
 
     def ended(self, call: Call) -> None:
         now = time.monotonic()

@@ -91,7 +91,7 @@ def test_rope_and_cache(heads: int, kv_heads: int, dim: int, rope: bool, norm: b
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (100, 33), (576, 70), (1024, 16), (2048, 6)])
 def test_linear(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = random(rows, inputs, dtype=dtype) / 8, random(outputs, inputs, seed=1, dtype=dtype)

@@ -15,9 +15,9 @@ launch = Runner.launch
 
 def faulty(self: Runner, plan: Plan) -> Any:
     for row in plan.rows:
-        if row.tokens[:2] == [13, 13]:
+        if list(row.tokens[:2]) == [13, 13]:
             time.sleep(3600)
-        if row.tokens[:2] == [14, 14]:
+        if list(row.tokens[:2]) == [14, 14]:
             raise RuntimeError("a secret: /etc/passwd")
     return launch(self, plan)
 

@@ -18,6 +18,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from octavo.serve.config import ServeConfig
+from octavo.serve.messages import Beat, Phase
+from octavo.serve.supervisor import Supervisor
 from tests import tiny
 from tests.serve.running import ROOT, Running, check_error, children, events, free_port, server
 
@@ -84,7 +87,7 @@ async def streams(running: Running, count: int, then: Any, max_tokens: int = 100
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose engine can be made to hang or fail, with a quick watchdog."""
     folder = tmp_path_factory.mktemp("mortal")
-    with server(folder, program="tests.serve.hanging_engine", stall_dump=0.5, stall_kill=1.5) as found:
+    with server(folder, program="tests.serve.hanging_engine", stall_dump=0.5, stall_kill=1.5, keep_alive=0.2) as found:
         yield found
 
 
@@ -115,6 +118,24 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
     assert found["octavo:engine_starts_total"] == 2
 
 
+def test_the_sockets_stay_until_the_pulse_is_heard() -> None:
+    """Removed earlier, the pulse could never connect, and an idle engine would be taken for a hanging one."""
+
+    class Link:
+        removed = False
+
+        def connected(self) -> None:
+            self.removed = True
+
+    supervisor = Supervisor(ServeConfig(), lambda message: None, lambda: None, dict)
+    supervisor._link = link = Link()  # type: ignore[assignment]
+    for message in (Phase("starting"), Phase("importing"), Phase("loading", 0.5)):
+        supervisor._take(message)
+    assert not link.removed
+    supervisor._take(Beat())
+    assert link.removed
+
+
 def test_a_failing_step_ends_its_requests_and_no_others(mortal: Running) -> None:
     engine = mortal.children()
     reply = mortal.post("/v1/completions", {"prompt": [14] * 5})
@@ -141,6 +162,13 @@ def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
     assert "5 prompt tokens, waits" in dump["requests"][0]
     mortal.wait()
     assert mortal.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_a_silent_stream_says_that_it_lives(mortal: Running) -> None:
+    reply = mortal.post("/v1/completions", {"prompt": [13] * 5, "stream": True})
+    assert reply.text.count(": keep-alive\n\n") >= 3
+    assert events(reply.text)[-1]["error"]["code"] == "engine_restarting"
+    mortal.wait()
 
 
 def test_an_engine_that_is_stopped_is_replaced(mortal: Running) -> None:

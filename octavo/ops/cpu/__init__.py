@@ -17,7 +17,7 @@ from octavo.ops.cpu.fused import FusedDecoder, attention_record, fits, spare_byt
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.workers import Workers, workers
 from octavo.ops.decoder import DecoderSpec, Fused
-from octavo.ops.reference import ReferenceOps
+from octavo.ops.reference import ReferenceOps, noise_key
 from octavo.ops.weight import QuantWeight
 
 # oneDNN lays a weight out for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows, provided that fewer
@@ -62,19 +62,11 @@ class CpuOps(ReferenceOps):
         return out
 
     def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
-        known = q.dtype == torch.float32 and kv.dtype in (torch.float32, torch.float16) and q.is_contiguous()
-        team = workers(1) if known else None
-        if team is None or kv.shape[-1] % team.step.LANES or kv[0].stride() != kv[0].contiguous().stride():
+        """Over plain weights torch attends too: its threads spin after every product and would be in the way of ours."""
+        team = workers() if kv.dtype == torch.float16 and q.dtype == torch.float32 else None
+        if team is None or kv.shape[-1] % team.step.LANES:
             return super().attention(q, kv, batch, scale, window)
-        step, out = team.step, torch.empty_like(q)
-        job = np.zeros(step.FIELDS, dtype=np.int64)
-        with team.lock:
-            record = attention_record(team, batch, q.shape[1], kv, scale)
-            a = step.attention
-            record[a.QUERY], record[a.QUERY_STRIDE], record[a.OUT] = q.data_ptr(), q.stride(0) * 4, out.data_ptr()
-            job[step.KIND], job[step.BATCH], job[step.GELU] = step.ATTENTION, record.ctypes.data, window
-            team.run(job)
-        return out
+        return paged_attention(team, q.contiguous(), kv, batch, scale, window)
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
         team = workers() if isinstance(decoder.layers[0].qkv, PackedWeight) else None
@@ -83,20 +75,48 @@ class CpuOps(ReferenceOps):
     def choose(
         self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
     ) -> Tensor:
-        """Noise is drawn only for rows that want it."""
+        """Noise is computed only for rows that want it, and in those for the tokens that may win."""
         if logits.dtype != torch.float32:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
-        chosen = torch.from_numpy(logits.numpy().argmax(1)).int()
-        hot = temperature[rows.long()].nonzero()[:, 0]
-        if len(hot):
-            chosen[hot] = super().choose(logits[hot], rows[hot], temperature, seed_low, seed_high, position[hot])
-        return chosen
+        chosen = torch.from_numpy(logits.numpy().argmax(1))
+        at = rows.long()
+        hot = temperature[at].nonzero()[:, 0]
+        if not len(hot):
+            return chosen.int()
+        if len(hot) < len(rows):
+            chosen[hot] = self.choose(logits[hot], rows[hot], temperature, seed_low, seed_high, position[hot]).long()
+            return chosen.int()
+        team = workers()
+        if team is None:
+            return super().choose(logits, rows, temperature, seed_low, seed_high, position)
+        keys, heat = noise_key(seed_low[at], seed_high[at], position).long(), temperature[at]
+        step, logits = team.step, logits.contiguous()
+        job = np.zeros(step.FIELDS, dtype=np.int64)
+        job[step.KIND], job[step.ROWS], job[step.INNER] = step.CHOOSE, *logits.shape
+        job[step.X], job[step.Y], job[step.IDS] = logits.data_ptr(), chosen.data_ptr(), keys.data_ptr()
+        job[step.HEAT] = heat.data_ptr()
+        with team.lock:
+            team.run(job)
+        return chosen.int()
 
 
 def _team() -> Workers:
     team = workers()
     assert team is not None  # a packed weight exists only where the kernels run
     return team
+
+
+def paged_attention(team: Workers, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
+    """ops.attention for q float32, contiguous, and kv float32 or float16, of which a block is contiguous."""
+    step, out = team.step, torch.empty_like(q)
+    job = np.zeros(step.FIELDS, dtype=np.int64)
+    with team.lock:
+        record = attention_record(team, batch, q.shape[1], kv, scale)
+        a = step.attention
+        record[a.QUERY], record[a.QUERY_STRIDE], record[a.OUT] = q.data_ptr(), q.stride(0) * 4, out.data_ptr()
+        job[step.KIND], job[step.BATCH], job[step.WINDOW_OF] = step.ATTENTION, record.ctypes.data, window
+        team.run(job)
+    return out
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -109,7 +129,7 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
     job[step.X], job[step.Y] = x.data_ptr(), y.data_ptr()
     spare = spare_bytes(step.LANES, step.TILE, weight.shape[1] + weight.group)
     with team.lock:
-        job[step.QUANTIZED] = team.memory("quantized", rows * step.row_bytes(weight.shape[1], weight.group))
+        job[step.QUANTIZED] = team.memory("quantized", rows * step.row_bytes.py_func(weight.shape[1], weight.group))
         job[step.SPARE], job[step.SPARE_SIZE] = team.memory("spare", spare * team.threads), spare
         team.run(job)
     return y

@@ -53,7 +53,7 @@ def attention_record(workers: Workers, batch: ForwardBatch, heads: int, kv: Tens
     record[a.ROW], record[a.TABLE] = batch.rows.data_ptr(), batch.block_table.data_ptr()
     record[a.TABLE_WIDTH] = batch.block_table.stride(0)
     write_float(record, a.SCALE, scale)
-    size = -(-a.scratch_size(heads, kv_heads, dim) // 64) * 64
+    size = -(-a.scratch_size.py_func(heads, kv_heads, dim) // 64) * 64
     record[a.SCRATCH], record[a.SCRATCH_SIZE] = workers.memory("attention", size * workers.threads), size
     record[a.ZEROS] = workers.zeros(4 * dim)
     return record
@@ -70,7 +70,7 @@ class FusedDecoder:
         first = spec.layers[0]
         self.hidden, self.inner, self.qkv = first.qkv.shape[1], first.down.shape[1], first.qkv.shape[0]
         weights = [w for x in spec.layers for w in (x.qkv, x.out, x.gate_up, x.down)]
-        self.row_bytes = max(step.row_bytes(w.shape[1], w.group) for w in weights)
+        self.row_bytes = max(step.row_bytes.py_func(w.shape[1], w.group) for w in weights)
         self.spare = spare_bytes(lanes, step.TILE, max(-(-w.shape[1] // w.group) * w.group for w in weights))
 
     def _describe(self, row: Record, layer: DecoderLayer, lanes: int) -> None:

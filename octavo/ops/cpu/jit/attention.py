@@ -21,8 +21,8 @@ from octavo.ops.cpu.jit.emit import (
     f32,
     i32,
     i64,
+    inner,
     intrinsic,
-    kernel,
     load_f32,
     load_i32,
     load_i64,
@@ -157,19 +157,19 @@ def scaled_copy(e: Emitter, source: Value, target: Value, factor: Value, vectors
         e.store(e.load(source + i * (4 * LANES), FLOATS) * e.splat(factor), target + i * (4 * LANES))
 
 
-@kernel(INT(INT, INT))
+@inner
 def task_tokens(heads: int, kv_heads: int) -> int:
     return max(1, TASK_ROWS * kv_heads // heads)
 
 
-@kernel(INT(INT, INT, INT))
+@inner
 def scratch_size(heads: int, kv_heads: int, dim: int) -> int:
     """Bytes that one thread needs."""
-    rows = task_tokens(heads, kv_heads) * (heads // kv_heads) + ROWS
+    rows = max(1, TASK_ROWS * kv_heads // heads) * (heads // kv_heads) + ROWS
     return 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK
 
 
-@kernel(INT(INT))
+@inner
 def count_tasks(batch: int) -> int:
     starts, tokens = load_i64(batch + 8 * QUERY_START), task_tokens(load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS))
     total = 0
@@ -178,7 +178,7 @@ def count_tasks(batch: int) -> int:
     return total * load_i64(batch + 8 * KV_HEADS)
 
 
-@kernel(types.void(INT, INT, INT, INT, INT))
+@inner
 def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
     heads, kv_heads, dim = load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS), load_i64(batch + 8 * DIM)
     share, tokens, block_size = heads // kv_heads, task_tokens(heads, kv_heads), load_i64(batch + 8 * BLOCK_SIZE)
@@ -227,7 +227,7 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
     kv, block_stride = kv + head * block_size * row_size, load_i64(batch + 8 * BLOCK_STRIDE)
     values = kv_heads * block_size * row_size  # from a key to its value
     end = first_position + count  # keys that any row sees
-    chunk = 0 if window == 0 else max(0, first_position - window + 1) // LANES * LANES
+    chunk = 0 if window == 0 else max(0, first_position - window + 1) // CHUNK * CHUNK  # where a row stands in it is fixed
     block, offset = chunk // block_size, chunk % block_size
     while chunk < end:
         width = (min(CHUNK, end - chunk) + LANES - 1) // LANES  # vectors of keys

@@ -347,7 +347,14 @@ def load_u8(e: Emitter, address: Value) -> Value:
     return Value(e, e.b.zext(e.load(address, i8).v, i64))
 
 
-def kernel(signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A nopython function with its types given: compiled when first called for, kept on disk, run without the GIL.
-    Never fastmath: results must not depend on how a loop was vectorised."""
-    return lambda function: njit(signature, nogil=True, cache=True, boundscheck=False, error_model="numpy", **options)(function)
+OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}  # never fastmath: a sum's order must not change
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """A nopython function that only others call: it is compiled into them and never loaded by itself."""
+    return njit(**OPTIONS)(function)
+
+
+def kernel(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A nopython function that Python calls: compiled when declared, kept on disk, run without the GIL."""
+    return njit(signature, cache=True, **OPTIONS)

@@ -27,8 +27,8 @@ from octavo.ops.cpu.jit.emit import (
     Value,
     f32,
     i32,
+    inner,
     intrinsic,
-    kernel,
     load_i64,
 )
 
@@ -42,16 +42,16 @@ CODES, SCALE, LEAST, BIAS, INPUTS, OUTPUTS, GROUP, BITS, FIELDS = range(9)
 # Rows of a matrix follow each other; these are the sizes of the parts.
 
 
-@kernel(INT(INT, INT))
+@inner
 def padded(inputs: int, group: int) -> int:
     """Inputs up to whole groups."""
     return (inputs + group - 1) // group * group
 
 
-@kernel(INT(INT, INT))
+@inner
 def row_bytes(inputs: int, group: int) -> int:
     """Of a quantised row: codes, then 3 x 4 bytes a group, 64-byte aligned."""
-    size = padded(inputs, group)
+    size = (inputs + group - 1) // group * group
     return (size + 12 * (size // group) + 63) // 64 * 64
 
 
@@ -138,7 +138,7 @@ least_8, least_4, least_2, least_1 = (tile(n, 4, True) for n in (TILE, 4, 2, 1))
 eight_8, eight_4, eight_2, eight_1 = (tile(n, 8, False) for n in (TILE, 4, 2, 1))
 
 
-@kernel(INT(INT, INT, INT, INT, INT, INT, INT))
+@inner
 def block_product(weight: int, block: int, x: int, x_stride: int, rows: int, y: int, y_stride: int) -> int:
     """Outputs block * LANES .. + LANES of up to TILE rows -> y, LANES float32 a row. Returns how many rows it took."""
     group, bits = load_i64(weight + 8 * GROUP), load_i64(weight + 8 * BITS)

@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import types
 
 from octavo.ops.cpu.jit import attention, product, team
+from octavo.ops.cpu.jit.choose import draw
 from octavo.ops.cpu.jit.emit import (
     FLOATS,
     LANES,
@@ -22,6 +23,7 @@ from octavo.ops.cpu.jit.emit import (
     Emitter,
     Value,
     f32,
+    inner,
     intrinsic,
     kernel,
     load_f16,
@@ -29,6 +31,7 @@ from octavo.ops.cpu.jit.emit import (
     load_i64,
     load_u8,
     store_f32,
+    store_i64,
 )
 from octavo.ops.cpu.jit.product import STRIP, TILE, block_product, padded, quantize_groups, row_bytes
 
@@ -99,13 +102,13 @@ def gate(e: Emitter, gates: Value, ups: Value, out: Value, gelu: Value) -> None:
     e.store(g / (down + 1.0) * e.load(ups, FLOATS), out)
 
 
-@kernel(NOTHING(INT, INT, INT, FLOAT, INT))
+@inner
 def norm(x: int, weight: int, out: int, eps: float, size: int) -> None:
     mean = sum_of_squares(x, size // LANES) / FLOAT(size)
     scale_by(x, FLOAT(1.0) / FLOAT(math.sqrt(mean + eps)), weight, out, size // LANES)
 
 
-@kernel(NOTHING(INT, INT, INT))
+@inner
 def rotate(x: int, angles: int, half: int) -> None:
     """One head [2 * half], by the row of cosines and sines at `angles`."""
     i = 0
@@ -117,13 +120,13 @@ def rotate(x: int, angles: int, half: int) -> None:
         i += 1
 
 
-@kernel(NOTHING(INT, INT, INT))
+@inner
 def move(source: int, target: int, size: int) -> None:
     for i in range(size):
         store_f32(target + 4 * i, load_f32(source + 4 * i))
 
 
-@kernel(NOTHING(INT, INT, INT, INT, INT))
+@inner
 def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
     """float32 [inputs] -> a quantised row; `spare` is where a row is padded that is not whole groups."""
     size = padded(inputs, group)
@@ -141,8 +144,8 @@ def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
 # A job: a record of int64.
 KIND, ROWS, WEIGHT, X, QUANTIZED, SPARE, SPARE_SIZE, Y = range(8)  # of a product
 LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)  # of a decoder, beside most of the above
-DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, TILES, IDS, FACTOR, FIELDS = range(16, 26)
-PRODUCT, ATTENTION, DECODER, EMBED = range(4)
+DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, IDS, FACTOR, WINDOW_OF, HEAT, FIELDS = range(16, 27)
+PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE = range(5)
 
 # A layer: four weights' records, then these.
 WEIGHTS = 4 * product.FIELDS
@@ -150,13 +153,13 @@ ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range
 LAYER_FIELDS = WEIGHTS + 8
 
 
-@kernel(INT(INT, INT))
+@inner
 def spare(me: int, job: int) -> int:
     """This thread's own scratch."""
     return load_i64(job + 8 * SPARE) + load_i64(me + 8 * team.NUMBER) * load_i64(job + 8 * SPARE_SIZE)
 
 
-@kernel(NOTHING(INT, INT, INT, INT, INT))
+@inner
 def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
     """float32 [rows, inputs] -> the job's quantised rows, as this weight wants them."""
     inputs, group = load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP)
@@ -168,19 +171,19 @@ def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
     team.finish(me, rows)
 
 
-@kernel(NOTHING(INT, INT, INT, INT))
+@inner
 def add_bias(y: int, stride: int, rows: int, bias: int) -> None:
     for r in range(rows):
         add_to(y + r * stride, bias, 1)
 
 
-@kernel(INT(INT, INT))
+@inner
 def rows_at_once(rows: int, size: int) -> int:
     """Rows whose quantised form stays in a core's own cache while the weights pass."""
     return min(rows, max(TILE, (160_000 // size) // TILE * TILE))
 
 
-@kernel(NOTHING(INT, INT, INT, INT, INT, INT, INT))
+@inner
 def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, gated: int) -> None:
     """Quantised rows times a weight -> y [rows, outputs] float32. Gated: the weight's first half is the gate, the second what
     it multiplies; 1 is silu, 2 is gelu."""
@@ -223,7 +226,7 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
     team.finish(me, pieces)
 
 
-@kernel(NOTHING(INT, INT, INT, INT, INT, INT))
+@inner
 def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: int) -> None:
     """Add what the last product gave to the hidden states (`first`: there is none yet; post: normalised before), then norm
     them and quantise the result for the product that comes next (or store it, if `then` is 0)."""
@@ -247,7 +250,7 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
     team.finish(me, rows)
 
 
-@kernel(NOTHING(INT, INT, INT, INT))
+@inner
 def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
     """Of each token's qkv: norm and rotate queries and keys, write keys and values to its slot."""
     batch, eps = load_i64(job + 8 * BATCH), load_f32(job + 8 * EPS)
@@ -277,7 +280,7 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
     team.finish(me, rows)
 
 
-@kernel(NOTHING(INT, INT, INT, INT))
+@inner
 def attend(me: int, batch: int, kv: int, window: int) -> None:
     pieces = attention.count_tasks(batch)
     piece = team.take(me)
@@ -290,7 +293,7 @@ def attend(me: int, batch: int, kv: int, window: int) -> None:
 # ---- jobs ---------------------------------------------------------------------------------------------------
 
 
-@kernel(NOTHING(INT, INT))
+@inner
 def decode(me: int, job: int) -> None:
     rows, hidden, inner = load_i64(job + 8 * ROWS), load_i64(job + 8 * HIDDEN), load_i64(job + 8 * INNER)
     delta, qkv, mixed, acted = (load_i64(job + 8 * DELTA), load_i64(job + 8 * QKV), load_i64(job + 8 * MIXED),
@@ -319,7 +322,7 @@ def decode(me: int, job: int) -> None:
     add_and_norm(me, job, post, load_i64(job + 8 * LAST_NORM), 0, 0)
 
 
-@kernel(NOTHING(INT, INT))
+@inner
 def embed(me: int, job: int) -> None:
     """Rows of a weight as float32, times a factor: value = code * scale + least, each step rounded, as GGUF defines it."""
     weight, rows, out = load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS), load_i64(job + 8 * Y)
@@ -348,7 +351,21 @@ def embed(me: int, job: int) -> None:
     team.finish(me, rows)
 
 
-@kernel(NOTHING(INT, INT))
+@inner
+def choose(me: int, job: int) -> None:
+    """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER]."""
+    rows, vocabulary = load_i64(job + 8 * ROWS), load_i64(job + 8 * INNER)
+    r = team.take(me)
+    while r < rows:
+        at = load_i64(job + 8 * Y) + 8 * r
+        heat, key = load_f32(load_i64(job + 8 * HEAT) + 4 * r), load_i64(load_i64(job + 8 * IDS) + 8 * r)
+        logits = load_i64(job + 8 * X) + 4 * r * vocabulary
+        store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
+        r = team.take(me)
+    team.finish(me, rows)
+
+
+@inner
 def work(state: int, number: int) -> None:
     """One thread's part of the team's job."""
     me, job = team.member(state, number), load_i64(state + 8 * team.JOB)
@@ -358,11 +375,13 @@ def work(state: int, number: int) -> None:
         multiply(me, job, weight, rows, load_i64(job + 8 * Y), load_i64(weight + 8 * product.OUTPUTS), 0)
     elif kind == ATTENTION:
         batch = load_i64(job + 8 * BATCH)
-        attend(me, batch, load_i64(batch + 8 * attention.KV), load_i64(job + 8 * GELU))
+        attend(me, batch, load_i64(batch + 8 * attention.KV), load_i64(job + 8 * WINDOW_OF))
     elif kind == DECODER:
         decode(me, job)
     elif kind == EMBED:
         embed(me, job)
+    elif kind == CHOOSE:
+        choose(me, job)
 
 
 @kernel(NOTHING(INT))

@@ -19,7 +19,7 @@ from octavo.ops.cpu.jit.emit import (
     atomic_add,
     atomic_load,
     atomic_store,
-    kernel,
+    inner,
     load_i64,
     pause,
     sleep_while,
@@ -39,7 +39,7 @@ SPINS = 20_000  # about half a millisecond: what lies between two steps of a gen
 PATIENCE = 4_000  # spins before a waiting thread offers its core to others
 
 
-@kernel(INT(INT, INT))
+@inner
 def member(state: int, number: int) -> int:
     me = state + 8 * (MEMBER + MEMBER_SIZE * number)
     store_i64(me + 8 * STATE, state)
@@ -47,18 +47,18 @@ def member(state: int, number: int) -> int:
     return me
 
 
-@kernel(INT(INT))
+@inner
 def threads(me: int) -> int:
     return load_i64(load_i64(me + 8 * STATE) + 8 * THREADS)
 
 
-@kernel(INT(INT))
+@inner
 def take(me: int) -> int:
     """The next piece of the phase."""
     return atomic_add(load_i64(me + 8 * STATE) + 8 * TICKET, 1) - load_i64(me + 8 * FIRST)
 
 
-@kernel(VOID(INT, INT))
+@inner
 def finish(me: int, pieces: int) -> None:
     state, count = load_i64(me + 8 * STATE), threads(me)
     goal = load_i64(me + 8 * PHASE) + count
@@ -74,7 +74,7 @@ def finish(me: int, pieces: int) -> None:
             pause()
 
 
-@kernel(VOID(INT))
+@inner
 def call(state: int) -> None:
     """Set the team to work on the job that stands in its state."""
     atomic_add(state + 8 * GENERATION, 1)
@@ -82,7 +82,7 @@ def call(state: int) -> None:
         wake(state + 8 * GENERATION)
 
 
-@kernel(INT(INT, INT))
+@inner
 def wait_for_call(state: int, seen: int) -> int:
     """The number of the next job after `seen`, once it is there."""
     for _ in range(SPINS):
@@ -96,7 +96,7 @@ def wait_for_call(state: int, seen: int) -> int:
     return atomic_load(state + 8 * GENERATION)
 
 
-@kernel(VOID(INT))
+@inner
 def dismiss(state: int) -> None:
     """Let the threads return from their loop."""
     atomic_store(state + 8 * STOP, 1)

@@ -1,0 +1,121 @@
+"""Weight formats: what they hold, what they lose, and that what is quantised already comes in unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import InvalidRequest
+from octavo.model import embedded, quant
+from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
+from octavo.model.load import load_model, open_checkpoint
+from octavo.ops.cpu.machine import instruction_set
+from octavo.ops.reference import ReferenceOps
+from octavo.ops.weight import Format, QuantWeight
+from tests import tiny
+
+installed = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
+needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
+# Largest relative error of normal values: a step is the range over the number of codes.
+ERRORS = {"int8": 0.02, "int8-g32": 0.007, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13, "int4-g32-asym": 0.09, "int4-g64-asym": 0.1, "int4-g128-asym": 0.12}  # fmt: skip
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(name: str, weight: torch.Tensor) -> QuantWeight:
+    target = QuantWeight.empty(quant.FORMATS[name], *weight.shape)
+    quant.fill(target, weight)
+    return target
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 31), (17, 100), (40, 257), (5, 640)])
+def test_a_format_loses_no_more_than_its_steps(name: str, outputs: int, inputs: int) -> None:
+    weight = values(outputs, inputs)
+    got = quantized(name, weight).dequantize()
+    assert got.shape == weight.shape
+    assert (got - weight).norm() <= ERRORS[name] * weight.norm()
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_names_are_read_and_written(name: str) -> None:
+    form = quant.parse(name)
+    assert isinstance(form, Format) and str(form) == name
+
+
+def test_an_unknown_name_says_which_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"quantization is one of auto, none, int8, .*int4-g64.*, not 'int3'"):
+        quant.parse("int3")
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_quantising_twice_changes_nothing(name: str) -> None:
+    once = quantized(name, values(20, 96))
+    again = QuantWeight.empty(once.form, 20, 96)
+    quant.fill(again, once)
+    assert torch.equal(once.dequantize(), again.dequantize())
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_rows_are_filled_part_by_part(name: str) -> None:
+    weight, parts = values(30, 70), QuantWeight.empty(quant.FORMATS[name], 30, 70)
+    for rows in (slice(0, 11), slice(11, 30)):
+        quant.fill(parts[rows], weight[rows])
+    assert torch.equal(parts.dequantize(), quantized(name, weight).dequantize())
+
+
+def test_zeros_stay_zeros_and_one_outlier_stays() -> None:
+    weight = torch.zeros(4, 64)
+    weight[1, 5] = -3.0
+    for name in ERRORS:
+        got = quantized(name, weight).dequantize()
+        assert torch.equal(got[0], weight[0])
+        assert abs(float(got[1, 5]) + 3) < 0.05
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_blocks_of_gguf_are_taken_over_exactly(kind: int) -> None:
+    form = FORMATS[kind]
+    data = torch.randint(0, 256, (21 * 3 * form.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(kind))
+    blocks = data.view(-1, form.nbytes)
+    blocks[:, :4] = values(len(blocks), 2).half().view(torch.uint8)  # scales that are numbers
+    assert torch.equal(as_codes(data, kind, 96).dequantize().flatten(), dequantize(data, kind))
+
+
+@installed
+@needs_kernels
+def test_the_embedded_model_runs_from_its_own_blocks() -> None:
+    model, checkpoint = load_model(None, ops=ReferenceOps(), dtype="float32", quantization="auto", progress=False)
+    assert {str(m.form) for m in model.modules() if isinstance(m, QuantWeight)} == {"int4-g32-asym", "int8-g32"}
+    layer = model.layers[7]
+    for name, part in {"q_proj": layer.qkv.weight[:576], "v_proj": layer.qkv.weight[768:]}.items():
+        assert torch.equal(part.dequantize(), checkpoint.read(f"model.layers.7.self_attn.{name}.weight"))
+    assert torch.equal(model.embed.weight.dequantize(), checkpoint.read("model.embed_tokens.weight"))
+    assert sum(b.numel() * b.element_size() for b in model.buffers()) < 1.05 * Path(open_checkpoint(None).source).stat().st_size
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[(7 * i + 3 * k) % 250 for k in range(5 + 9 * i)] for i in range(6)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["int8", "int4-g32"])
+def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> None:
+    """Chunked, batched, preempted, in flight: a row's arithmetic is the same, so its tokens are."""
+    seen = set()
+    for options in (
+        dict(max_num_seqs=1),
+        dict(),
+        dict(max_num_batched_tokens=9, depth=2),
+        dict(num_gpu_blocks_override=19, block_size=4, enable_prefix_caching=False, depth=2),
+    ):
+        options = {"max_model_len": 200, "max_num_seqs": 8, "num_gpu_blocks_override": 200, "progress": False, **options}
+        llm = LLM(tiny.model_dir(architecture), quantization=name, **options)
+        seen.add(str([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]))
+    assert len(seen) == 1

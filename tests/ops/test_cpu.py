@@ -1,0 +1,245 @@
+"""The CPU kernels against what they are to compute: every format and shape, paged attention, whole decoders, the draw."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.config import ModelConfig
+from octavo.model import build, quant, registry
+from octavo.ops import ForwardBatch
+from octavo.ops.cpu import CpuOps, paged_attention
+from octavo.ops.cpu.layout import PackedWeight
+from octavo.ops.cpu.machine import INSTRUCTION_SETS, cpu_flags, instruction_set
+from octavo.ops.cpu.workers import Workers, workers
+from octavo.ops.reference import ReferenceOps
+from octavo.ops.weight import QuantWeight
+from tests.batch import empty_kv, make_batch, scattered_tables
+from tests.ops.test_reference import BATCHES, definition, draw, filled
+
+needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
+FORMATS = sorted(quant.FORMATS)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def team(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    found = workers()
+    assert found is not None and found.threads == request.param
+    yield found
+    torch.set_num_threads(before)
+
+
+def quantized(name: str, outputs: int, inputs: int, seed: int = 0) -> QuantWeight:
+    weight = QuantWeight.empty(quant.FORMATS[name], outputs, inputs)
+    quant.fill(weight, draw(outputs, inputs, seed=seed))
+    return weight
+
+
+def rounded(x: Tensor, group: int) -> Tensor:
+    """x as the kernels round it: int8 with a scale for each row and group."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).view(len(x), -1, group)
+    scale = padded.abs().amax(2, keepdim=True) / 127
+    codes = (padded * torch.where(scale > 0, 1 / scale, 0.0)).round()
+    return (codes.double() * scale.double()).flatten(1)[:, : x.shape[1]]
+
+
+# ---- products -------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 5), (7, 32), (33, 45), (100, 200), (50, 130), (16, 257)])
+def test_products_are_those_of_the_dequantised_weight(name: str, outputs: int, inputs: int, team: Workers) -> None:
+    ops, weight = CpuOps(), quantized(name, outputs, inputs)
+    packed, bias = ops.pack(weight), draw(outputs, seed=9)
+    assert isinstance(packed, PackedWeight)
+    for rows in (1, 2, 3, 5, 8, 9, 17, 70):
+        x = draw(rows, inputs, seed=rows) * torch.logspace(-3, 3, rows)[:, None]
+        got = ops.linear(x, packed, bias)
+        exact = rounded(x, packed.group) @ weight.dequantize().double().t() + bias
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * float(x.abs().max()))
+        plain = x.double() @ weight.dequantize().double().t() + bias
+        assert (got - plain).norm() < 0.03 * plain.norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it(name: str, team: Workers) -> None:
+    ops = CpuOps()
+    packed, x = ops.pack(quantized(name, 70, 96)), draw(37, 96)
+    together = ops.linear(x, packed)
+    for rows in ([0], [5, 6], [36], range(9), range(11, 30)):
+        assert torch.equal(ops.linear(x[list(rows)], packed), together[list(rows)])
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_a_quantised_embedding_are_exact(name: str, team: Workers) -> None:
+    ops, weight = CpuOps(), quantized(name, 50, 75)
+    ids = torch.tensor([3, 49, 0, 3, 16, 15])
+    assert torch.equal(ops.embedding(ids, ops.pack(weight), 2.0), weight.dequantize()[ids] * 2)
+
+
+@needs_kernels
+def test_zeros_and_extremes_are_products_too(team: Workers) -> None:
+    ops = CpuOps()
+    for name in FORMATS:
+        weight = QuantWeight.empty(quant.FORMATS[name], 20, 64)
+        values = torch.zeros(20, 64)
+        values[1], values[2, 0], values[3, ::2], values[3, 1::2] = 1.0, -1.0, 1.0, -1.0
+        quant.fill(weight, values)
+        x = torch.stack((torch.zeros(64), torch.full((64,), -3.0), torch.full((64,), 3.0)))
+        expected = x.double() @ weight.dequantize().double().t()
+        torch.testing.assert_close(ops.linear(x, ops.pack(weight)).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- attention ------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 5, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 19), (9, 3, 64, 0), (4, 1, 128, 3)])
+@pytest.mark.parametrize("name", [*BATCHES, "long"])
+def test_attention_reads_the_cache_in_place(
+    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, team: Workers
+) -> None:
+    """Slots past a sequence hold NaN, the host's lengths are off by `slack`, and neither shows."""
+    items = BATCHES[name] if name in BATCHES else [(37, 0), (1, 100), (20, 150), (70, 3)]
+    batch, kv = filled(items, kv_heads, dim, "cpu", slack)
+    q = draw(len(batch.ids), heads, dim)
+    expected = definition(q, kv, batch, 0.3, window)
+    got = paged_attention(team, q, kv, batch, 0.3, window)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
+    halves = kv.half()
+    got = paged_attention(team, q, halves, batch, 0.3, window)
+    torch.testing.assert_close(got.double(), definition(q, halves.float(), batch, 0.3, window), atol=1e-5, rtol=0)
+
+
+# ---- whole decoders -------------------------------------------------------------------------------------
+
+SMALL = dict(
+    vocab_size=90, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    max_position_embeddings=256, head_dim=16,
+)  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": dict(SMALL, architectures=["LlamaForCausalLM"], tie_word_embeddings=True),
+    "llama with biases": dict(SMALL, architectures=["LlamaForCausalLM"], attention_bias=True, mlp_bias=True),
+    "mistral": dict(SMALL, architectures=["MistralForCausalLM"], sliding_window=20),
+    "qwen2": dict(SMALL, architectures=["Qwen2ForCausalLM"]),
+    "qwen3": dict(SMALL, architectures=["Qwen3ForCausalLM"]),
+    "gemma3": dict(SMALL, architectures=["Gemma3ForCausalLM"], sliding_window=20),
+}
+CHUNKS = [[(40, 0), (7, 0)], [(1, 40), (9, 7), (30, 0)], [(1, 41), (1, 16), (1, 30)], [(5, 42), (1, 17), (3, 31)]]
+
+
+@torch.no_grad()
+def made(name: str, form: str, ops: ReferenceOps) -> Any:
+    hf = DECODERS[name]
+    model = build(registry.parse(hf), registry.find(hf), ops, torch.float32, "cpu", lambda names: quant.FORMATS[form])
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, QuantWeight):
+            quant.fill(module, torch.randn(module.shape, generator=generator) * 0.2)
+    for parameter in model.parameters():  # norms and biases
+        parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    model.finish_loading()
+    return model
+
+
+def steps(model: Any, kv_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Logits of every token over a few steps with mixed batches."""
+    config: ModelConfig = model.config
+    tables = scattered_tables([64, 64, 64], 8)
+    kv = empty_kv(config, tables, 8, "cpu", kv_dtype)
+    out = []
+    for step, items in enumerate(CHUNKS):
+        chunks = [([(7 * step + 3 * i + k) % 90 for k in range(num)], start) for i, (num, start) in enumerate(items)]
+        batch: ForwardBatch = make_batch(chunks, tables[: len(items)], 8, "cpu")
+        out.append(model.logits(model(batch, kv)))
+    return out
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("form", ["int8", "int4-g32-asym"])
+def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: Workers) -> None:
+    model = made(name, form, CpuOps())
+    assert model.fused is not None and model.kv_dtype == torch.float16
+    for dtype in (torch.float16, torch.float32):
+        fused, together = model.fused, steps(model, dtype)
+        model.fused = None
+        for got, expected in zip(together, steps(model, dtype), strict=True):
+            # Where the last bit of an activation decides how it is rounded to int8, one of 127 steps is the difference.
+            assert (got - expected).norm() < 0.01 * expected.norm()
+            assert (got - expected).abs().median() < 1e-4 * expected.abs().max()
+        model.fused = fused
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_quantised_decoders_are_near_the_dequantised_ones(team: Workers) -> None:
+    for name in DECODERS:
+        for got, expected in zip(*(steps(made(name, "int8-g32", ops)) for ops in (CpuOps(), ReferenceOps())), strict=True):
+            assert (got - expected).norm() < 0.1 * expected.norm(), name
+
+
+# ---- the draw -------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("vocabulary", [5, 300, 4099])
+def test_drawn_tokens_are_the_references(vocabulary: int, team: Workers) -> None:
+    rows = torch.arange(24, dtype=torch.int32).flip(0)
+    seeds = torch.randint(-(2**31), 2**31 - 1, (3, 24), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    logits = draw(24, vocabulary) * 4
+    for heat in (0.05, 0.7, 1.0, 20.0):
+        temperature = torch.full((24,), heat)
+        temperature[::5] = 0
+        args = (logits, rows, temperature, seeds[0], seeds[1], seeds[2].abs())
+        assert torch.equal(CpuOps().choose(*args), ReferenceOps().choose(*args))
+
+
+# ---- other machines -------------------------------------------------------------------------------------
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_without_kernels_the_reference_computes_and_says_why() -> None:
+    done = run(
+        "import torch\nfrom octavo.ops.cpu import CpuOps\nfrom octavo.model import quant\nfrom octavo.ops.weight import QuantWeight\n"
+        "w = QuantWeight.empty(quant.FORMATS['int8'], 3, 40); quant.fill(w, torch.ones(3, 40))\n"
+        "o = CpuOps(); print(o.linear(torch.ones(2, 40), o.pack(w)).tolist()[0])",
+        OCTAVO_CPU_ISA="none",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [round(float(v), 1) for v in done.stdout.strip("[]\n").split(",")] == [40.0] * 3
+    assert "CPU kernels are off (OCTAVO_CPU_ISA=none)" in done.stderr
+
+
+def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CPU_ISA", "mmx")
+    assert "OCTAVO_CPU_ISA=mmx is none of avx512-vnni, avx-vnni, avx2, none" in str(instruction_set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [isa.name for isa in INSTRUCTION_SETS if cpu_flags().issuperset(isa.flags)][1:])
+def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "OCTAVO_CPU_ISA": isa}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout

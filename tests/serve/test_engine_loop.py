@@ -1,0 +1,103 @@
+"""The engine process's loop, without the process: messages in, messages out."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.engine import Engine
+from octavo.core.scheduler import Scheduler
+from octavo.serve.engine_process import EngineLoop
+from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, decode_to_engine, decode_to_front, encode
+from octavo.types import Output, SamplingParams, TokenLogprobs
+from tests.fake_runner import FakeRunner
+
+
+class FakeLink:
+    """Hands in one batch of messages a step, from a script; None stands for a step without any."""
+
+    def __init__(self, script: list[Any]):
+        self.script, self.sent = deque(script), []
+
+    def receive(self, wait: bool) -> Any:
+        while wait and self.script and self.script[0] is None:
+            self.script.popleft()  # an idle engine sleeps over those
+        return self.script.popleft() if self.script else Shutdown()
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def run(script: list[Any], depth: int = 1) -> tuple[EngineLoop, list[Any]]:
+    schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200, depth=depth)
+    scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
+    link = FakeLink(script)
+    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), link)  # type: ignore[arg-type]
+    loop.run()
+    return loop, link.sent
+
+
+def add(id: str, length: int = 5, **params: Any) -> Add:
+    return Add(id, list(range(1, length + 1)), SamplingParams(ignore_eos=True, **params), 0.0, "")
+
+
+def used(loop: EngineLoop) -> int:
+    pool = loop.engine.scheduler.pool
+    return pool.num_blocks - len(pool.free)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+@pytest.mark.parametrize("length", [5, 60], ids=["decoding", "prefilling"])
+def test_an_abort_frees_every_block_before_the_next_step(steps: int, depth: int, length: int) -> None:
+    loop, _ = run([add("a", length, max_tokens=50), *[None] * steps, Abort(["a"])], depth)
+    assert used(loop) == 0 and not loop.engine.scheduler.live
+    loop.engine.scheduler.check()
+
+
+def test_an_abort_leaves_others_alone() -> None:
+    alone = run([add("b", 9, max_tokens=10, seed=1), *[None] * 12])[1]
+    both = run([add("a", 6, max_tokens=50), add("b", 9, max_tokens=10, seed=1), None, None, Abort(["a"]), *[None] * 12])[1]
+
+    def tokens(sent: list[Any]) -> list[int]:
+        return [t for m in sent if isinstance(m, News) for out in m.outputs if out.request_id == "b" for t in out.tokens]
+
+    assert tokens(both) == tokens(alone) and len(tokens(alone)) == 10
+
+
+def test_a_request_is_said_to_have_begun_once() -> None:
+    _, sent = run([add("a", 40, max_tokens=3), *[None] * 10])
+    assert [m.begun for m in sent if isinstance(m, News) and m.begun] == [["a"]]
+
+
+def test_what_can_never_run_is_refused() -> None:
+    _, sent = run([add("a", 300)])
+    (refused,) = [m for m in sent if isinstance(m, Refused)]
+    assert refused.id == "a" and refused.code == "context_length_exceeded"
+
+
+def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
+    _, sent = run([add("a", 5, max_tokens=3), *[None] * 3])
+    beats = [m for m in sent if isinstance(m, Beat)]
+    assert [b.blocks_used > 0 for b in beats] == [True, False]
+    assert all(b.blocks_used + b.blocks_cached + b.blocks_free == 50 for b in beats)
+    assert beats[-1].prefill_tokens == 5 and beats[-1].decode_tokens == 2
+
+
+def test_messages_cross_as_they_are() -> None:
+    for message in (add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1), Abort(["a", "b"]), Shutdown()):
+        assert decode_to_engine(encode(message)) == message
+    out = Output("a", 1, [4], [TokenLogprobs(4, -0.5, 1, [(4, -0.5)])], "stop", "x", 3, [None, TokenLogprobs(1, -1.0, 2, [])])
+    for message in (News([out], ["a"], 7), Beat(steps=3), Refused("a", "no", "prompt", None)):
+        assert decode_to_front(encode(message)) == message
+
+
+def test_bad_parameters_do_not_cross() -> None:
+    bad = add("a")
+    bad.params.temperature = -1.0
+    with pytest.raises(msgspec.ValidationError, match="temperature"):
+        decode_to_engine(encode(bad))

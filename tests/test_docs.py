@@ -1,0 +1,163 @@
+"""The documentation is true: its code runs and prints what the page says, its links lead somewhere, the files, options and
+classes it names exist.
+
+A page's ```python blocks run in order in one namespace, in an empty directory, as a reader would type them. An ```output block
+right after one is what it prints. `OCTAVO_DOCS=write pytest tests/test_docs.py` writes down what is printed now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+MOST_NOT_RUN = 2
+
+FENCED = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
+# A path below the root (`octavo/core/blocks.py`, `tests/`, `octavo/ops/__init__.py:select`) or a dotted name.
+FILE = re.compile(r"`(?P<path>(?:octavo|tests|docs)/[\w./-]*)(?:::?\w+)?`")
+MODULE = re.compile(r"`(?P<name>(?:octavo|tests)(?:\.\w+)+)(?:\(\))?`")
+
+
+class Block(NamedTuple):
+    kind: str  # what stands after the three backticks
+    body: str
+    start: int  # of the body in the page
+    end: int
+    next: int  # where the page goes on after the fence
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for found in FENCED.finditer(text):
+        yield Block(found["kind"].strip(), found["body"], found.start("body"), found.end("body"), found.end())
+
+
+def prose(text: str) -> str:
+    return FENCED.sub("", text)
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def run(page: Path, namespace: dict[str, object]) -> str:
+    """Run the page's blocks, and return the page with what they print in place of what it says they print."""
+    text = page.read_text(encoding="utf-8")
+    found, printed, at = list(blocks(text)), [], 0
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        if block.kind != "python":
+            continue
+        lines = text.count("\n", 0, block.start)
+        code = compile("\n" * lines + block.body, str(page), "exec")  # so that a traceback names the page's line
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, namespace)
+        if after is not None and after.kind == "output" and not text[block.next : after.start].strip("\n").removeprefix("```output"):
+            printed += [text[at : after.start], "".join(f"{line}\n" for line in lines_of(out.getvalue()))]
+            at = after.end
+    return "".join(printed) + text[at:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_code_runs_and_prints_what_the_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.model import registry
+
+    page = ROOT / name
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))  # a page may register an architecture
+    default = torch.get_default_dtype()
+    true = run(page, {"__name__": "__main__"})
+    assert torch.get_default_dtype() == default
+    if os.environ.get("OCTAVO_DOCS") == "write":
+        page.write_text(true, encoding="utf-8")
+    assert lines_of(page.read_text(encoding="utf-8")) == lines_of(true)
+
+
+def test_few_blocks_are_left_out() -> None:
+    left_out = [name for name, page in zip(NAMES, PAGES, strict=True) for b in blocks(page.read_text()) if b.kind == "python no-run"]
+    assert len(left_out) <= MOST_NOT_RUN, left_out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_says_what_it_is_and_outputs_follow_code(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert text.count("\n```") % 2 == 0, "a fence is not closed"
+    kinds = [block.kind for block in blocks(text)]
+    assert set(kinds) <= {"python", "python no-run", "output", "sh", "json", ""}
+    for before, kind in zip(["", *kinds], kinds, strict=False):
+        assert kind != "output" or before == "python", "an output block must follow the code that prints it"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    page = ROOT / name
+    for found in LINK.finditer(prose(page.read_text())):
+        target, _, heading = found["target"].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{name} links to {target}"
+        assert not heading or heading in anchors(path), f"{name} links to {target}#{heading}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can name: headings in lower case, words joined by dashes, punctuation left out."""
+    headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_and_modules_that_are_named_exist(name: str) -> None:
+    text = prose((ROOT / name).read_text())
+    lost = [found["path"] for found in FILE.finditer(text) if not (ROOT / found["path"]).exists()]
+    lost += [found["name"] for found in MODULE.finditer(text) if not importable(found["name"])]
+    assert lost == []
+
+
+def importable(name: str) -> bool:
+    """A module, or a name in one, or an attribute of that."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[n:]:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+def test_every_page_is_reached_from_the_index_and_every_decision_from_their_list() -> None:
+    for folder in (ROOT / "docs", ROOT / "docs" / "decisions"):
+        index = folder / ("index.md" if folder.name == "docs" else "README.md")
+        linked = {(folder / found["target"].partition("#")[0]).resolve() for found in LINK.finditer(index.read_text())}
+        assert {page.name for page in folder.glob("*.md") if page != index} <= {page.name for page in linked}
+
+
+def test_options_on_the_command_line_page_exist() -> None:
+    typer = pytest.importorskip("typer")
+    from octavo.cli import app
+
+    def options(command: object) -> set[str]:
+        own = {name for p in command.params for name in p.opts}  # type: ignore[attr-defined]
+        return own.union(*(options(c) for c in getattr(command, "commands", {}).values()))
+
+    known = options(typer.main.get_command(app)) | {"--help"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", (ROOT / "docs" / "cli.md").read_text()))
+    assert named <= known, sorted(named - known)
+    assert len(named) > 10
