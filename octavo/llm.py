@@ -99,7 +99,7 @@ class LLM:
         block_size = block_size or BLOCK_SIZE[self.device.type]
         ops = select(self.device.type)
         if dtype == "auto" and not on_gpu:
-            dtype = "float32"  # a CPU multiplies 16-bit numbers more slowly, batched several times so (docs/models.md)
+            dtype = "float32"  # exact, and as fast on CPUs without 16-bit instructions; docs/models.md has numbers
         self.model, self.checkpoint = load_model(
             model,
             dtype=dtype,
@@ -188,7 +188,7 @@ class LLM:
 
     # ---- pieces as they come -----------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt | list[Message], sampling_params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
+    def stream(self, prompt: Prompt | list[Message], sampling_params: SamplingParams | None = None) -> Stream:
         """Complete one prompt (or conversation), yielding what is new after each step. Leaving the loop ends the request;
         several streams may be open at once, and are then computed together."""
         arrival = time.monotonic()
@@ -196,21 +196,7 @@ class LLM:
             read: tuple[str | None, list[int]] = None, self.encode_chat(prompt)
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
-        return self._follow(read, sampling_params or SamplingParams(), arrival)
-
-    def _follow(self, prompt: tuple[str | None, list[int]], params: SamplingParams, arrival: float) -> Iterator[CompletionOutput]:
-        collector = self._submit(prompt, params, arrival)  # here, when somebody asks: an unread stream is no request
-        news: list[CompletionOutput] = []
-        collector.news = news
-        try:
-            while news or not collector.finished:
-                while news:
-                    yield news.pop(0)
-                if not collector.finished:
-                    self.step()
-        finally:
-            if not collector.finished:
-                self.abort(collector.request.id)
+        return Stream(self, self._submit(read, sampling_params or SamplingParams(), arrival))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prompt, as if the engine had just started."""
@@ -305,6 +291,29 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self._need_tokenizer()
+
+
+class Stream(Iterator[CompletionOutput]):
+    """The pieces of one request. Closing it, or dropping it, ends the request."""
+
+    def __init__(self, llm: LLM, collector: Collector):
+        self._llm, self._collector = llm, collector
+        self._news: list[CompletionOutput] = []
+        collector.news = self._news
+
+    def __next__(self) -> CompletionOutput:
+        while not self._news:
+            if self._collector.finished:
+                raise StopIteration
+            self._llm.step()
+        return self._news.pop(0)
+
+    def close(self) -> None:
+        if not self._collector.finished:
+            self._llm.abort(self._collector.request.id)
+        self._news.clear()
+
+    __del__ = close
 
 
 class _Progress:

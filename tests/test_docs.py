@@ -20,9 +20,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+TEMPLATE = ROOT / "docs" / "decisions" / "0000-template.md"  # its links are blanks
+PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/**/*.md")) - {TEMPLATE})]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-MOST_NOT_RUN = 2
+MOST_NOT_RUN = 4
+NEEDS_A_SERVER = {"docs/serving.md"}  # compiled and not run: tests/serve runs clients against a server
 
 FENCED = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
@@ -34,14 +36,15 @@ MODULE = re.compile(r"`(?P<name>(?:octavo|tests)(?:\.\w+)+)(?:\(\))?`")
 class Block(NamedTuple):
     kind: str  # what stands after the three backticks
     body: str
-    start: int  # of the body in the page
-    end: int
-    next: int  # where the page goes on after the fence
+    fence: int  # where the page has the opening fence,
+    start: int  # the body,
+    end: int  # its end,
+    next: int  # and what follows the closing fence
 
 
 def blocks(text: str) -> Iterator[Block]:
     for found in FENCED.finditer(text):
-        yield Block(found["kind"].strip(), found["body"], found.start("body"), found.end("body"), found.end())
+        yield Block(found["kind"].strip(), found["body"], found.start(), found.start("body"), found.end("body"), found.end())
 
 
 def prose(text: str) -> str:
@@ -55,15 +58,20 @@ def lines_of(text: str) -> list[str]:
 def run(page: Path, namespace: dict[str, object]) -> str:
     """Run the page's blocks, and return the page with what they print in place of what it says they print."""
     text = page.read_text(encoding="utf-8")
-    found, printed, at = list(blocks(text)), [], 0
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    found: list[Block] = list(blocks(text))
+    printed, at = [], 0
+    for i, block in enumerate(found):
         if block.kind != "python":
             continue
         lines = text.count("\n", 0, block.start)
         code = compile("\n" * lines + block.body, str(page), "exec")  # so that a traceback names the page's line
+        if str(page.relative_to(ROOT)) in NEEDS_A_SERVER:
+            continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, namespace)
-        if after is not None and after.kind == "output" and not text[block.next : after.start].strip("\n").removeprefix("```output"):
+        if i + 1 < len(found) and found[i + 1].kind == "output":
+            after = found[i + 1]
+            assert not text[block.next : after.fence].strip(), f"{page}: words between code and its output"
             printed += [text[at : after.start], "".join(f"{line}\n" for line in lines_of(out.getvalue()))]
             at = after.end
     return "".join(printed) + text[at:]
@@ -86,16 +94,18 @@ def test_the_code_runs_and_prints_what_the_page_says(name: str, tmp_path: Path, 
 
 
 def test_few_blocks_are_left_out() -> None:
-    left_out = [name for name, page in zip(NAMES, PAGES, strict=True) for b in blocks(page.read_text()) if b.kind == "python no-run"]
+    left_out = [
+        name for name, page in zip(NAMES, PAGES, strict=True) for b in blocks(page.read_text()) if b.kind == "python no-run"
+    ]
     assert len(left_out) <= MOST_NOT_RUN, left_out
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_block_says_what_it_is_and_outputs_follow_code(name: str) -> None:
+def test_blocks_are_closed_and_outputs_follow_code(name: str) -> None:
     text = (ROOT / name).read_text()
     assert text.count("\n```") % 2 == 0, "a fence is not closed"
     kinds = [block.kind for block in blocks(text)]
-    assert set(kinds) <= {"python", "python no-run", "output", "sh", "json", ""}
+    assert {kind for kind in kinds if kind.startswith("py")} <= {"python", "python no-run"}
     for before, kind in zip(["", *kinds], kinds, strict=False):
         assert kind != "output" or before == "python", "an output block must follow the code that prints it"
 
@@ -158,6 +168,8 @@ def test_options_on_the_command_line_page_exist() -> None:
         return own.union(*(options(c) for c in getattr(command, "commands", {}).values()))
 
     known = options(typer.main.get_command(app)) | {"--help"}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", (ROOT / "docs" / "cli.md").read_text()))
+    text = (ROOT / "docs" / "cli.md").read_text()
+    shell = "".join(block.body for block in blocks(text) if block.kind == "sh")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", prose(text) + shell))
     assert named <= known, sorted(named - known)
     assert len(named) > 10

@@ -261,6 +261,13 @@ def test_two_streams_at_once_and_one_is_left(llm: LLM) -> None:
     assert got == want and blocks_in_use(llm) == 0 and not llm.engine.scheduler.live
 
 
+def test_a_stream_nobody_reads_ends_when_it_is_dropped(llm: LLM) -> None:
+    stream = llm.stream("one", SamplingParams(max_tokens=30))
+    assert llm.engine.scheduler.live
+    del stream
+    assert not llm.engine.scheduler.live and blocks_in_use(llm) == 0
+
+
 # ---- bad input ------------------------------------------------------------------------------------------
 
 

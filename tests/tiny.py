@@ -27,7 +27,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=1024, bos_token_id=257, eos_token_id=EOS),
     ),
 }
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def write_tokenizer(path: Path) -> None:

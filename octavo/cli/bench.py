@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, command, option, size
+from octavo.cli.options import EngineOptions, Model, command, option, size
 from octavo.cli.screen import in_bytes, short
 from octavo.errors import InvalidRequest
 
@@ -178,3 +178,53 @@ def _load(engine: EngineOptions, model: str | None) -> LLM:
     if engine.max_model_len is not None:
         engine.max_model_len = min(engine.max_model_len, SHAPES[model]["max_position_embeddings"])
     return engine.load(SHAPES[model], skip_tokenizer_init=True)
+
+
+QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_prefix_caching=True)
+
+
+@app.command()
+@command
+def quant(
+    model: Model = None,
+    formats: Annotated[str | None, option("Some formats, with commas between; default: all.", None, "A,B,...")] = None,
+    repeat: Annotated[int, option("Measurements of speed.", None, "N", show_default=True, min=1)] = 3,
+    passages: Annotated[int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)] = 8,
+    length: Annotated[int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)] = 512,
+    picture: Annotated[Path | None, option("Draw speed against perplexity here (PNG, SVG).", None, "FILE", "--plot")] = None,
+    output: Output = None,
+    engine: EngineOptions = QUANT,
+) -> None:
+    """Weight formats compared: memory, load time, speed, and perplexity on the language reference that comes with Python."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.quant import FORMATS, measure, plot
+
+    chosen = tuple(formats.split(",")) if formats else FORMATS
+
+    def load(name: str) -> Any:
+        engine.quantization = name
+        return engine.load(model)
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(chosen))
+        rows = measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = ("format", "weights", "load s", "ttft ms", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error")
+    for column in columns:
+        table.add_column(column, justify="left" if not table.columns else "right")
+    for r in rows:
+        table.add_row(
+            r["format"], in_bytes(r["weight_bytes"]), f"{r['load_s']:.1f}", f"{r['ttft_s'] * 1e3:.0f}",
+            f"{r['single_tok_s']['median']:.0f}", f"{r['batch16_tok_s']['median']:.0f}", f"{r['perplexity']:.3f}",
+            f"{r['perplexity_ratio']:.4f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.3f}",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.print(table)
+    if picture is not None:
+        plot(rows, picture)
+    finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)

@@ -63,10 +63,10 @@ class Shape:
         self.checkpoint = open_checkpoint(model, revision, weights=False)
         self.cls = registry.find(self.checkpoint.config)
         self.config: ModelConfig = self.cls.parse_config(self.checkpoint.config)
-        self._measured: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self._measured: dict[tuple[str, str, str], tuple[int, int, str]] = {}
 
-    def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int]:
-        """(parameters, bytes)"""
+    def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int, str]:
+        """(parameters, bytes, dtype of KV)"""
         import torch
 
         from octavo.memory import weight_bytes
@@ -83,8 +83,18 @@ class Shape:
             for module in model.modules():
                 if formats is not None and isinstance(module, Matrix) and (form := formats(module.names)) is not None:
                     module.quantize(form, "meta")
-            self._measured[key] = parameters, weight_bytes(model)
+            self._measured[key] = parameters, weight_bytes(model), self._kv_dtype(dtype, kind, formats is not None)
         return self._measured[key]
+
+    def _kv_dtype(self, dtype: str, kind: str, quantized: bool) -> str:
+        """Kernels that compute whole quantised layers on a CPU keep half precision."""
+        if kind != "cpu" or dtype != "float32" or not quantized or not self.config.architecture.endswith("ForCausalLM"):
+            return dtype
+        from octavo.ops.cpu.workers import workers
+
+        c, team = self.config, workers()
+        whole = team is not None and all(n % team.step.LANES == 0 for n in (c.head_dim, c.hidden_size, c.intermediate_size))
+        return "float16" if whole else dtype
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,9 @@ class Case:
     def weights(self, shape: Shape) -> int:
         return shape.measure(self.dtype, self.quantization, self.kind)[1]
 
+    def kv_per_token(self, shape: Shape) -> int:
+        return shape.config.kv_bytes_per_token(shape.measure(self.dtype, self.quantization, self.kind)[2])
+
     def activations(self, shape: Shape) -> int:
         from octavo.memory import activation_bytes
 
@@ -148,17 +161,22 @@ class Case:
         activations = self.activations(shape)
         budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations)
         cache, length = size_pool(
-            shape.config, self.block_size, self.dtype, budget, self.max_num_seqs, self.max_model_len, self.num_blocks
+            shape.config,
+            self.block_size,
+            shape.measure(self.dtype, self.quantization, self.kind)[2],
+            budget,
+            self.max_num_seqs,
+            self.max_model_len,
+            self.num_blocks,
         )
-        per_token = shape.config.kv_bytes_per_token(self.dtype)
-        return MemoryPlan(weights, activations, per_token, cache.block_size, cache.num_blocks), length
+        return MemoryPlan(weights, activations, self.kv_per_token(shape), cache.block_size, cache.num_blocks), length
 
     def least_memory(self, shape: Shape) -> int:
         """Free bytes that a device would need for this."""
         from octavo.memory import CPU_KV_SHARE
 
         blocks = max(1, -(-((self.max_model_len or 1) - 1) // self.block_size))
-        kv = blocks * self.block_size * shape.config.kv_bytes_per_token(self.dtype)
+        kv = blocks * self.block_size * self.kv_per_token(shape)
         fixed = self.weights(shape) + self.activations(shape)
         if self.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
@@ -207,7 +225,7 @@ def fits(case: Case, shape: Shape) -> bool:
 
 def spelled(case: Case, change: Case) -> str:
     """The options in which two cases differ."""
-    names = {"utilization": "gpu-memory-utilization"}
+    names = {"utilization": "gpu-memory-utilization", "quantization": "quant"}
     new = {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
     return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in new.items())
 
@@ -218,7 +236,7 @@ def spelled(case: Case, change: Case) -> str:
 def describe(
     name: str, shape: Shape, case: Case, found: tuple[MemoryPlan, int] | None, ways: list[str], lengths: list[int] | None
 ) -> dict[str, Any]:
-    parameters, weights = shape.measure(case.dtype, case.quantization, case.kind)
+    parameters, weights, _ = shape.measure(case.dtype, case.quantization, case.kind)
     report: dict[str, Any] = {
         "model": name,
         "architecture": shape.config.architecture,
@@ -233,7 +251,7 @@ def describe(
         "max_num_batched_tokens": case.max_num_batched_tokens,
         "weights": weights,
         "activations": case.activations(shape),
-        "kv_bytes_per_token": shape.config.kv_bytes_per_token(case.dtype),
+        "kv_bytes_per_token": case.kv_per_token(shape),
         "block_size": case.block_size,
         "model_context": shape.config.max_position,
         "fits": found is not None,

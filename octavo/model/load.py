@@ -17,7 +17,7 @@ import torch
 
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
-from octavo.model import embedded, quant
+from octavo.model import embedded, quant, quantized
 from octavo.model.base import CausalLM, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
@@ -50,13 +50,19 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
             if len(ggufs) > 1:
                 raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}")
             return open_gguf(ggufs[0])
-        return open_directory(path, weights)
+        return _open_directory(path, weights)
     name = str(model)
     if name == embedded.NAME:
         return open_gguf(embedded.embedded_path())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or name.endswith(".gguf"):
         raise ModelNotFound(f"no such directory or file: {name}. {WAYS_ON}")
-    return open_directory(_from_hub(name, revision, weights), weights)
+    return _open_directory(_from_hub(name, revision, weights), weights)
+
+
+def _open_directory(path: Path, weights: bool) -> Checkpoint:
+    checkpoint = open_directory(path, weights)
+    checkpoint.tensors = quantized.joined(checkpoint.tensors, checkpoint.config, checkpoint.source) if weights else {}
+    return checkpoint
 
 
 WAYS_ON = (

@@ -188,5 +188,5 @@ def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, vocab_size: in
     key = noise_key(seed_low, seed_high, position)
     tokens = _mix(torch.arange(vocab_size, dtype=torch.int32, device=key.device))
     bits = _mix(tokens[None, :] ^ key[:, None]).long() & 0xFFFFFFFF
-    uniform = bits.float() * 2.0**-32 + 2.0**-33
+    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)  # 1 itself would forbid the token
     return -torch.log(-torch.log1p(-uniform))

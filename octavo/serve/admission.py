@@ -6,11 +6,14 @@ Knows who waits, not why. Beyond the bound a request is refused at once, unless 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Protocol
 
-from octavo.serve.errors import ApiError, queue_full
+from octavo.serve.errors import MAX_RETRY_AFTER, ApiError, queue_full
 
 HALF_LIFE = 10.0  # seconds after which a measurement counts half
+MAX_TOLD = 10_000
+EAGER = 0.7  # somewhat sooner than needed: not all come back, and a queue that runs empty costs more than a refusal
 
 
 class Waiting(Protocol):
@@ -28,6 +31,7 @@ class Queue:
         self.tokens = 0
         self._since = 0.0  # while somebody waits: when the last one began, or the first came
         self._seconds, self._begun = 0.0, 0.0  # time in which somebody waited, and how many began in it; older counts less
+        self._told: deque[float] = deque()  # when those who were turned away should come back, about in order
 
     def check(self, requests: int, tokens: int, priority: int = 0) -> None:
         """Raise what the client gets if so much more cannot wait."""
@@ -62,5 +66,13 @@ class Queue:
             self._seconds, self._begun = self._seconds * kept + passed, self._begun * kept + 1
 
     def retry_after(self) -> float:
-        """Seconds in which what waits now should have begun, at the rate of late."""
-        return len(self.waiting) * self._seconds / self._begun if self._begun else 1.0
+        """Seconds in which what waits now should have begun, at the rate of late: and whoever was turned away before and has
+        not come back yet. So a crowd comes back one by one, as fast as it can be served, and not all at once again and again."""
+        now = time.monotonic()
+        while self._told and self._told[0] < now:
+            self._told.popleft()
+        each = self._seconds / self._begun if self._begun else 0.05
+        wait = min((len(self.waiting) + EAGER * len(self._told)) * each, MAX_RETRY_AFTER)
+        if len(self._told) < MAX_TOLD:
+            self._told.append(now + wait)
+        return wait

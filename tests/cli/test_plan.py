@@ -47,7 +47,8 @@ def test_it_says_what_llm_does(
 ) -> None:
     model = tiny if model == "TINY" else model
     free = 1400 * 2**20
-    flags = [str(x) for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    names = {"quantization": "quant"}
+    flags = [str(x) for name, value in options.items() for x in (f"--{names.get(name, name).replace('_', '-')}", value)]
     plan = planned(octavo, model, "--device", "cpu", "--device-memory", free, *flags)
     pretend_free(free - plan["weights"])  # LLM asks when the weights are loaded
     llm = LLM(model, device="cpu", progress=False, **options)  # type: ignore[arg-type]
@@ -64,7 +65,7 @@ def test_it_says_what_llm_does(
 def test_quantised_weights_are_counted_but_for_what_packing_pads(octavo: Octavo, tiny: str, model: str, padding: float) -> None:
     """The CPU's kernels round 259 outputs up to whole vectors; real shapes are whole already."""
     model = tiny if model == "TINY" else model
-    plan = planned(octavo, model, "--device", "cpu", "--quantization", "int8")
+    plan = planned(octavo, model, "--device", "cpu", "--quant", "int8")
     llm = LLM(model, device="cpu", quantization="int8", progress=False, max_num_seqs=1)
     assert plan["weights"] <= llm.memory.weights <= (1 + padding) * plan["weights"]
 
@@ -108,7 +109,7 @@ def test_what_does_not_fit_is_told_with_options_that_would_do(octavo: Octavo, tm
 def test_where_no_option_helps_alone_all_are_tried_together(octavo: Octavo, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
     together, device = planned(octavo, tmp_path, "--device-memory", "1G")["ways_to_fit"]
-    assert "--quantization int4-g128" in together and "--max-num-batched-tokens 256" in together
+    assert "--quant int4-g128" in together and "--max-num-batched-tokens 256" in together
     assert octavo("plan", tmp_path, "--device-memory", "1G", *shlex.split(together)).exit_code == 0
     tiny_device = planned(octavo, tmp_path, "--device-memory", "100M")["ways_to_fit"]
     assert tiny_device == [device] and re.fullmatch(r"a device with [\d.]+ GiB: --device-memory \d+G", device)

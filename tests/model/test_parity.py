@@ -178,7 +178,7 @@ def pair(case: str, dtype: torch.dtype = torch.float32) -> Pair:
 def run(p: Pair, prompts: Sequence[list[int]], chunk: int, decode: int, block_size: int, slack: int = 0) -> list[Expected]:
     """All prompts through our model in one ragged batch: `chunk` tokens a step, the last `decode` one by one."""
     tables = scattered_tables([len(prompt) for prompt in prompts], block_size)
-    dtype = next(p.ours.parameters()).dtype
+    dtype = p.ours.dtype
     kv = empty_kv(p.ours.config, tables, block_size, DEVICE, dtype)
     depth = p.ours.config.num_layers
     layers: list[list[list[Tensor]]] = [[[] for _ in range(depth)] for _ in prompts]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.errors import InvalidRequest
+from octavo.bench.quant import measure
+from octavo.errors import CheckpointError, InvalidRequest
 from octavo.model import embedded, quant
+from octavo.model import quantized as quantized_files
 from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
 from octavo.model.load import load_model, open_checkpoint
 from octavo.ops.cpu.machine import instruction_set
@@ -20,7 +25,10 @@ from tests import tiny
 installed = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
 needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
 # Largest relative error of normal values: a step is the range over the number of codes.
-ERRORS = {"int8": 0.02, "int8-g32": 0.007, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13, "int4-g32-asym": 0.09, "int4-g64-asym": 0.1, "int4-g128-asym": 0.12}  # fmt: skip
+ERRORS = {
+    "int8": 0.02, "int8-g32": 0.007, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13,
+    "int4-g32-asym": 0.09, "int4-g64-asym": 0.1, "int4-g128-asym": 0.12,
+}  # fmt: skip
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -119,3 +127,57 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> N
         llm = LLM(tiny.model_dir(architecture), quantization=name, **options)
         seen.add(str([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]))
     assert len(seen) == 1
+
+
+# ---- as files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_a_quantised_checkpoint_loads_as_it_is(architecture: str, tmp_path: Path) -> None:
+    source = tiny.model_dir(architecture)
+    quantized_files.write(open_checkpoint(source), quant.FORMATS["int4-g32-asym"], tmp_path / "small")
+    options = dict(max_model_len=100, num_gpu_blocks_override=40, progress=False)
+    want = LLM(source, quantization="int4-g32-asym", **options).generate(PROMPTS, GREEDY, use_tqdm=False)
+    got = LLM(str(tmp_path / "small"), quantization="int4-g32-asym", **options).generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+
+
+def test_without_kernels_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -> None:
+    source = open_checkpoint(tiny.model_dir())
+    quantized_files.write(source, quant.FORMATS["int8"], tmp_path / "small")
+    name = "model.layers.1.mlp.up_proj.weight"
+    got = open_checkpoint(tmp_path / "small").read(name)
+    assert torch.equal(got, quantized("int8", source.read(name).float()).dequantize())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about["weights"].update({"model.norm.weight": ["int8", 32]}), "model.norm.weight in format int8 needs"),
+        (lambda about: about.update(weights=3), "has no list of weights"),
+        (lambda about: about["weights"].update({"model.embed_tokens.weight": ["int5", 32]}), "which is no format"),
+        (lambda about: about["weights"].update({"model.embed_tokens.weight": ["int8", 31]}), "needs codes, scale of 300 rows"),
+    ],
+)
+def test_damage_is_told(change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path) -> None:
+    quantized_files.write(open_checkpoint(tiny.model_dir()), quant.FORMATS["int8"], tmp_path / "small")
+    path = tmp_path / "small" / "config.json"
+    config = json.loads(path.read_text())
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "small")
+
+
+# ---- on real text ---------------------------------------------------------------------------------------
+
+
+@installed
+@needs_kernels
+@pytest.mark.slow
+def test_perplexity_stays_near_full_precision() -> None:
+    def load(name: str) -> LLM:
+        return LLM(quantization=name, max_model_len=600, num_gpu_blocks_override=80, enable_prefix_caching=False, progress=False)
+
+    rows = {r["format"]: r["perplexity_ratio"] for r in measure(load, ("auto", "int8", "int4-g32-asym"), 1, 3, 512)}
+    assert rows["auto"] < 1.02 and rows["int8"] < 1.02 and rows["int4-g32-asym"] < 1.06

@@ -113,7 +113,7 @@ def test_attention_reads_the_cache_in_place(
     name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, team: Workers
 ) -> None:
     """Slots past a sequence hold NaN, the host's lengths are off by `slack`, and neither shows."""
-    items = BATCHES[name] if name in BATCHES else [(37, 0), (1, 100), (20, 150), (70, 3)]
+    items = BATCHES.get(name, [(37, 0), (1, 100), (20, 150), (70, 3)])
     batch, kv = filled(items, kv_heads, dim, "cpu", slack)
     q = draw(len(batch.ids), heads, dim)
     expected = definition(q, kv, batch, 0.3, window)
@@ -220,7 +220,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_kernels_the_reference_computes_and_says_why() -> None:
     done = run(
-        "import torch\nfrom octavo.ops.cpu import CpuOps\nfrom octavo.model import quant\nfrom octavo.ops.weight import QuantWeight\n"
+        "import torch\nfrom octavo.ops.cpu import CpuOps\nfrom octavo.model import quant\n"
+        "from octavo.ops.weight import QuantWeight\n"
         "w = QuantWeight.empty(quant.FORMATS['int8'], 3, 40); quant.fill(w, torch.ones(3, 40))\n"
         "o = CpuOps(); print(o.linear(torch.ones(2, 40), o.pack(w)).tolist()[0])",
         OCTAVO_CPU_ISA="none",

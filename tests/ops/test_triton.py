@@ -113,3 +113,13 @@ def test_choose(vocab: int) -> None:
     arguments = (logits, rows, floats[:, 0], ints[:, 1], ints[:, 2], position)
     got, want = TRITON.choose(*arguments), REFERENCE.choose(*arguments)
     assert got.tolist() == want.tolist() and got[3] == 5
+
+
+def test_choose_never_forbids_a_token() -> None:
+    """At this seed and position the hash of token 5 is among the 128 largest there are."""
+    logits = torch.full((1, 97), -torch.inf, device=DEVICE)
+    logits[0, 5] = 0.0
+    low, high, position = (torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (54729777, 0, 3))
+    rows, heat = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
+    for ops in (TRITON, REFERENCE):
+        assert ops.choose(logits, rows, heat, low, high, position).tolist() == [5]

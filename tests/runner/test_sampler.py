@@ -163,6 +163,12 @@ def test_allowed_token_ids_are_the_only_ones() -> None:
     assert set(got) == {2, 30}
 
 
+def test_the_only_token_allowed_is_chosen_whatever_its_noise() -> None:
+    """At this seed and position the hash of token 5 is among the 128 largest there are."""
+    params = [SamplingParams(seed=54729777, allowed_token_ids=[5])]
+    assert choose(torch.zeros(1, VOCAB), params, tokens=[[1, 2, 3]]) == [5]
+
+
 def test_stop_ids_wait_for_min_tokens() -> None:
     logits = torch.full((2, VOCAB), -1.0)
     logits[:, 8], logits[:, 9] = 5.0, 4.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from octavo.serve.admission import Queue
 from octavo.serve.errors import ApiError
-from tests.serve.running import NAME, Running, check_error, events, server
+from tests.serve.running import NAME, Running, check_error, events, http_request, server
 
 BUSY = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
 
@@ -71,18 +73,21 @@ def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyP
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     queue = Queue(1000, 10**9)
-    assert queue.retry_after() == 1.0, "nothing measured yet"
     for k in range(50):
         queue.enter(str(k), Owner(), 1)
     for k in range(30):  # ten a second
         now += 0.1
         queue.leave(str(k), begun=True)
-    assert queue.retry_after() == pytest.approx(2.0, rel=0.01)
+    assert [queue.retry_after() for _ in range(3)] == pytest.approx([2.0, 2.07, 2.14], rel=0.01), "one after another"
+    now += 2.05
+    assert queue.retry_after() == pytest.approx(2.14, rel=0.01), "the first of them came back"
     for k in range(30, 50):
         queue.leave(str(k), begun=False)
     now += 1000
     queue.enter("later", Owner(), 1)
-    assert queue.retry_after() == pytest.approx(0.1, rel=0.01), "time in which nobody waited does not count"
+    assert queue.retry_after() == pytest.approx(0.1, rel=0.01), (
+        "they are forgotten; and time in which nobody waited does not count"
+    )
 
 
 # ---- a server of two rows and a queue of four --------------------------------------------------------------
@@ -185,28 +190,35 @@ def test_a_minute_of_ten_times_overload(tmp_path: Path) -> None:
             codes: Counter[int] = Counter()
             tokens = 0
             end = time.monotonic() + seconds
+            body = http_request("/v1/completions", b'{"prompt": "hello", "max_tokens": 30, "ignore_eos": true}')
 
-            async def client(http: httpx.AsyncClient) -> None:
+            async def client() -> None:
                 nonlocal tokens
+                reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
                 while time.monotonic() < end:
-                    reply = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 30, "ignore_eos": True})
-                    codes[reply.status_code] += 1
-                    if reply.status_code == 200:
-                        tokens += reply.json()["usage"]["completion_tokens"]
+                    writer.write(body)
+                    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                    reply = json.loads(await reader.readexactly(int(re.findall(r"content-length: (\d+)", head)[0])))
+                    status = int(head[9:12])
+                    codes[status] += 1
+                    if status == 200:
+                        tokens += reply["usage"]["completion_tokens"]
                     else:
-                        await asyncio.sleep(int(reply.headers["retry-after-ms"]) / 1000)
+                        await asyncio.sleep(int(re.findall(r"retry-after-ms: (\d+)", head)[0]) / 1000)
+                writer.close()
 
-            async with httpx.AsyncClient(base_url=front.url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
-                await asyncio.gather(*(client(http) for _ in range(clients)))
+            # httpx would do, but with 480 connections it takes more time than the server
+            await asyncio.gather(*(client() for _ in range(clients)))
             return codes, tokens
 
         def rss() -> int:
             return int(Path(f"/proc/{front.process.pid}/statm").read_text().split()[1]) * 4096
 
-        asyncio.run(load(32, 5))
-        _, peak = asyncio.run(load(32, 10))
+        asyncio.run(load(48, 5))
+        peak = asyncio.run(load(48, 10))[1]
         before = rss()
         codes, tokens = asyncio.run(load(480, 60))
         assert set(codes) == {200, 429}, codes
-        assert tokens / 60 >= 0.9 * peak / 10, (tokens / 60, peak / 10)
         assert rss() - before < 20 * 2**20, (before, rss())
+        peak += asyncio.run(load(48, 10))[1]  # before and after: other work on the machine comes and goes
+        assert tokens / 60 >= 0.9 * peak / 20, (tokens / 60, peak / 20)

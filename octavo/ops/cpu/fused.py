@@ -109,5 +109,5 @@ class FusedDecoder:
             for field, width in parts.items():
                 job[field] = workers.memory(f"rows {field}", rows * width * 4)
             record[a.QUERY], record[a.QUERY_STRIDE], record[a.OUT] = job[step.QKV], self.qkv * 4, job[step.MIXED]
-            workers.run(job)
+            workers.run(job, step.PHASES_OF_LAYER * len(self.table) + 1)
         return out

@@ -60,9 +60,11 @@ class Workers:
             args = (self.address, number)
             threading.Thread(target=step.follow, args=args, daemon=True, name=f"octavo-cpu-{number}").start()
 
-    def run(self, job: NDArray[np.int64]) -> None:
+    def run(self, job: NDArray[np.int64], phases: int = 2) -> None:
         """All threads do the job; returns when it is done. The caller holds the lock, which guards the memory too."""
-        self.state[self.step.team.JOB] = job.ctypes.data
+        team = self.step.team
+        self.state[team.JOB], self.state[team.PHASES] = job.ctypes.data, phases
+        self.state[team.COUNTERS] = self.memory("counters", phases * team.COUNTER)
         self.step.lead(self.address)
 
     def memory(self, name: str, size: int) -> int:

@@ -53,7 +53,7 @@ def choose_kernel(
         value = tl.load(logits + row.to(tl.int64) * s_logits + c, mask=mask, other=-float("inf")).to(tl.float32)
         if heat > 0:
             bits = _mix(_mix(c.to(tl.uint32, bitcast=True)) ^ key)
-            uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+            uniform = tl.minimum(bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
             # log1p(-u), which Triton lacks: exact enough where u is small, which is where the noise is large
             log1p = tl.where(uniform < 1e-3, -uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), _log(1.0 - uniform))
             value = value / heat - _log(-log1p)

@@ -56,6 +56,7 @@ def mixed(x: int) -> int:
 @inner
 def score(logit: float, token: int, key: int, heat: float) -> float:
     uniform = FLOAT(mixed(mixed(token) ^ (key & 0xFFFFFFFF))) * FLOAT(2.0**-32) + FLOAT(2.0**-33)
+    uniform = min(uniform, FLOAT(1 - 2.0**-24))
     return logit / heat - FLOAT(math.log(-math.log1p(-uniform)))
 
 

@@ -151,6 +151,7 @@ PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE = range(5)
 WEIGHTS = 4 * product.FIELDS
 ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range(WEIGHTS, WEIGHTS + 8)
 LAYER_FIELDS = WEIGHTS + 8
+PHASES_OF_LAYER = 10  # as decode() has them; one more follows the last layer
 
 
 @inner
@@ -164,10 +165,10 @@ def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
     """float32 [rows, inputs] -> the job's quantised rows, as this weight wants them."""
     inputs, group = load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP)
     size, out, own = row_bytes(inputs, group), load_i64(job + 8 * QUANTIZED), spare(me, job)
-    r = team.take(me)
-    while r < rows:
+    r = team.take(me, rows)
+    while r >= 0:
         quantize_row(x + r * inputs * 4, inputs, group, out + r * size, own)
-        r = team.take(me)
+        r = team.take(me, rows)
     team.finish(me, rows)
 
 
@@ -195,8 +196,8 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
     share = max(1, blocks // (team.threads(me) * 6))
     pieces = (blocks + share - 1) // share
     at_once = rows_at_once(rows, size)
-    piece = team.take(me)
-    while piece < pieces:
+    piece = team.take(me, pieces)
+    while piece >= 0:
         for first in range(0, rows, at_once):
             end = min(first + at_once, rows)
             for block in range(piece * share, min(piece * share + share, blocks)):
@@ -222,7 +223,7 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
                             for i in range(done):
                                 gate(tiles + i * LANES * 4, second + i * LANES * 4, target + i * outputs * 4, gated - 1)
                     r += done
-        piece = team.take(me)
+        piece = team.take(me, pieces)
     team.finish(me, pieces)
 
 
@@ -234,8 +235,8 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
     x, delta, own = load_i64(job + 8 * X), load_i64(job + 8 * DELTA), spare(me, job)
     group = load_i64(then + 8 * product.GROUP) if then != 0 else STRIP
     quantized, stride = load_i64(job + 8 * QUANTIZED), row_bytes(size, group)
-    r = team.take(me)
-    while r < rows:
+    r = team.take(me, rows)
+    while r >= 0:
         at, more = x + r * size * 4, delta + r * size * 4
         if first == 0:
             if post != 0:
@@ -246,7 +247,7 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
         else:
             norm(at, weight, own, eps, size)
             quantize_row(own, size, group, quantized + r * stride, own + size * 4)
-        r = team.take(me)
+        r = team.take(me, rows)
     team.finish(me, rows)
 
 
@@ -260,8 +261,8 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
     q_norm, k_norm = load_i64(layer + 8 * Q_NORM), load_i64(layer + 8 * K_NORM)
     angles, positions, slots = load_i64(layer + 8 * ANGLES), load_i64(job + 8 * POSITIONS), load_i64(job + 8 * SLOTS)
     rows, size = load_i64(job + 8 * ROWS), 2 if load_i64(batch + 8 * attention.HALF) != 0 else 4
-    t = team.take(me)
-    while t < rows:
+    t = team.take(me, rows)
+    while t >= 0:
         row, turn = qkv + t * stride, angles + load_i64(positions + 8 * t) * dim * 4
         slot = load_i64(slots + 8 * t)
         at = kv + slot // block_size * load_i64(batch + 8 * attention.BLOCK_STRIDE) + slot % block_size * dim * size
@@ -276,17 +277,17 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
                 copy_halves(source, target, dim // LANES)
             else:
                 copy_floats(source, target, dim // LANES)
-        t = team.take(me)
+        t = team.take(me, rows)
     team.finish(me, rows)
 
 
 @inner
 def attend(me: int, batch: int, kv: int, window: int) -> None:
     pieces = attention.count_tasks(batch)
-    piece = team.take(me)
-    while piece < pieces:
+    piece = team.take(me, pieces)
+    while piece >= 0:
         attention.run_task(batch, piece, load_i64(me + 8 * team.NUMBER), kv, window)
-        piece = team.take(me)
+        piece = team.take(me, pieces)
     team.finish(me, pieces)
 
 
@@ -330,8 +331,8 @@ def embed(me: int, job: int) -> None:
                            load_i64(weight + 8 * product.BITS))  # fmt: skip
     size, least = padded(inputs, group), load_i64(weight + 8 * product.LEAST)
     zero, factor = 0 if least != 0 else 1 << (bits - 1), load_f32(job + 8 * FACTOR)
-    t = team.take(me)
-    while t < rows:
+    t = team.take(me, rows)
+    while t >= 0:
         row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
         block, lane = row // LANES, row % LANES
         codes = load_i64(weight + 8 * product.CODES) + block * (size * LANES * bits // 8)
@@ -347,7 +348,7 @@ def embed(me: int, job: int) -> None:
             if least != 0:
                 value += load_f16(least + at)
             store_f32(out + (t * inputs + k) * 4, value * factor)
-        t = team.take(me)
+        t = team.take(me, rows)
     team.finish(me, rows)
 
 
@@ -355,13 +356,13 @@ def embed(me: int, job: int) -> None:
 def choose(me: int, job: int) -> None:
     """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER]."""
     rows, vocabulary = load_i64(job + 8 * ROWS), load_i64(job + 8 * INNER)
-    r = team.take(me)
-    while r < rows:
+    r = team.take(me, rows)
+    while r >= 0:
         at = load_i64(job + 8 * Y) + 8 * r
         heat, key = load_f32(load_i64(job + 8 * HEAT) + 4 * r), load_i64(load_i64(job + 8 * IDS) + 8 * r)
         logits = load_i64(job + 8 * X) + 4 * r * vocabulary
         store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
-        r = team.take(me)
+        r = team.take(me, rows)
     team.finish(me, rows)
 
 
@@ -386,9 +387,10 @@ def work(state: int, number: int) -> None:
 
 @kernel(NOTHING(INT))
 def lead(state: int) -> None:
-    """The calling thread's part: set the others to work and work too. Returns when all are done."""
-    team.call(state)
+    """The calling thread's part: call the others and work too. Returns when the job is done and nobody is in it."""
+    team.open_job(state)
     work(state, 0)
+    team.close_job(state)
 
 
 @kernel(NOTHING(INT, INT))
@@ -399,4 +401,6 @@ def follow(state: int, number: int) -> None:
         seen = team.wait_for_call(state, seen)
         if load_i64(state + 8 * team.STOP) != 0:
             return
-        work(state, number)
+        if team.enter(state, seen):
+            work(state, number)
+        team.leave(state)

@@ -1,19 +1,18 @@
 """Threads that share one job: every thread runs the same nopython function and takes pieces of each phase as it is ready.
 
-    ticket = take(me)                         pieces of a phase: 0, 1, 2 ... in order, to whoever asks first
-    while ticket < pieces:
+    piece = take(me, pieces)                  0, 1, 2 ... to whoever asks first, then -1
+    while piece >= 0:
         ...
-        ticket = take(me)
-    finish(me, pieces)                        wait for the others: the next phase may read what this one wrote
+        piece = take(me, pieces)
+    finish(me, pieces)                        wait until all pieces are done: the next phase may read what this one wrote
 
-A phase ends at a barrier that spins, since a layer has ten of them and takes a tenth of a millisecond; a thread that waits for
-long gives its core away, and between jobs it sleeps. Two counters only ever grow: each thread that asks in vain takes exactly
-one ticket beyond the end, so all know where the next phase's tickets begin.
+Every phase has two counters, of pieces taken and done. A phase waits for pieces, never for threads: one that lost its core
+to another process, or is still waking up, holds nobody up unless it holds a piece, and walks through the phases that were
+finished without it. The wait spins, since a layer has ten phases and takes a tenth of a millisecond; whoever waits for long
+gives its core away. A job ends when nobody is inside it; between jobs the others spin for a moment and then sleep.
 """
 
 from __future__ import annotations
-
-from numba import types
 
 from octavo.ops.cpu.jit.emit import (
     atomic_add,
@@ -28,12 +27,12 @@ from octavo.ops.cpu.jit.emit import (
     yield_core,
 )
 
-INT, VOID = types.int64, types.void
-
 # The team's state: int64, what is written often on cache lines of its own.
-GENERATION, ARRIVED, TICKET, SLEEPERS, STOP, JOB, THREADS = 0, 8, 16, 24, 32, 40, 48
-MEMBER, MEMBER_SIZE = 64, 32  # where the threads' own records begin, and their distance
-STATE, NUMBER, PHASE, FIRST = range(4)  # of such a record
+GENERATION, OPEN, INSIDE, SLEEPERS, STOP, JOB, COUNTERS, PHASES = range(0, 64, 8)
+THREADS = 64
+MEMBER, MEMBER_SIZE = 72, 32  # where the threads' own records begin, and their distance
+STATE, NUMBER, PHASE, MINE = range(4)  # of such a record
+COUNTER = 64  # bytes of a phase's counters: pieces taken, pieces done
 
 SPINS = 20_000  # about half a millisecond: what lies between two steps of a generation
 PATIENCE = 4_000  # spins before a waiting thread offers its core to others
@@ -44,6 +43,8 @@ def member(state: int, number: int) -> int:
     me = state + 8 * (MEMBER + MEMBER_SIZE * number)
     store_i64(me + 8 * STATE, state)
     store_i64(me + 8 * NUMBER, number)
+    store_i64(me + 8 * PHASE, load_i64(state + 8 * COUNTERS))
+    store_i64(me + 8 * MINE, 0)
     return me
 
 
@@ -53,20 +54,20 @@ def threads(me: int) -> int:
 
 
 @inner
-def take(me: int) -> int:
-    """The next piece of the phase."""
-    return atomic_add(load_i64(me + 8 * STATE) + 8 * TICKET, 1) - load_i64(me + 8 * FIRST)
+def take(me: int, pieces: int) -> int:
+    """A piece of the phase, or -1."""
+    piece = atomic_add(load_i64(me + 8 * PHASE), 1)
+    if piece >= pieces:
+        return -1
+    store_i64(me + 8 * MINE, load_i64(me + 8 * MINE) + 1)
+    return piece
 
 
 @inner
-def finish(me: int, pieces: int) -> None:
-    state, count = load_i64(me + 8 * STATE), threads(me)
-    goal = load_i64(me + 8 * PHASE) + count
-    store_i64(me + 8 * PHASE, goal)
-    store_i64(me + 8 * FIRST, load_i64(me + 8 * FIRST) + pieces + count)
-    atomic_add(state + 8 * ARRIVED, 1)
+def wait(address: int, value: int) -> None:
+    """Until the counter there is `value`."""
     spins = 0
-    while atomic_load(state + 8 * ARRIVED) < goal:
+    while atomic_load(address) != value:
         spins += 1
         if spins > PATIENCE:
             yield_core()
@@ -75,11 +76,45 @@ def finish(me: int, pieces: int) -> None:
 
 
 @inner
-def call(state: int) -> None:
+def finish(me: int, pieces: int) -> None:
+    phase = load_i64(me + 8 * PHASE)
+    atomic_add(phase + 8, load_i64(me + 8 * MINE))
+    store_i64(me + 8 * MINE, 0)
+    store_i64(me + 8 * PHASE, phase + COUNTER)
+    wait(phase + 8, pieces)
+
+
+@inner
+def open_job(state: int) -> None:
     """Set the team to work on the job that stands in its state."""
-    atomic_add(state + 8 * GENERATION, 1)
+    counters = load_i64(state + 8 * COUNTERS)
+    for i in range(load_i64(state + 8 * PHASES)):
+        store_i64(counters + COUNTER * i, 0)
+        store_i64(counters + COUNTER * i + 8, 0)
+    number = load_i64(state + 8 * GENERATION) + 1
+    atomic_store(state + 8 * OPEN, number)
+    atomic_store(state + 8 * GENERATION, number)
     if atomic_load(state + 8 * SLEEPERS) > 0:
         wake(state + 8 * GENERATION)
+
+
+@inner
+def close_job(state: int) -> None:
+    """Let nobody in any more, and wait for those inside to leave."""
+    atomic_store(state + 8 * OPEN, 0)
+    wait(state + 8 * INSIDE, 0)
+
+
+@inner
+def enter(state: int, number: int) -> bool:
+    """Whether job `number` is still going on. In any case leave() must follow."""
+    atomic_add(state + 8 * INSIDE, 1)
+    return atomic_load(state + 8 * OPEN) == number
+
+
+@inner
+def leave(state: int) -> None:
+    atomic_add(state + 8 * INSIDE, -1)
 
 
 @inner
@@ -94,10 +129,3 @@ def wait_for_call(state: int, seen: int) -> int:
         sleep_while(state + 8 * GENERATION, seen)
     atomic_add(state + 8 * SLEEPERS, -1)
     return atomic_load(state + 8 * GENERATION)
-
-
-@inner
-def dismiss(state: int) -> None:
-    """Let the threads return from their loop."""
-    atomic_store(state + 8 * STOP, 1)
-    call(state)

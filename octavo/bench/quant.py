@@ -1,0 +1,131 @@
+"""What each weight format costs and gains: memory, load time, speed, and how far its predictions are from full precision.
+
+The text is the language reference that comes with every Python (pydoc_data.topics): prose and code, the same everywhere but for
+the version. Perplexity is over all its tokens but each passage's first; "top1" is how often the likeliest token is the same as
+at full precision, "logprob_error" the root mean square difference of the text's log-probabilities.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.batching import spread
+from octavo.errors import OctavoError
+from octavo.llm import LLM
+from octavo.types import SamplingParams
+
+PLAIN = "none"
+FORMATS = (PLAIN, "auto", "int8", "int8-g32", "int4-g32-asym", "int4-g32", "int4-g64-asym", "int4-g64", "int4-g128")
+PROMPT = 128  # tokens, of which the time to the first token is measured
+OUTPUT = 64
+
+
+def passages(llm: LLM, count: int, length: int) -> list[list[int]]:
+    """Token ids of consecutive pieces of the text."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = llm.get_tokenizer().encode(text[: 12 * count * length])
+    if len(ids) < count * length:
+        raise OctavoError(f"the text has only {len(ids)} tokens: ask for fewer than {count} passages of {length}")
+    return [ids[i * length : (i + 1) * length] for i in range(count)]
+
+
+def quality(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[int]]:
+    """Of every token but each passage's first: its log-probability, and which token was the likeliest instead."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
+    logprobs, likeliest = [], []
+    for text in texts:
+        result = llm.generate([list(text)], params, use_tqdm=False)[0]
+        for token, entry in zip(text[1:], (result.prompt_logprobs or [])[1:], strict=True):
+            assert entry is not None
+            logprobs.append(entry[token].logprob)
+            likeliest.append(next(t for t, found in entry.items() if found.rank == 1))
+    return logprobs, likeliest
+
+
+def speed(llm: LLM, text: list[int], repeat: int) -> dict[str, Any]:
+    """Seconds to the first token, and tokens a second of one request and of sixteen, the prompts' tokens not counted."""
+
+    def seconds(count: int, tokens: int) -> float:
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        prompts = [text[i : i + PROMPT // count] for i in range(count)]
+        start = time.perf_counter()
+        results = llm.generate(prompts, params, use_tqdm=False)
+        took = time.perf_counter() - start
+        if sum(len(r.outputs[0].token_ids) for r in results) != count * tokens:
+            raise OctavoError("fewer tokens arrived than were asked for: not counted")
+        return took
+
+    seconds(1, 4)
+    runs = [(seconds(1, 1), seconds(1, OUTPUT), seconds(16, 1), seconds(16, OUTPUT)) for _ in range(repeat)]
+    return {
+        "ttft_s": statistics.median(r[0] for r in runs),
+        "single_tok_s": spread([(OUTPUT - 1) / (r[1] - r[0]) for r in runs]),
+        "batch16_tok_s": spread([16 * (OUTPUT - 1) / (r[3] - r[2]) for r in runs]),
+    }
+
+
+def measure(
+    load: Callable[[str], LLM],
+    formats: tuple[str, ...] = FORMATS,
+    repeat: int = 3,
+    count: int = 8,
+    length: int = 512,
+    done: Callable[[str], None] = lambda name: None,
+) -> list[dict[str, Any]]:
+    """One row a format, in order. Full precision is measured in any case, first: the others are compared with it."""
+    rows: list[dict[str, Any]] = []
+    base: tuple[list[float], list[int]] | None = None
+    for name in dict.fromkeys((PLAIN, *formats)):
+        start = time.perf_counter()
+        llm = load(name)
+        took = time.perf_counter() - start
+        texts = passages(llm, count, length)
+        found = quality(llm, texts)
+        base = base or found
+        pairs = list(zip(found[0], base[0], strict=True))
+        rows.append(
+            {
+                "format": name,
+                "weight_bytes": llm.memory.weights,
+                "load_s": took,
+                **speed(llm, texts[0], repeat),
+                "perplexity": math.exp(-statistics.fmean(found[0])),
+                "logprob_error": math.sqrt(statistics.fmean((a - b) ** 2 for a, b in pairs)),
+                "top1": statistics.fmean(a == b for a, b in zip(found[1], base[1], strict=True)),
+            }
+        )
+        rows[-1]["perplexity_ratio"] = rows[-1]["perplexity"] / rows[0]["perplexity"]
+        del llm
+        gc.collect()
+        done(name)
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed against perplexity, a point a format; its area shows the weights' bytes."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise OctavoError("a plot needs matplotlib: pip install matplotlib") from None
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    most = max(row["weight_bytes"] for row in rows)
+    for row in rows:
+        x, y = row["perplexity_ratio"], row["single_tok_s"]["median"]
+        axes.scatter(x, y, s=900 * row["weight_bytes"] / most, alpha=0.5)
+        axes.annotate(row["format"], (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axes.set_xlabel("perplexity, relative to full precision (left is better)")
+    axes.set_ylabel("tokens a second, one request (up is better)")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,41 @@
+"""`octavo quantize`: a checkpoint in, a smaller one out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.options import command, fail, option
+
+
+@command
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a name on the hub, or smollm2.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write, which must not exist.")],
+    form: Annotated[str, option("int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True)] = "int4-g64",
+    revision: Annotated[str | None, option("Branch, tag or commit on the hub.", None, "NAME")] = None,
+) -> None:
+    """Write a checkpoint with quantised weights, which every command then loads as it is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from octavo.cli.screen import in_bytes
+    from octavo.model import quant, quantized
+    from octavo.model.load import open_checkpoint
+    from octavo.ops.weight import Format
+
+    parsed = quant.parse(form)
+    if not isinstance(parsed, Format):
+        fail(f"--quant must be one of {', '.join(quant.FORMATS)}, not {form}")
+    if out.exists():
+        fail(f"{out} exists already: give another directory")
+    checkpoint = open_checkpoint(model, revision)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("quantising", total=1.0)
+        quantized.write(checkpoint, parsed, out, lambda part: progress.update(task, completed=part))
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(f"{out}: {in_bytes(size)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}")
+    if checkpoint.directory is None:
+        print("A GGUF file holds its tokenizer inside: load the result with --tokenizer DIRECTORY, or use token ids.")
