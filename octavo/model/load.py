@@ -199,7 +199,7 @@ def choose_formats(
     """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. What has no
     quantisation of its own stays plain in "auto", and so does everything where the CPU kernels cannot run."""
     if isinstance(wanted, Format):
-        return lambda names: wanted
+        return quant.choose(wanted)
     if wanted == "none" or device != "cpu" or isinstance(instruction_set(), str):
         return None
 

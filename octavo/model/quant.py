@@ -11,6 +11,8 @@ octavo.ops.weight's. Knows no file and no model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,9 @@ from octavo.ops.weight import Format, QuantWeight
 GROUPS = (32, 64, 128)
 FORMATS = {str(form): form for form in [Format(8, 0), Format(8, 32)] + [Format(4, g, a) for a in (False, True) for g in GROUPS]}
 NAMES = ("auto", "none", *FORMATS)
+# The embedding and the head next to 4-bit layers: 8 bits. In the embedded model they are a fifth of the weights and at 4 bits
+# cost 8% of perplexity; the layers' 4 bits, from the same numbers, cost nothing measurable.
+EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "wte", "lm_head"}
 CHUNK = 1 << 20  # values quantised at a time: temporaries stay small
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # 4-bit ranges tried: clipping the largest values often costs less than coarser steps
 
@@ -32,6 +37,11 @@ def parse(name: str | None) -> Format | str:
     if name not in FORMATS:
         raise InvalidRequest(f"quantization is one of {', '.join(NAMES)}, not {name!r}", "quantization")
     return FORMATS[name]
+
+
+def choose(form: Format) -> Callable[[tuple[str, ...]], Format]:
+    """The format of the weight that holds the tensors of these names, when this one is asked for."""
+    return lambda names: EDGE if form.bits == 4 and EDGE_NAMES.intersection(names) else form
 
 
 def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:

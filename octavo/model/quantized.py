@@ -34,7 +34,7 @@ def write(checkpoint: Checkpoint, form: Format, directory: Path, done: Callable[
 
     cls = registry.find(checkpoint.config)
     config = cls.parse_config(checkpoint.config)
-    model = build(config, cls, ReferenceOps(), torch.float32, "meta", lambda names: form)
+    model = build(config, cls, ReferenceOps(), torch.float32, "meta", quant.choose(form))
     slots = model.weight_map()
     tensors: dict[str, Tensor] = {}
     listed: dict[str, list[Any]] = {}
@@ -43,10 +43,11 @@ def write(checkpoint: Checkpoint, form: Format, directory: Path, done: Callable[
         if slot is None or not isinstance(slot.dest, QuantWeight) or slot.transform is not None:
             tensors[name] = stored.read().clone()
         else:
-            weight = QuantWeight.empty(form, *stored.shape)
-            quant.fill(weight, stored.codes() if stored.codes is not None and stored.form == form else stored.read())
+            own = slot.dest.form
+            weight = QuantWeight.empty(own, *stored.shape)
+            quant.fill(weight, stored.codes() if stored.codes is not None and stored.form == own else stored.read())
             tensors |= {f"{name}.{part}": buffer for part, buffer in weight.named_buffers()}
-            listed[name] = [str(form), stored.shape[1]]
+            listed[name] = [str(own), stored.shape[1]]
         done((i + 1) / len(checkpoint.tensors))
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors")

@@ -37,7 +37,7 @@ class CpuOps(ReferenceOps):
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
     def linear(self, x: Tensor, weight: Tensor | PackedWeight | QuantWeight, bias: Tensor | None = None) -> Tensor:
-        """A quantised weight is multiplied with x rounded to int8, a scale for each row and group of the weight's."""
+        """A quantised weight is multiplied with x rounded to int8, a scale for each row and 32 inputs."""
         if isinstance(weight, PackedWeight):
             y = product(x.float().contiguous(), weight)
             return (y if bias is None else y.add_(bias)).to(x.dtype)

@@ -33,7 +33,7 @@ from octavo.ops.cpu.jit.emit import (
     store_f32,
     store_i64,
 )
-from octavo.ops.cpu.jit.product import STRIP, TILE, block_product, padded, quantize_groups, row_bytes
+from octavo.ops.cpu.jit.product import STRIP, TILE, block_product, padded, quantize_strips, row_bytes
 
 INT, FLOAT = types.int64, types.float32
 NOTHING = types.void
@@ -135,7 +135,7 @@ def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
         for k in range(inputs, size):
             store_f32(spare + 4 * k, 0.0)
         x = spare
-    quantize_groups(x, out, size // group, group)
+    quantize_strips(x, out, size // STRIP)
 
 
 # ---- phases -------------------------------------------------------------------------------------------------
