@@ -180,6 +180,11 @@ def test_n_completions_share_the_prompt_and_differ(llm: LLM) -> None:
     assert len({tuple(c.token_ids) for c in out.outputs}) == 4
 
 
+def test_one_token_is_prompt_enough_for_several_completions(llm: LLM) -> None:
+    out = llm.generate([[7]], SamplingParams(n=3, max_tokens=4, seed=2, temperature=1.5, ignore_eos=True))[0]
+    assert out.error is None and [len(c.token_ids) for c in out.outputs] == [4, 4, 4]
+
+
 def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, logit_bias={tiny.EOS: 100}, min_tokens=3)
     done = llm.generate(["hi"], params)[0].outputs[0]

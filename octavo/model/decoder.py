@@ -167,7 +167,7 @@ class Decoder(CausalLM):
         self.fused = self.ops.fuse(
             DecoderSpec(layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype)
         )
-        if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0005
+        if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0006
             self.kv_dtype = torch.float16
 
     def _angles(self, layer: int) -> Tensor:

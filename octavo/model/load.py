@@ -207,10 +207,10 @@ def choose_formats(
         suffixes = tuple(f"{name}.weight" for name in names)
         found = [tensor for name, tensor in checkpoint.tensors.items() if name.endswith(suffixes)]
         forms = {tensor.form for tensor in found}
-        if len(forms) == 1:
+        if len(forms) == 1 and None not in forms:
             return forms.pop()  # exactly what the file holds
         bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
-        return Format(4, 32, True) if bits <= 5 else Format(8, 32) if bits < 16 else None
+        return quant.EDGE if bits < 9 else None  # blocks of another kind: eight bits hold them all but for a last rounding
 
     return stored
 

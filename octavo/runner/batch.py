@@ -17,8 +17,8 @@ from octavo.types import Item
 
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
     """rows [S] | tokens of each [S] | first token of each and the end [S + 1] | each token's item [T] | its offset there [T]"""
-    rows, nums = np.array([item.row for item in items]), np.array([item.num for item in items])
-    return _joined(rows, nums)
+    pairs = np.array([(item.row, item.num) for item in items], dtype=np.int64).reshape(-1, 2)  # there may be none
+    return _joined(pairs[:, 0], pairs[:, 1])
 
 
 def lay_out_padded(items: list[Item], padding: int, num_items: int, num_tokens: int) -> NDArray[np.int32]:

@@ -179,6 +179,7 @@ FINE: dict[str, tuple[str, dict[str, Any]]] = {
     "an assistant's turn to go on": (CHAT, {"messages": [*HI, {"role": "assistant", "content": "Sure"}],
                                             "continue_final_message": True, "add_generation_prompt": False}),
     "harmless fields": (CHAT, {"user": "u", "metadata": {"a": "b"}, "stream": False}),
+    "several choices for a prompt of one token": (TEXT, {"prompt": [5], "n": 3}),
     "allowed tokens": (TEXT, {"allowed_token_ids": [65, 66]}),
 }  # fmt: skip
 
