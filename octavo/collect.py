@@ -55,7 +55,7 @@ class Collector:
         if stop is not None:
             new = new[: stream.tokens_used - len(completion.token_ids)]
             reason, stop_reason = "stop", stop
-        piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason)
+        piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason, error=out.error)
         if out.logprobs is not None and completion.logprobs is not None:
             chosen = out.logprobs[: len(new)]
             piece.logprobs = [self._logprobs(p) for p in chosen]
@@ -63,7 +63,7 @@ class Collector:
             completion.logprobs += piece.logprobs
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + piece.cumulative_logprob
         completion.token_ids += new
-        completion.finish_reason, completion.stop_reason = reason, stop_reason
+        completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, out.error
         if reason is not None:
             completion.text = stream.text
             self.open -= 1

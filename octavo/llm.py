@@ -44,12 +44,13 @@ from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, SamplingParams
+from octavo.types import Output, Request, SamplingParams, check_real, check_whole
 
 log = logging.getLogger(__name__)
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}
+Read: TypeAlias = tuple[str | None, list[int], str]  # its text, if it had any; its ids; its cache salt
 
 # Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
 HARMLESS = {
@@ -57,6 +58,8 @@ HARMLESS = {
     "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
     "async_scheduling", "hf_token", "generation_config", "max_logprobs",
 }  # fmt: skip
+# Others are taken at the value that changes nothing.
+DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto", "enable_lora": False}
 
 
 class LLM:
@@ -80,20 +83,23 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
         depth: int | None = None,
         progress: bool | Callable[[float], None] = True,
         **options: Any,
     ):
-        unknown = sorted(set(options) - HARMLESS)
-        if tensor_parallel_size != 1:
-            unknown.append("tensor_parallel_size")
+        unknown = sorted(k for k, v in options.items() if k not in HARMLESS and (k not in DEFAULTS or v != DEFAULTS[k]))
         if unknown:
             raise InvalidRequest(f"LLM does not know how to honour: {', '.join(unknown)}. Leave them out", unknown[0])
         if options:
             log.info("options without effect here: %s", ", ".join(sorted(options)))
-        if depth is not None and not 1 <= depth <= 3:
-            raise InvalidRequest(f"depth (steps in flight) must be 1, 2 or 3, got {depth}", "depth")
+        check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
+        check_whole("max_num_seqs", max_num_seqs, 1)
+        check_whole("seed", seed, -(2**63), 2**64 - 1)
+        check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
+        sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
+        for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
+            if value is not None:
+                check_whole(name, value, 2 if name == "max_model_len" else 1)
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
         block_size = block_size or BLOCK_SIZE[self.device.type]
@@ -116,10 +122,10 @@ class LLM:
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
         self.model_dtype = self.model.dtype
-        name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
+        dtype_name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
         schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
-        activations = activation_bytes(self.config, schedule, name)
+        activations = activation_bytes(self.config, schedule, dtype_name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
@@ -135,6 +141,7 @@ class LLM:
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
         self.engine = Engine(scheduler, self.runner)
         self._open: dict[str, Collector] = {}
+        self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
 
     # ---- whole answers -----------------------------------------------------------------------------
@@ -145,8 +152,11 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt, batched. One set of parameters for all, or one each. Order is kept."""
+        if lora_request is not None:
+            raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
         if prompts is None:
             if prompt_token_ids is None:
                 raise InvalidRequest("give prompts: text, token ids, or a list of either", "prompts")
@@ -163,7 +173,7 @@ class LLM:
         """Answer one conversation, or several at once. `template` options: chat_template, add_generation_prompt,
         continue_final_message, tools, chat_template_kwargs."""
         many: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        return self._run([(None, self.encode_chat(m, **template)) for m in many], sampling_params, use_tqdm)
+        return self._run([(None, self.encode_chat(m, **template), "") for m in many], sampling_params, use_tqdm)
 
     def encode_chat(
         self,
@@ -193,7 +203,7 @@ class LLM:
         several streams may be open at once, and are then computed together."""
         arrival = time.monotonic()
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            read: tuple[str | None, list[int]] = None, self.encode_chat(prompt)
+            read: Read = None, self.encode_chat(prompt), ""
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
         return Stream(self, self._submit(read, sampling_params or SamplingParams(), arrival))
@@ -204,7 +214,7 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
-        tokens = min(64, self.schedule.max_model_len - 2)
+        tokens = max(1, min(64, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
         self.generate([[0] * tokens], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
         self.runner.capture()
         self.reset_prefix_cache()
@@ -213,6 +223,8 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine. Returns the requests that ended in it."""
+        while self._dropped:
+            self.abort(self._dropped.pop())
         return self._take(self.engine.step())
 
     def abort(self, request_id: str) -> None:
@@ -233,13 +245,13 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: list[Read],
         sampling_params: SamplingParams | list[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         arrival = time.monotonic()
         params = sampling_params if sampling_params is not None else SamplingParams()
-        each = params if isinstance(params, list) else [params] * len(prompts)
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one each")
         mine: dict[str, Collector] = {}
@@ -255,32 +267,38 @@ class LLM:
                             done[output.request_id] = output
                             bar.update(output)
         finally:
-            for request_id in mine.keys() - done.keys():  # refused half-way, or interrupted: nothing stays behind
+            for request_id in [r for r in mine if r not in done]:  # refused half-way, or interrupted: nothing stays behind
                 self.abort(request_id)
+        failed = [output for output in done.values() if output.error]
+        if failed:
+            log.error("%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error)
         return [done[request_id] for request_id in mine]
 
-    def _submit(self, prompt: tuple[str | None, list[int]], params: SamplingParams, arrival: float) -> Collector:
-        text, ids = prompt
+    def _submit(self, prompt: Read, params: SamplingParams, arrival: float) -> Collector:
+        text, ids, salt = prompt
         params.validate()
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
-        request = Request(str(self._count), ids, params, arrival)
+        request = Request(str(self._count), ids, params, arrival, salt)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)
         return collector
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, ids) of a prompt in any of its forms."""
+    def _read(self, prompt: Prompt) -> Read:
+        """A prompt in any of its forms."""
         if isinstance(prompt, dict):
-            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
-            if given is None:
+            given = {name: value for name, value in prompt.items() if value is not None}
+            if unknown := sorted(given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}):
+                raise InvalidRequest(f"a prompt cannot have {', '.join(unknown)}: this engine would ignore it", "prompt")
+            if not given.keys() & {"prompt", "prompt_token_ids"}:
                 raise InvalidRequest('a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt")
-            return self._read(given)
+            text, ids, _ = self._read(given.get("prompt_token_ids", given.get("prompt")))  # type: ignore[arg-type]
+            return text or given.get("prompt"), ids, str(given.get("cache_salt", ""))
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer().encode(prompt)
+            return prompt, self._need_tokenizer().encode(prompt), ""
         try:
-            return None, [t if type(t) is int else t.__index__() for t in prompt]
+            return None, [t if type(t) is int else t.__index__() for t in prompt], ""
         except (TypeError, AttributeError):
             raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.80}", "prompt") from None
 
@@ -288,6 +306,12 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidRequest("text needs a tokenizer: drop skip_tokenizer_init, or pass token ids", "prompt")
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend (generation_config.json), where they say."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        said = {k: v for k, v in self.checkpoint.generation_config.items() if k in names and v is not None}
+        return SamplingParams(**said)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._need_tokenizer()
@@ -313,7 +337,10 @@ class Stream(Iterator[CompletionOutput]):
             self._llm.abort(self._collector.request.id)
         self._news.clear()
 
-    __del__ = close
+    def __del__(self) -> None:
+        """May come at any moment, in the middle of a step as well: the next step ends the request."""
+        if not self._collector.finished:
+            self._llm._dropped.append(self._collector.request.id)
 
 
 class _Progress:

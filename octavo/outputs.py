@@ -25,6 +25,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or string, where one was given and met
+    error: str | None = None  # what went wrong, with finish_reason "error"
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -24,7 +24,7 @@ MAX_LOGPROBS = 20
 # ---- asked -------------------------------------------------------------------------------------
 
 
-def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def check_real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     """Refuse what is not a finite number within [low, high] (or (low, high])."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or value > high or value < low or (open_low and value == low):
@@ -32,7 +32,7 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
         raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", name, "param_out_of_range")
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool)
     if not ok or value < low or (high is not None and value > high):
         most = "" if high is None else f" and at most {high}"
@@ -69,19 +69,19 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        _whole("n", self.n, 1, 128)
-        _real("presence_penalty", self.presence_penalty, -2, 2)
-        _real("frequency_penalty", self.frequency_penalty, -2, 2)
-        _real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        _real("temperature", self.temperature, 0, 100)
-        _real("top_p", self.top_p, 0, 1, open_low=True)
-        _whole("top_k", self.top_k, -1)
-        _real("min_p", self.min_p, 0, 1)
+        check_whole("n", self.n, 1, 128)
+        check_real("presence_penalty", self.presence_penalty, -2, 2)
+        check_real("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        check_real("temperature", self.temperature, 0, 100)
+        check_real("top_p", self.top_p, 0, 1, open_low=True)
+        check_whole("top_k", self.top_k, -1)
+        check_real("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+            check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -90,27 +90,29 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                _whole(name, value, 0, MAX_LOGPROBS)
+                check_whole(name, value, 0, MAX_LOGPROBS)
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest("stop must be a non-empty string or a list of non-empty strings", "stop")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
+        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):
+            raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}", "stop_token_ids")
         self.stop_token_ids = list(self.stop_token_ids or [])
         for t in self.stop_token_ids:
-            _whole("stop_token_ids", t, 0)
+            check_whole("stop_token_ids", t, 0)
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(t): float(b) for t, b in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError):
                 raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
             for b in self.logit_bias.values():
-                _real("logit_bias", b, -100, 100)
+                check_real("logit_bias", b, -100, 100)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
             for t in self.allowed_token_ids:
-                _whole("allowed_token_ids", t, 0)
+                check_whole("allowed_token_ids", t, 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are checked once the model is known."""

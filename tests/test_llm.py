@@ -270,6 +270,7 @@ def test_a_stream_nobody_reads_ends_when_it_is_dropped(llm: LLM) -> None:
     stream = llm.stream("one", SamplingParams(max_tokens=30))
     assert llm.engine.scheduler.live
     del stream
+    llm.step()
     assert not llm.engine.scheduler.live and blocks_in_use(llm) == 0
 
 
@@ -317,6 +318,61 @@ def test_bad_parameters_are_refused_by_name(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**params)
     assert error.value.param in params
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(block_size=0), dict(block_size=-1), dict(max_num_seqs=0), dict(max_model_len=0), dict(max_model_len=-4),
+        dict(seed=None), dict(gpu_memory_utilization=5.0), dict(num_gpu_blocks_override=0), dict(max_num_batched_tokens=-1),
+        dict(depth=0),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_by_name_before_anything_is_loaded(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        LLM("there/is/no/such-model", **options)
+    assert error.value.param in options
+
+
+def test_values_beyond_32_bits_harm_nobody(llm: LLM) -> None:
+    good = llm.stream("good", SamplingParams(max_tokens=4, **GREEDY))
+    next(good)
+    huge = llm.generate(["x"], SamplingParams(top_k=2**40, max_tokens=2, min_tokens=2, ignore_eos=True, seed=2**63))
+    assert huge[0].error is None and len(huge[0].outputs[0].token_ids) == 2
+    assert llm.generate(["x"], SamplingParams(max_tokens=None, min_tokens=2**40, **GREEDY))[0].error is None
+    assert all(piece.error is None for piece in good)
+
+
+def test_nothing_left_to_say_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="all stop tokens"):
+        llm.generate(["x"], SamplingParams(allowed_token_ids=[tiny.EOS], min_tokens=1))
+
+
+def test_salted_prompts_do_not_share_blocks_and_unknown_keys_are_refused(llm: LLM) -> None:
+    prompt = [i % 200 for i in range(100)]
+    params = SamplingParams(max_tokens=1)
+    cached = [llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, params)[0].num_cached_tokens for salt in "abb"]
+    assert cached == [0, 0, 96]
+    with pytest.raises(InvalidRequest, match="multi_modal_data"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, params)
+
+
+def test_an_interrupt_ends_what_was_in_the_step_and_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=6, **GREEDY)
+    want = ids_of(llm.generate(["good"], params))
+    stream = llm.stream("good", params)
+    next(stream)
+    forward = llm.model.forward
+
+    def interrupted(*_: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    monkeypatch.setattr(llm.model, "forward", forward)
+    assert [piece.finish_reason for piece in stream] == ["error"]
+    assert ids_of(llm.generate(["good"], params)) == want and blocks_in_use(llm) == 0
 
 
 def test_parameters_changed_after_construction_are_checked_again(llm: LLM) -> None:

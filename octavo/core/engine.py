@@ -48,10 +48,11 @@ class Engine:
         self.depth = scheduler.schedule.depth
         self.inflight: deque[tuple[Plan, Handle]] = deque()
         self.time = HostTime()
+        self._late: list[Output] = []  # of a step that was interrupted
 
     @property
     def idle(self) -> bool:
-        return not (self.inflight or self.scheduler.live)
+        return not (self.inflight or self.scheduler.live or self._late)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest, and changes nothing, for one that can never run."""
@@ -65,6 +66,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step if there is one, then take in the oldest result that is due."""
+        if self._late:
+            late, self._late = self._late, []
+            return late
         time, start = self.time, perf_counter()
         plan = self.scheduler.plan()
         time.steps += 1
@@ -72,7 +76,7 @@ class Engine:
         if plan.work:
             try:
                 self.inflight.append((plan, self.runner.launch(plan)))
-            except Exception as e:
+            except BaseException as e:
                 return self._fail(plan, e)
         time.launch += (launched := perf_counter()) - planned
         if not self.inflight or (len(self.inflight) < self.depth and plan.work):
@@ -80,14 +84,18 @@ class Engine:
         done, handle = self.inflight.popleft()
         try:
             result = handle.wait()
-        except Exception as e:
+        except BaseException as e:
             return self._fail(done, e)
         time.wait += (waited := perf_counter()) - launched
         outputs = self.scheduler.commit(done, result)
         time.commit += perf_counter() - waited
         return outputs
 
-    def _fail(self, plan: Plan, e: Exception) -> list[Output]:
-        """A step that raises ends the requests in it and nothing else."""
+    def _fail(self, plan: Plan, e: BaseException) -> list[Output]:
+        """A step that raises ends the requests in it and nothing else. An interrupt goes on to whoever runs the loop."""
+        outputs = self.scheduler.fail(plan, f"{type(e).__name__}: {e}")
+        if not isinstance(e, Exception):
+            self._late += outputs
+            raise e
         log.exception("step %d failed; its requests end with an error", plan.step, exc_info=e)
-        return self.scheduler.fail(plan, f"{type(e).__name__}: {e}")
+        return outputs

@@ -56,7 +56,7 @@ class Scheduler:
         self.requests: dict[str, list[Sequence]] = {}
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
-        self._ids = 0
+        self._ids = self._arrivals = 0
 
     @property
     def running(self) -> list[Sequence]:
@@ -75,6 +75,11 @@ class Scheduler:
             bad = next(t for t in prompt if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{self.vocab_size - 1}", "prompt")
         params.check_vocabulary(self.vocab_size)
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        if params.min_tokens and params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
+            raise InvalidRequest(
+                "allowed_token_ids are all stop tokens, which min_tokens forbids: nothing could be said", "min_tokens"
+            )
         room = self.schedule.max_model_len - len(prompt)
         if room < 1:
             raise ContextLengthExceeded(
@@ -89,8 +94,8 @@ class Scheduler:
                 f"{limit - len(prompt)} new tokens, but the pool has {self.pool.num_blocks}: lower max_tokens to "
                 f"{max(self.pool.num_blocks * self.pool.size + 1 - len(prompt), 0)} or enlarge the pool"
             )
-        seed = params.seed if params.seed is not None else child_seed(self.seed, 1 + self._ids)
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        self._arrivals += 1
+        seed = params.seed if params.seed is not None else child_seed(self.seed, self._arrivals)
         seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
@@ -127,6 +132,7 @@ class Scheduler:
         preemptions = self.count.preemptions
         self._fork(plan)
         left -= self._plan_decoding(plan)
+        stuck = False
         for seq in list(self.prefilling):
             num = min(len(seq.tokens) - (seq.forks > 0) - seq.planned, left)
             if num <= 0 or seq.status is not Status.RUNNING:
@@ -139,8 +145,9 @@ class Scheduler:
                 self._schedule(seq, num, plan)
                 left -= num
                 continue
-            break  # it waits for older work to finish, and nobody younger may take what it waits for
-        if self.count.preemptions == preemptions:  # a victim does not come straight back
+            stuck = True  # it waits for older work to finish, and nobody younger may take what it waits for
+            break
+        if not stuck and self.count.preemptions == preemptions:  # a victim does not come straight back
             self._plan_waiting(plan, left)
         self.count.copies += len(plan.copies)
         return plan
@@ -203,6 +210,8 @@ class Scheduler:
         i = 0
         while i < len(self.waiting) and self.rows and left > 0:
             seq = self.waiting[i]
+            if held and self.pool.size < len(seq.tokens):
+                self._extend_hashes(seq, 1)
             if seq.hashes and seq.hashes[0] in held:
                 i += 1
                 continue

@@ -53,7 +53,8 @@ class StepGraphs:
     def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
         self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len
         self.decode_sizes = decode_sizes(max_rows)
-        self.mixed_sizes = [size for size in MIXED_SIZES if size <= max_tokens]
+        # Not above max_len: what is left over of a graph is one item, and it too must fit a row.
+        self.mixed_sizes = [size for size in MIXED_SIZES if size <= min(max_tokens, max_len)]
         self.captured: dict[tuple[str, int], Captured] = {}
         self.pool: Any = None  # memory that all graphs share: only one runs at a time
 

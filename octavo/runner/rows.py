@@ -18,10 +18,14 @@ INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
+MOST = 2**31 - 1  # an int32 holds
+
+
 def _ints(row: NewRow) -> list[int]:
     p, seed = row.params, row.seed & (2**64 - 1)
     low, high = (x - 2**32 if x >= 2**31 else x for x in (seed & 0xFFFFFFFF, seed >> 32))  # as int32
-    return [row.computed, row.prompt_len, p.min_tokens, p.top_k if p.top_k > 0 else 2**31 - 1, low, high]
+    top_k = min(p.top_k, MOST) if p.top_k > 0 else MOST
+    return [row.computed, row.prompt_len, min(p.min_tokens, MOST), top_k, low, high]
 
 
 def _floats(row: NewRow) -> list[float]:

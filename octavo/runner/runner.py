@@ -167,7 +167,7 @@ class Runner:
                 continue
             for first in range(span.first, span.first + span.num, LOGPROB_CHUNK):
                 part = slice(first, min(first + LOGPROB_CHUNK, span.first + span.num))
-                after = self.rows.tokens[batch.rows[i].long(), batch.positions[part] + 1]
+                after = self.rows.tokens[item.row, batch.positions[part] + 1]
                 logits = self.model.logits(hidden[part])
                 out.append((i, item.prompt_logprobs, Download(*logprobs_of(logits, after, item.prompt_logprobs), after)))
         return out

@@ -138,6 +138,27 @@ def test_a_prompt_that_several_ask_for_at_once_is_computed_once(depth: int) -> N
     assert not engine.scheduler.computing
 
 
+def test_short_requests_do_not_starve_a_long_prompt() -> None:
+    """It waits for blocks with part of its prompt computed; who comes later must not take them."""
+    engine = make_engine(20, 16, rows=16, budget=128, depth=1, caching=False, max_len=300)
+    names = iter(range(10_000))
+
+    def short() -> None:
+        name = next(names)
+        engine.add(request(f"short {name}", 8, max_tokens=4 + name % 4))
+
+    for _ in range(10):
+        short()
+    engine.step()
+    engine.add(request("long", 280, max_tokens=2))
+    for _ in range(200):
+        while len(engine.scheduler.waiting) < 4:
+            short()
+        if any(out.request_id == "long" and out.finish_reason for out in engine.step()):
+            return
+    pytest.fail("the long prompt starved")
+
+
 def test_every_completion_of_an_aborted_request_ends() -> None:
     engine = make_engine(50, 4, rows=8, budget=8, depth=2)
     engine.add(request("x", 20, n=3))

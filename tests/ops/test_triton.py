@@ -123,3 +123,12 @@ def test_choose_never_forbids_a_token() -> None:
     rows, heat = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
     for ops in (TRITON, REFERENCE):
         assert ops.choose(logits, rows, heat, low, high, position).tolist() == [5]
+
+
+def test_choose_gives_an_id_that_exists_whatever_the_logits() -> None:
+    logits = torch.stack([torch.full((97,), -torch.inf), torch.full((97,), torch.nan)]).to(DEVICE)
+    rows = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    zeros = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for heat in (0.0, 1.0):
+        got = TRITON.choose(logits, rows, torch.full((2,), heat, device=DEVICE), zeros, zeros, zeros)
+        assert all(0 <= t < 97 for t in got.tolist())

@@ -21,6 +21,10 @@ from octavo.ops import ForwardBatch
 from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 LOG2E = 1.4426950408889634
+# Bytes for tiles: a program may have 227 KiB on Hopper, 99 on small Ampere and Ada chips, and needs some for the rest.
+SHARED_MEMORY = 196608
+if torch.cuda.is_available():
+    SHARED_MEMORY = int(0.85 * getattr(torch.cuda.get_device_properties(0), "shared_memory_per_block_optin", 232448))
 PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with sequences of different lengths
 
 
@@ -209,7 +213,7 @@ def _tile(kv: Tensor, dim: int) -> dict[str, int]:
     """Positions a tile, and how many tiles are on their way at once: as many as shared memory holds, up to four. A tile within
     one block has cheaper addresses: with blocks of 64 prefill runs a quarter faster than with blocks of 16."""
     tile = max(16, min(64, 32768 // (dim * kv.element_size())))
-    return {"N": tile, "num_stages": min(4, 196608 // (2 * tile * dim * kv.element_size()))}
+    return {"N": tile, "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.element_size())))}
 
 
 def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:

@@ -68,11 +68,12 @@ def choose_kernel(
 
 
 @triton.jit
-def join_kernel(best_value, best_token, out, parts, P: tl.constexpr):
+def join_kernel(best_value, best_token, out, parts, vocab, P: tl.constexpr):
     row, p = tl.program_id(0), tl.arange(0, P)
     value = tl.load(best_value + row * parts + p, mask=p < parts, other=-float("inf"))
     token = tl.load(best_token + row * parts + p, mask=p < parts, other=2**31 - 1)
-    tl.store(out + row, tl.min(tl.where(value == tl.max(value, 0), token, 2**31 - 1), 0))
+    best = tl.min(tl.where(value == tl.max(value, 0), token, 2**31 - 1), 0)
+    tl.store(out + row, tl.minimum(best, vocab - 1))  # of logits that are all -inf or NaN none is best: any id that exists
 
 
 def choose(logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor) -> Tensor:
@@ -87,5 +88,5 @@ def choose(logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, 
         logits, rows, temperature, seed_low, seed_high, position, value, token, vocab,
         logits.stride(0), temperature.stride(0), seed_low.stride(0), block, steps, num_warps=4,
     )  # fmt: skip
-    join_kernel[count,](value, token, out, parts, triton.next_power_of_2(parts), num_warps=1)
+    join_kernel[count,](value, token, out, parts, vocab, triton.next_power_of_2(parts), num_warps=1)
     return out
