@@ -27,6 +27,9 @@ def serve(
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.", metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Serve gRPC too, on this port.", metavar="N", min=1, max=65535, show_default=False)
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.", metavar="NAME", show_default=False)
     ] = None,
@@ -66,6 +69,7 @@ def serve(
         name=served_model_name or public_name(model),
         host=host,
         port=port,
+        grpc_port=grpc_port,
         keys_file=None if api_keys is None else str(api_keys),
         allow_unauthenticated=allow_unauthenticated,
         allowed_hosts=tuple(allowed_host or ()),
@@ -96,13 +100,14 @@ def announce(front: Front, port: int) -> None:
     assert loaded is not None
     memory, address = loaded.memory, f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
+    grpc = f"gRPC:    {address.removeprefix('http://').rpartition(':')[0]}:{config.grpc_port}\n" if config.grpc_port else ""
     print(
         f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
         f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, "
         f"KV {in_bytes(memory['kv'])}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
         f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
-        f"ready:   {address}/v1\n"
+        f"ready:   {address}/v1\n{grpc}"
         f"try:     curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"""-d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'""",
         flush=True,

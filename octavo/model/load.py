@@ -7,8 +7,10 @@ formats are checkpoint.py's and gguf.py's.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,14 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: bool | Calla
     if bar is not None:
         bar.close()
     model.finish_loading()
+    _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """What packing freed goes back to the system: of the embedded model's 98 MB it left 60 MB behind. Only glibc needs it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _shape_after(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...] | str:

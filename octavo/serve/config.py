@@ -15,6 +15,7 @@ class ServeConfig:
     name: str = "smollm2"  # what clients call the model
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None  # None: no gRPC
     keys_file: str | None = None
     allow_unauthenticated: bool = False  # on an address that others can reach
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides those of the loopback

@@ -13,7 +13,7 @@ class Limits:
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     send_seconds: float = 20.0  # a client that reads nothing for so long is left
-    connections: int = 4096
+    connections: int = 4096  # of gRPC as many again, and calls in all
     messages: int = 4096
     parts: int = 4096  # of all messages together
     prompts: int = 1024  # in one request

@@ -135,12 +135,17 @@ async def generate(exchange: Exchange) -> None:
 async def batch_generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(BatchGenerateRequest)
     headers = validate.check_fields(exchange.front, unknown)
-    if not body.prompts:
-        raise bad("prompts", "prompts must be a list of at least one text")
-    if len(body.prompts) > (most := exchange.front.config.limits.prompts):
-        raise bad("prompts", f"there may be at most {most} prompts", "param_out_of_range")
-    prepared = await prepare_generate(exchange.front, exchange.caller, body, body.prompts, headers)
+    prompts = check_prompts(exchange.front, body.prompts)
+    prepared = await prepare_generate(exchange.front, exchange.caller, body, prompts, headers)
     await exchange.reply({"generated_texts": await texts(exchange, prepared)}, prepared.headers)
+
+
+def check_prompts(front: Front, prompts: list[str] | None) -> list[str]:
+    if not prompts:
+        raise bad("prompts", "prompts must be a list of at least one text")
+    if len(prompts) > (most := front.config.limits.prompts):
+        raise bad("prompts", f"there may be at most {most} prompts", "param_out_of_range")
+    return prompts
 
 
 async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -25,6 +27,9 @@ from octavo.serve.guard import is_loopback
 from octavo.serve.http import application
 from octavo.serve.lag import watch_loop
 from octavo.serve.wire import bounded
+
+if TYPE_CHECKING:
+    from octavo.serve.rpc import RpcServer
 
 log = logging.getLogger(__name__)
 LAST_WORDS = 5.0  # seconds that connections have to take in how their requests ended
@@ -68,6 +73,19 @@ def listen(config: ServeConfig) -> socket.socket:
     return found
 
 
+def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
+    """On the same address as HTTP, which has been judged. gRPC opens its ports itself."""
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # the engine is a new program, not a fork that goes on with our calls
+    try:
+        from octavo.serve.rpc import RpcServer
+    except ImportError as error:
+        raise ServeError(f"gRPC needs more packages ({error.name} is missing): pip install 'octavo[serve]'") from None
+    try:
+        return RpcServer(front, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError:
+        raise ServeError(f"cannot listen on port {port} for gRPC: stop what uses it, or give another --grpc-port") from None
+
+
 class Server:
     def __init__(self, config: ServeConfig, say: Callable[[Front, int], None] | None = None):
         """`say` is called once the model is loaded, with the port."""
@@ -75,6 +93,7 @@ class Server:
         self.port = self.socket.getsockname()[1]
         self.config, self.say = config, say
         self.front = Front(config)
+        self.rpc: RpcServer | None = None
         self._stop: asyncio.Event = asyncio.Event()
         self._cut: asyncio.Event = asyncio.Event()
 
@@ -110,6 +129,9 @@ class Server:
             )
         )
         client = self.front.client
+        if self.config.grpc_port is not None:
+            self.rpc = listen_rpc(self.front, self.socket.getsockname()[0], self.config.grpc_port)
+            await self.rpc.start()
         serving = asyncio.create_task(http.serve([self.socket]))
         engine = asyncio.create_task(client.supervisor.run())
         lag = asyncio.create_task(watch_loop(self.front.metrics))
@@ -125,6 +147,8 @@ class Server:
             for task in (lag, told, stop):
                 task.cancel()
             http.should_exit = True
+            if self.rpc is not None:
+                await self.rpc.stop(LAST_WORDS)
             await client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
             self.front.text.close()

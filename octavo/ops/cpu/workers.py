@@ -13,6 +13,7 @@ import threading
 import time
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,9 @@ def kernels() -> ModuleType | None:
     if isinstance(isa, str):
         log.warning("CPU kernels are off (%s): plain PyTorch computes, several times slower", isa)
         return None
-    from numba.core import config
+    import numba
 
+    config: Any = numba.config
     directory = cache_directory(isa)
     started, first = time.monotonic(), not directory.exists()
     if first:

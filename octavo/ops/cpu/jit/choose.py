@@ -7,6 +7,7 @@ far). That test is all that most tokens cost: the two logarithms are computed fo
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -54,7 +55,7 @@ def mixed(x: int) -> int:
 
 
 @inner
-def score(logit: float, token: int, key: int, heat: float) -> float:
+def score(logit: float, token: int, key: int, heat: float) -> Any:
     uniform = FLOAT(mixed(mixed(token) ^ (key & 0xFFFFFFFF))) * FLOAT(2.0**-32) + FLOAT(2.0**-33)
     uniform = min(uniform, FLOAT(1 - 2.0**-24))
     return logit / heat - FLOAT(math.log(-math.log1p(-uniform)))

@@ -347,7 +347,7 @@ def load_u8(e: Emitter, address: Value) -> Value:
     return Value(e, e.b.zext(e.load(address, i8).v, i64))
 
 
-OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}  # never fastmath: a sum's order must not change
+OPTIONS: Any = {"nogil": True, "boundscheck": False, "error_model": "numpy"}  # never fastmath: a sum's order must not change
 
 
 def inner(function: Callable[..., Any]) -> Any:

@@ -104,18 +104,16 @@ def tile(rows: int, bits: int, least: bool) -> Any:
             with e.loop(strips) as s:
                 strip = g * strips + s
                 base, inputs = codes + strip * strip_bytes, strip * STRIP
-                quads = []
-                for k in range(STRIP // 4):
-                    if bits == 8:
-                        loaded = e.load(base + k * 4 * LANES, BYTES)
-                        quads.append(loaded ^ -128 if signed else loaded)
-                    elif k % 2 == 0:
-                        both = e.load(base + (k // 2) * 4 * LANES, BYTES)
-                        quads += [both & 15, both >> 4]
                 sums = [e.constant(INTS, 0)] * rows
                 if zero and not signed:
                     sums = [e.splat(e.load(info + (count + strip) * 4, i32) * -zero) for info in infos]
-                for k, quad in enumerate(quads):
+                for k in range(STRIP // 4):  # a quad at a time: registers are for the sums
+                    if bits == 8:
+                        quad = e.load(base + k * 4 * LANES, BYTES)
+                        quad = quad ^ -128 if signed else quad
+                    else:
+                        both = e.load(base + (k // 2) * 4 * LANES, BYTES)
+                        quad = both >> 4 if k % 2 else both & 15
                     for r in range(rows):
                         four = e.splat(e.load(starts[r] + inputs + 4 * k, i32)).bits(BYTES)
                         sums[r] = (e.dot4_signed if signed else e.dot4)(sums[r], quad, four)

@@ -1,0 +1,334 @@
+"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's loop and on the same path as HTTP.
+
+On the wire a unary call is a stream of one message each way, so every method here is a stream handler on bytes: the key is
+checked before the message is read, reading has a time limit, and what cannot be parsed gets our error. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from octavo.collect import Collector
+from octavo.serve import validate
+from octavo.serve.completions import open_call
+from octavo.serve.errors import ApiError, api_error, bad, deadline_exceeded
+from octavo.serve.exchange import client_gone
+from octavo.serve.front import Caller, Front
+from octavo.serve.limits import Limits
+from octavo.serve.proto import octavo_pb2 as pb
+from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest
+from octavo.serve.routes import check_prompts, prepare_generate
+from octavo.serve.validate import Prepared
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+Context = Any  # grpc.aio.ServicerContext, which has no types
+Method = Callable[[Caller, Context], Awaitable[None]]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,  # what clients of reflection try older versions on
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+NOT_IN_METADATA = ("connection", "www-authenticate")
+POLL = 0.05  # seconds between looks at the front's readiness
+
+
+def options(limits: Limits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the clients
+        ("grpc.max_receive_message_length", limits.body_bytes),
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: sizes are checked before decompression
+        ("grpc.max_metadata_size", limits.header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.header_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.server_handshake_timeout_ms", int(limits.header_seconds * 1000)),
+        ("grpc.keepalive_time_ms", int(limits.send_seconds * 1000)),  # who vanished without a word is noticed
+        ("grpc.keepalive_timeout_ms", int(limits.send_seconds * 1000)),
+    ]
+
+
+class RpcServer:
+    def __init__(self, front: Front, address: str):
+        """`address`: host:port. Raises RuntimeError where it cannot be listened on."""
+        self.front, self.service, self.health = front, Service(front), Health(front)
+        limits = front.config.limits
+        self._server = grpc.aio.server(
+            interceptors=[Gate(front)], options=options(limits), maximum_concurrent_rpcs=limits.connections
+        )
+        self._server.add_generic_rpc_handlers((self.service.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
+        self.port: int = self._server.add_insecure_port(address)
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._following = asyncio.create_task(self.health.follow())
+
+    async def stop(self, grace: float) -> None:
+        """Who watches is told first; open calls have so many seconds."""
+        self._following.cancel()
+        self.health.close()
+        await self._server.stop(grace)
+
+
+# ---- before and after every method --------------------------------------------------------------------
+
+
+def guarded(front: Front, name: str, method: Method, needs_key: bool = True) -> Callable[[Any, Context], Awaitable[None]]:
+    """The method behind the key check, its errors as a status, the request's id in the trailing metadata."""
+
+    async def run(_: Any, context: Context) -> None:
+        caller, code = Caller(), "OK"
+        id = ("x-request-id", caller.id)
+        context.set_trailing_metadata((id,))
+        try:
+            if needs_key:
+                caller.key = front.keys.check(_authorization(context), _address(context.peer()))
+            remaining = context.time_remaining()
+            if remaining is not None:
+                if remaining <= 0:
+                    raise deadline_exceeded(0)
+                caller.timeout = min(remaining, front.config.limits.timeout_seconds)
+            await method(caller, context)
+        except asyncio.CancelledError:
+            code = "CANCELLED"  # or the client's deadline: either way nobody listens any more
+            raise
+        except Exception as e:
+            error = api_error(e)
+            if error.status == 500 and not isinstance(e, ApiError):
+                log.exception("request %s failed", caller.id)
+            if error.code != "client_gone":
+                front.metrics.rejections.labels(error.code or error.type).inc()
+            code = CODES[error.status].name
+            await context.abort(CODES[error.status], error.message, (id, *error_metadata(error)))
+        finally:
+            log.info("%s gRPC %s %s %.1f ms%s", caller.id, name, code, (time.monotonic() - caller.arrival) * 1000,
+                     f" {caller.owner}" if caller.owner else "")  # fmt: skip
+
+    return run
+
+
+def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
+    found: list[tuple[str, str | bytes]] = [(n, v) for n, v in error.headers.items() if n not in NOT_IN_METADATA]
+    if "retry-after-ms" in error.headers:
+        found.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))  # what gRPC's own retries go by
+    return [*found, ("octavo-error-bin", error.encode())]
+
+
+def _authorization(context: Context) -> str | None:
+    return next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
+
+
+def _address(peer: str) -> str:
+    """ipv4:127.0.0.1:123 or ipv6:[::1]:123, percent-encoded, without the port."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Denies by default what the service does not guard itself: all but the health check, unknown methods too."""
+
+    def __init__(self, front: Front):
+        self.front = front
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is not None and details.method.startswith((f"/{SERVICE}/", f"/{HEALTH}/")):
+            return handler
+        if handler is None:
+            return grpc.stream_stream_rpc_method_handler(guarded(self.front, "-", unknown))
+
+        async def relay(requests: AsyncIterator[Any], context: Context) -> None:
+            async def method(caller: Caller, context: Context) -> None:
+                async for reply in handler.stream_stream(requests, context):
+                    await context.write(reply)
+
+            await guarded(self.front, details.method, method)(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(relay, handler.request_deserializer, handler.response_serializer)
+
+
+async def unknown(caller: Caller, context: Context) -> None:
+    raise ApiError(501, "there is no such method: reflection lists what there is", "unknown_method", type="not_found_error")
+
+
+# ---- the service ----------------------------------------------------------------------------------------
+
+
+class Service:
+    def __init__(self, front: Front):
+        self.front = front
+
+    def handlers(self) -> Any:
+        methods = {"Generate": self.generate, "BatchGenerate": self.batch, "GenerateStream": self.stream, "Health": self.health}
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(guarded(self.front, name, method, needs_key=name != "Health"))
+            for name, method in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def generate(self, caller: Caller, context: Context) -> None:
+        prepared = await self._prepare_one(caller, context)
+        (reply,) = await self._whole(caller, prepared)
+        await self._end(caller, context, prepared, reply)
+
+    async def batch(self, caller: Caller, context: Context) -> None:
+        asked, headers = await self._read(context, pb.BatchGenerateRequest)
+        prompts = check_prompts(self.front, list(asked.prompts))
+        body = BatchGenerateRequest(prompts=prompts, **fields(asked))
+        prepared = await prepare_generate(self.front, caller, body, prompts, headers)
+        replies = await self._whole(caller, prepared)
+        await self._end(caller, context, prepared, pb.BatchGenerateResponse(responses=replies))
+
+    async def stream(self, caller: Caller, context: Context) -> None:
+        prepared = await self._prepare_one(caller, context)
+        with open_call(self.front, caller, prepared, follow=True) as call, self.front.metrics.streams.track_inprogress():
+            await context.send_initial_metadata((("x-request-id", caller.id),))  # with it, it can be cancelled over HTTP
+            context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
+            count = 0
+            async for pieces in call:
+                for _, piece in pieces:
+                    count += len(piece.token_ids)
+                    reason = piece.finish_reason or ""
+                    reply = pb.GenerateStreamResponse(
+                        text=piece.text, tokens_generated=count, finish_reason=reason, latency_ms=elapsed(caller)
+                    )
+                    await self._write(context, reply)
+
+    async def health(self, caller: Caller, context: Context) -> None:
+        await self._read(context, pb.HealthRequest)
+        state: dict[str, Any] = self.front.client.state()
+        known = {name: state[name] for name in ("state", "phase", "elapsed_s")}
+        await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **known))
+
+    # ---- their parts -----------------------------------------------------------------------------
+
+    async def _prepare_one(self, caller: Caller, context: Context) -> Prepared:
+        asked, headers = await self._read(context, pb.GenerateRequest)
+        body = GenerateRequest(prompt=asked.prompt, **fields(asked))
+        return await prepare_generate(self.front, caller, body, [asked.prompt], headers)
+
+    async def _whole(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
+        def reply(collector: Collector) -> pb.GenerateResponse:
+            (found,) = collector.outputs
+            return pb.GenerateResponse(
+                generated_text=found.text, tokens_generated=len(found.token_ids), latency_ms=elapsed(caller)
+            )
+
+        with open_call(self.front, caller, prepared, follow=False) as call:
+            await call.done()
+            return [reply(collector) for collector in call.collectors]
+
+    async def _end(self, caller: Caller, context: Context, prepared: Prepared, reply: Message) -> None:
+        context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
+        await self._write(context, reply)
+
+    async def _read(self, context: Context, kind: type[M]) -> tuple[M, dict[str, str]]:
+        """The call's one message, and what to tell of fields that are not known."""
+        seconds = self.front.config.limits.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                data = await context.read()
+        except TimeoutError:
+            raise ApiError(408, f"the message did not arrive within {seconds:g} s", "body_timeout") from None
+        if data is grpc.aio.EOF:
+            raise bad(None, "the call has no message")
+        try:
+            asked = kind.FromString(data)
+        except DecodeError:
+            raise bad(None, f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8") from None
+        return asked, validate.check_fields(self.front, {f"field-{f.field_number}": True for f in UnknownFieldSet(asked)})
+
+    async def _write(self, context: Context, reply: Message) -> None:
+        """Waits while the client is slow to read, but not for ever."""
+        try:
+            async with asyncio.timeout(self.front.config.limits.send_seconds):
+                await context.write(reply.SerializeToString())
+        except TimeoutError:
+            raise client_gone() from None
+
+
+def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
+    """All but the prompt, as protocol.py names them: the same."""
+    names = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+    given: dict[str, Any] = {name: getattr(asked, name) for name in names if asked.HasField(name)}
+    return {**given, "stop": list(asked.stop) or None, "max_new_tokens": asked.max_new_tokens or None}
+
+
+def elapsed(caller: Caller) -> float:
+    """Milliseconds."""
+    return (time.monotonic() - caller.arrival) * 1000
+
+
+# ---- health ---------------------------------------------------------------------------------------------
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """The standard check. Open to all, as the probes are. (grpc_health's own forgets watchers when one of them leaves.)"""
+
+    def __init__(self, front: Front):
+        self.front = front
+        self._told, self._closed = front.client.ready, False
+        self._changed = asyncio.Event()
+
+    def status(self, service: str) -> Any:
+        if service not in ("", SERVICE):
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        ready = self.front.client.ready and not self._closed
+        return health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+
+    async def Check(self, request: Any, context: Context) -> Any:
+        found = self.status(request.service)
+        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+        return health_pb2.HealthCheckResponse(status=found)
+
+    async def Watch(self, request: Any, context: Context) -> None:
+        last = None
+        while True:
+            changed = self._changed
+            found = self.status(request.service)
+            if found != last:
+                await context.write(health_pb2.HealthCheckResponse(status=found))
+                last = found
+            if self._closed:
+                return
+            await changed.wait()
+
+    async def follow(self) -> None:
+        while True:
+            if self._told != self.front.client.ready:
+                self._told = self.front.client.ready
+                self._wake()
+            await asyncio.sleep(POLL)
+
+    def close(self) -> None:
+        """Not serving any more; watchers hear so, and are let go."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,376 @@
+"""gRPC, against a real server: the same text, keys, limits and errors as over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from octavo.serve.config import ServeConfig
+from octavo.serve.front import Front
+from octavo.serve.proto import octavo_pb2 as pb
+from octavo.serve.proto.octavo_pb2_grpc import InferenceServiceStub
+from octavo.serve.server import ServeError, listen_rpc
+from tests.serve.running import ROOT, Running, free_port, server
+from tests.serve.test_streams import settled
+
+SERVICE = "octavo.v1.InferenceService"
+KEY = "alice-0123456789abcdef"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+LONG = pb.GenerateRequest(prompt="hello", max_new_tokens=900, ignore_eos=True)
+Code = grpc.StatusCode
+
+
+class Rpc:
+    """A running server and a channel to it."""
+
+    def __init__(self, running: Running, port: int):
+        self.running, self.port = running, port
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self.stub, self.health = InferenceServiceStub(self.channel), health_pb2_grpc.HealthStub(self.channel)
+        self.watch: Any = None
+        self.watched: list[int] = []
+        self.early: dict[str, Any] = {}
+
+    def raw(self, method: str, data: bytes, **options: Any) -> bytes:
+        return self.channel.unary_unary(method)(data, timeout=10, **options)
+
+    def services(self, **options: Any) -> set[str]:
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        (reply,) = reflection_pb2_grpc.ServerReflectionStub(self.channel).ServerReflectionInfo(iter([ask]), **options)
+        return {service.name for service in reply.list_services_response.service}
+
+
+@pytest.fixture(scope="module")
+def rpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rpc]:
+    """Watched from its start on, by `rpc.watch`."""
+    port, limits = free_port(), {"send_seconds": 0.5, "body_seconds": 0.5}
+    with server(tmp_path_factory.mktemp("rpc"), ready=False, grpc_port=port, limits=limits) as running:
+        found = Rpc(running, port)
+        found.watch = found.health.Watch(health_pb2.HealthCheckRequest())
+        found.watched = [next(found.watch).status]
+        found.early = refused(lambda: found.stub.Generate(LONG), Code.UNAVAILABLE, "engine_starting")
+        found.watched.append(next(found.watch).status)
+        yield found
+        found.channel.close()
+        log = running.log.read_text()
+        assert "Traceback" not in log and "never retrieved" not in log and "fork" not in log, log[-3000:]
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rpc]:
+    """With a key, and room for one request that runs, one that waits, and ten calls."""
+    folder, port = tmp_path_factory.mktemp("locked"), free_port()
+    (folder / "keys.toml").write_text(f'[[keys]]\nname = "alice"\nkey = "{KEY}"\n')
+    tight: dict[str, Any] = {"engine": {"max_num_seqs": 1}, "max_queue": 1, "limits": {"connections": 10}}
+    with server(folder, keys_file=str(folder / "keys.toml"), grpc_port=port, **tight) as running:
+        found = Rpc(running, port)
+        yield found
+        found.channel.close()
+
+
+def refused(call: Callable[[], Any], code: grpc.StatusCode, name: str | None = ...) -> dict[str, Any]:  # type: ignore[assignment]
+    """The error, which must look as every error does; and its metadata under "metadata"."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    error: Any = caught.value
+    assert error.code() is code, error
+    metadata = dict(error.trailing_metadata())
+    assert metadata["x-request-id"].startswith("req_")
+    body: dict[str, Any] = json.loads(metadata["octavo-error-bin"])["error"]
+    assert set(body) == {"message", "type", "param", "code"} and body["message"] == error.details()
+    assert "Traceback" not in error.details() and "/octavo/" not in error.details() and "0x" not in error.details()
+    if name is not ...:
+        assert body["code"] == name
+    return {**body, "metadata": metadata}
+
+
+# ---- the service ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7}, {"stop": ["e"]}]
+)
+def test_generate_says_what_http_says(rpc: Rpc, more: dict[str, Any]) -> None:
+    more = {"seed": 3, **more}
+    want = rpc.running.post("/generate", {"prompt": "hello", "max_new_tokens": 24, **more}).json()["generated_text"]
+    reply, call = rpc.stub.Generate.with_call(pb.GenerateRequest(prompt="hello", max_new_tokens=24, **more))
+    assert reply.generated_text == want and 1 <= reply.tokens_generated <= 24 and 0 < reply.latency_ms < 10_000
+    assert dict(call.trailing_metadata())["x-request-id"].startswith("req_")
+
+
+def test_a_stream_is_the_same_text_in_pieces(rpc: Rpc) -> None:
+    ask = pb.GenerateRequest(prompt="hello", max_new_tokens=24, seed=3, ignore_eos=True)
+    whole, pieces = rpc.stub.Generate(ask), list(rpc.stub.GenerateStream(ask))
+    assert "".join(p.text for p in pieces) == whole.generated_text and len(pieces) > 5
+    assert pieces[-1].tokens_generated == whole.tokens_generated == 24
+    assert [p.finish_reason for p in pieces] == [""] * (len(pieces) - 1) + ["length"]
+    assert [p.tokens_generated for p in pieces] == sorted(p.tokens_generated for p in pieces)
+
+
+def test_a_batch_is_in_order(rpc: Rpc) -> None:
+    prompts = ["hello", "one two", "x"]
+    reply = rpc.stub.BatchGenerate(pb.BatchGenerateRequest(prompts=prompts, max_new_tokens=8, temperature=0))
+    alone = [rpc.stub.Generate(pb.GenerateRequest(prompt=p, max_new_tokens=8, temperature=0)) for p in prompts]
+    assert [r.generated_text for r in reply.responses] == [r.generated_text for r in alone]
+    assert [r.tokens_generated for r in reply.responses] == [r.tokens_generated for r in alone]
+
+
+def test_what_is_left_out_has_its_default(rpc: Rpc) -> None:
+    assert rpc.stub.Generate(pb.GenerateRequest(prompt="hello", ignore_eos=True)).tokens_generated == 128
+
+
+def test_health(rpc: Rpc) -> None:
+    found = rpc.stub.Health(pb.HealthRequest())
+    assert found.ready and found.state == found.phase == "ready" and found.elapsed_s > 0
+    for service in ("", SERVICE):
+        assert rpc.health.Check(health_pb2.HealthCheckRequest(service=service)).status == SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.health.Check(health_pb2.HealthCheckRequest(service="nothing"))
+    assert caught.value.code() is Code.NOT_FOUND
+
+
+def test_reflection_lists_the_services(rpc: Rpc) -> None:
+    assert rpc.services() == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+# ---- what is wrong with a call ----------------------------------------------------------------------------
+
+BAD = {
+    "negative length": (pb.GenerateRequest(prompt="x", max_new_tokens=-1), "max_new_tokens", "param_out_of_range"),
+    "too hot": (pb.GenerateRequest(prompt="x", temperature=2.5), "temperature", "param_out_of_range"),
+    "no number": (pb.GenerateRequest(prompt="x", temperature=float("nan")), "temperature", "param_out_of_range"),
+    "top_p": (pb.GenerateRequest(prompt="x", top_p=-1), "top_p", "param_out_of_range"),
+    "stops": (pb.GenerateRequest(prompt="x", stop=list("abcde")), "stop", "param_out_of_range"),
+    "empty stop": (pb.GenerateRequest(prompt="x", stop=[""]), "stop", None),
+    "too long": (pb.GenerateRequest(prompt="hello " * 3000), "prompt", "context_length_exceeded"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_invalid_parameters(rpc: Rpc, name: str) -> None:
+    ask, param, code = BAD[name]
+    for call in (lambda: rpc.stub.Generate(ask), lambda: list(rpc.stub.GenerateStream(ask))):
+        assert refused(call, Code.INVALID_ARGUMENT, code)["param"] == param
+
+
+@pytest.mark.parametrize("count", [0, 1025])
+def test_too_few_and_too_many_prompts(rpc: Rpc, count: int) -> None:
+    ask = pb.BatchGenerateRequest(prompts=["x"] * count, max_new_tokens=1)
+    assert refused(lambda: rpc.stub.BatchGenerate(ask), Code.INVALID_ARGUMENT)["param"] == "prompts"
+
+
+@pytest.mark.parametrize("data", [b"\x0a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 40, b"\x0a\x05abc"])
+def test_messages_that_are_none(rpc: Rpc, data: bytes) -> None:
+    """Text that is not UTF-8, lengths beyond the end, noise."""
+    refused(lambda: rpc.raw(f"/{SERVICE}/Generate", data), Code.INVALID_ARGUMENT)
+
+
+def test_a_field_that_is_not_known_is_named(rpc: Rpc) -> None:
+    data = pb.GenerateRequest(prompt="x", max_new_tokens=1).SerializeToString() + b"\x98\x06\x01"  # field 99
+    reply, call = rpc.channel.unary_unary(f"/{SERVICE}/Generate").with_call(data)
+    assert pb.GenerateResponse.FromString(reply).tokens_generated == 1
+    assert dict(call.trailing_metadata())["x-ignored-params"] == "field-99"
+
+
+@pytest.mark.parametrize("method", [f"/{SERVICE}/Nothing", "/no.Such/Thing", "/"])
+def test_unknown_methods(rpc: Rpc, method: str) -> None:
+    refused(lambda: rpc.raw(method, b""), Code.UNIMPLEMENTED, "unknown_method")
+
+
+def test_a_call_without_its_message(rpc: Rpc) -> None:
+    refused(lambda: list(rpc.channel.stream_stream(f"/{SERVICE}/Generate")(iter(()))), Code.INVALID_ARGUMENT)
+    never = threading.Event()
+    silent = (b"" for _ in iter(never.wait, True))
+    refused(lambda: list(rpc.channel.stream_stream(f"/{SERVICE}/Generate")(silent)), Code.DEADLINE_EXCEEDED, "body_timeout")
+    never.set()
+
+
+def test_messages_over_the_limit_and_compressed_ones(rpc: Rpc) -> None:
+    """A compressed message's true size is not known in time, so there are none."""
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.stub.Generate(pb.GenerateRequest(prompt="x" * (9 * 2**20)))
+    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.stub.Generate(pb.GenerateRequest(prompt="x" * 10_000), compression=grpc.Compression.Gzip)
+    assert caught.value.code() is Code.UNIMPLEMENTED
+    assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1
+
+
+# ---- time, leaving, load ----------------------------------------------------------------------------------
+
+
+def test_deadlines(rpc: Rpc) -> None:
+    for seconds in (0.001, 0.1):
+        for call in (lambda t: rpc.stub.Generate(LONG, timeout=t), lambda t: list(rpc.stub.GenerateStream(LONG, timeout=t))):
+            begun = time.monotonic()
+            with pytest.raises(grpc.RpcError) as caught:
+                call(seconds)
+            assert caught.value.code() is Code.DEADLINE_EXCEEDED and time.monotonic() - begun < seconds + 0.5
+    settled(rpc.running)
+
+
+def test_cancelling_frees_the_blocks(rpc: Rpc) -> None:
+    begun = settled(rpc.running)["octavo:generation_tokens_total"]
+    stream = rpc.stub.GenerateStream(LONG)
+    next(stream)
+    stream.cancel()
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stream)
+    assert caught.value.code() is Code.CANCELLED
+    between = settled(rpc.running)["octavo:generation_tokens_total"]
+    whole = rpc.stub.Generate.future(LONG)
+    while rpc.running.metrics()["octavo:num_requests_open"] == 0:
+        assert not whole.done()
+    whole.cancel()
+    found = settled(rpc.running)
+    assert between - begun < 900 and found["octavo:generation_tokens_total"] - between < 900, "ended, not finished"
+    assert found["octavo:open_streams"] == 0
+
+
+def test_a_stream_is_cancelled_over_http(rpc: Rpc) -> None:
+    stream = rpc.stub.GenerateStream(LONG)
+    next(stream)
+    id = dict(stream.initial_metadata())["x-request-id"]
+    assert rpc.running.post(f"/v1/requests/{id}/cancel", {}).json()["cancelled"] is True
+    assert refused(lambda: list(stream), Code.CANCELLED, "cancelled")["metadata"]["x-request-id"] == id
+    settled(rpc.running)
+
+
+def test_a_channel_that_vanishes_frees_the_blocks(rpc: Rpc) -> None:
+    other = Rpc(rpc.running, rpc.port)
+    next(other.stub.GenerateStream(LONG))
+    other.channel.close()
+    settled(rpc.running)
+
+
+def test_a_client_that_does_not_read_is_left(rpc: Rpc) -> None:
+    narrow = grpc.insecure_channel(f"127.0.0.1:{rpc.port}", [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)])
+    streams = [InferenceServiceStub(narrow).GenerateStream(LONG) for _ in range(20)]
+    begun = time.monotonic()
+    while rpc.running.metrics()["octavo:open_streams"] < 20:
+        assert time.monotonic() - begun < 5, "they never began"
+    settled(rpc.running, 10)
+    left = 0
+    for stream in streams:
+        with contextlib.suppress(grpc.RpcError):
+            list(stream)
+        left += stream.code() is Code.CANCELLED
+    assert left > 10
+    narrow.close()
+
+
+def test_watchers_hear_of_a_start_and_of_the_engines_death(rpc: Rpc) -> None:
+    assert rpc.watched == [NOT_SERVING, SERVING] and int(rpc.early["metadata"]["retry-after-ms"]) > 0
+    stream = rpc.stub.GenerateStream(LONG)
+    next(stream)
+    os.kill(rpc.running.children()[0], signal.SIGKILL)
+    refused(lambda: list(stream), Code.UNAVAILABLE, "engine_restarting")
+    assert [next(rpc.watch).status, next(rpc.watch).status] == [NOT_SERVING, SERVING]
+    assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1
+
+
+def test_a_port_that_is_taken(rpc: Rpc) -> None:
+    async def again() -> None:
+        listen_rpc(Front(ServeConfig()), "127.0.0.1", rpc.port)
+
+    with pytest.raises(ServeError, match=f"cannot listen on port {rpc.port} for gRPC"):
+        asyncio.run(again())
+
+
+# ---- keys, load, the end ------------------------------------------------------------------------------------
+
+GOOD = {"metadata": (("authorization", f"Bearer {KEY}"),)}
+WRONG = {
+    "none": {},
+    "wrong": {"metadata": (("authorization", "Bearer wrong-0123456789"),)},
+    "bare": {"metadata": (("authorization", KEY),)},
+}
+SHORT = pb.GenerateRequest(prompt="hello", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_all_but_health_needs_a_key(locked: Rpc, name: str) -> None:
+    wrong: Any = WRONG[name]
+    for call in (
+        lambda: locked.stub.Generate(SHORT, **wrong),
+        lambda: list(locked.stub.GenerateStream(SHORT, **wrong)),
+        lambda: locked.stub.BatchGenerate(pb.BatchGenerateRequest(prompts=["x"]), **wrong),
+        lambda: locked.services(**wrong),
+        lambda: locked.raw("/no.Such/Thing", b"", **wrong),
+        lambda: locked.raw("/grpc.health.v1.Health/Nothing", b"", **wrong),
+    ):
+        refused(call, Code.UNAUTHENTICATED, "invalid_api_key")
+    assert locked.stub.Health(pb.HealthRequest(), **wrong).ready
+    assert locked.health.Check(health_pb2.HealthCheckRequest(), **wrong).status == SERVING
+
+
+def test_a_key_opens(locked: Rpc) -> None:
+    assert 1 <= locked.stub.Generate(SHORT, **GOOD).tokens_generated <= 4
+    assert SERVICE in locked.services(**GOOD)
+    refused(lambda: locked.raw("/no.Such/Thing", b"", **GOOD), Code.UNIMPLEMENTED, "unknown_method")
+
+
+def test_a_full_queue_says_when_to_come_back(locked: Rpc) -> None:
+    first = locked.stub.GenerateStream(LONG, **GOOD)
+    next(first)
+    second = locked.stub.GenerateStream(LONG, **GOOD)
+    second.initial_metadata()  # it waits
+    found = refused(lambda: locked.stub.Generate(LONG, **GOOD), Code.RESOURCE_EXHAUSTED, "queue_full")
+    assert 0 < int(found["metadata"]["retry-after-ms"]) <= 120_000
+    assert found["metadata"]["grpc-retry-pushback-ms"] == found["metadata"]["retry-after-ms"]
+    second.cancel()
+    first.cancel()
+
+
+def test_calls_are_bounded(locked: Rpc) -> None:
+    watches = [locked.health.Watch(health_pb2.HealthCheckRequest()) for _ in range(10)]
+    assert [next(w).status for w in watches] == [SERVING] * 10
+    with pytest.raises(grpc.RpcError) as caught:
+        locked.stub.Health(pb.HealthRequest())
+    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+    for watch in watches:
+        watch.cancel()
+
+
+def test_watchers_hear_of_the_end_before_it_comes(locked: Rpc) -> None:
+    """NOT_SERVING while the port is still open; what runs is finished, what is new is refused."""
+    watches = [locked.health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", SERVICE, "")]
+    assert [next(w).status for w in watches] == [SERVING] * 3
+    watches.pop().cancel()  # the others are still told
+    stream = locked.stub.GenerateStream(LONG, **GOOD)
+    next(stream)
+    locked.running.process.send_signal(signal.SIGTERM)
+    assert [next(w).status for w in watches] == [NOT_SERVING] * 2
+    assert locked.health.Check(health_pb2.HealthCheckRequest()).status == NOT_SERVING
+    refused(lambda: locked.stub.Generate(SHORT, **GOOD), Code.UNAVAILABLE, "draining")
+    assert list(stream)[-1].tokens_generated == 900
+    assert all(list(w) == [] for w in watches), "they were let go, not cut off"
+    assert locked.running.process.wait(10) == 0
+
+
+# ---- the generated code -------------------------------------------------------------------------------------
+
+
+def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools")
+    folder = Path("octavo/serve/proto")
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    argv = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, str(folder / "octavo.proto")]
+    subprocess.run(argv, cwd=ROOT, check=True, timeout=60)
+    made = {path.name: path.read_text() for path in (tmp_path / folder).iterdir()}
+    assert made == {path.name: path.read_text() for path in (ROOT / folder).glob("*_pb2*") if path.is_file()}
