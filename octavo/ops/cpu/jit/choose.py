@@ -1,7 +1,7 @@
 """The draw of a token: argmax of logits / temperature + noise, the same hash of (seed, position, token) as the reference's.
 
 The noise is -log(E) with E >= u, the hash as a number in (0, 1), so a token can only win if u < exp(its score - the best so
-far). That test is all that most tokens cost: the two logarithms are computed for a few in ten thousand.
+far). That test is all that most tokens cost: the two logarithms are computed for few.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ LANES outputs side by side, so that a vector holds four inputs of each and no su
 is there, not both. A row's result does not depend on the rows computed with it: the order of its sums is always the same.
 
 One scale for a whole row of activations would be a little faster and is not good enough: a few of them are a hundred times
-larger than the rest, and int8 weights then cost 3.7% of perplexity, against 0.7%.
+larger than the rest, and int8 weights then cost 3.7% of perplexity, against 0.4% on the same text.
 """
 
 from __future__ import annotations

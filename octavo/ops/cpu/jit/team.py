@@ -34,7 +34,7 @@ MEMBER, MEMBER_SIZE = 72, 32  # where the threads' own records begin, and their 
 STATE, NUMBER, PHASE, MINE = range(4)  # of such a record
 COUNTER = 64  # bytes of a phase's counters: pieces taken, pieces done
 
-SPINS = 20_000  # about half a millisecond: what lies between two steps of a generation
+SPINS = 20_000  # before sleeping: about as long as the host needs between two steps
 PATIENCE = 4_000  # spins before a waiting thread offers its core to others
 
 
