@@ -14,11 +14,11 @@ from octavo.model.load import open_checkpoint
 pytestmark = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
 
 QUESTIONS = [
-    "What is the capital of France?", "Name three colours.", "What is 2 + 2?", "Write a haiku about rain.", "Who was Marie Curie?",
-    "Explain gravity to a child.", "What do bees make?", "Translate 'good morning' into French.", "List two prime numbers.",
-    "What is the largest ocean?", "How do I boil an egg?", "Give me a synonym for happy.", "What is Python used for?",
-    "Why is the sky blue?", "Tell me a short joke.", "What is the opposite of hot?", "How many days are in a week?",
-    "Name a famous painter.", "What is photosynthesis?", "Say hello in Spanish.",
+    "What is the capital of France?", "Name three colours.", "What is 2 + 2?", "Write a haiku about rain.",
+    "Who was Marie Curie?", "Explain gravity to a child.", "What do bees make?", "Translate 'good morning' into French.",
+    "List two prime numbers.", "What is the largest ocean?", "How do I boil an egg?", "Give me a synonym for happy.",
+    "What is Python used for?", "Why is the sky blue?", "Tell me a short joke.", "What is the opposite of hot?",
+    "How many days are in a week?", "Name a famous painter.", "What is photosynthesis?", "Say hello in Spanish.",
 ]  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def test_an_unknown_architecture_is_told_what_there_is() -> None:
         ({"eos_token_id": [1, -1]}, "eos_token_id"),
         ({"torch_dtype": "float8"}, "dtype.*float8.*bfloat16"),
         ({"rope_theta": -1}, "rope_theta"),
-        ({"rope_scaling": {"type": "longrope"}}, "longrope.*supported: default, dynamic, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope.*supported: custom, default, dynamic, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear.*factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "llama3.*low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
