@@ -1,6 +1,6 @@
 """The data that every part shares: what is asked, what a step does, what comes back. Data only, no torch.
 
-SamplingParams, Request         what the client asked
+StructuredOutputs, SamplingParams, Request   what the client asked
 Sequence                        one token stream, as the scheduler knows it
 Item, NewRow, Plan              what one step computes: goes down to the runner
 StepResult                      what it produced: comes up from the runner
@@ -10,6 +10,7 @@ Output                          what the engine hands to whoever asked
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from array import array
 from dataclasses import dataclass, field
@@ -40,6 +41,47 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> Non
 
 
 @dataclass(slots=True)
+class StructuredOutputs:
+    """What the text must match: exactly one of these. Names are those of vLLM's StructuredOutputsParams."""
+
+    json: str | dict[str, Any] | bool | None = None  # a JSON schema; text once validated, its keys in the client's order
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # in llguidance's dialect of Lark
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """One kind, of the right type. Whether the engine can follow it is known once it has been compiled."""
+        if self.json_object not in (None, True, False):
+            raise InvalidRequest(f"json_object must be true or false, got {self.json_object!r}", "structured_outputs")
+        self.json_object = self.json_object or None
+        kinds = [kind for kind in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            got = " and ".join(kinds) or "none"
+            raise InvalidRequest(
+                f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, got {got}",
+                "structured_outputs",
+            )
+        if isinstance(self.json, (dict, bool)):
+            try:
+                self.json = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(f"json must be a JSON schema: {error}", "structured_outputs.json") from None
+        for kind in ("json", "regex", "grammar"):
+            value = getattr(self, kind)
+            if value is not None and (not isinstance(value, str) or not value):
+                allowed = "a JSON schema (an object, or its text)" if kind == "json" else "a non-empty string"
+                raise InvalidRequest(f"{kind} must be {allowed}, got {value!r}", f"structured_outputs.{kind}")
+        if self.choice is not None and not (
+            isinstance(self.choice, list) and self.choice and all(isinstance(c, str) and c for c in self.choice)
+        ):
+            raise InvalidRequest("choice must be a non-empty list of non-empty strings", "structured_outputs.choice")
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
 
@@ -64,6 +106,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self.validate()
