@@ -108,9 +108,7 @@ class Scheduler:
         self.requests[request.id] = [seq]
         self.waiting.append(seq)
 
-    def abort(
-        self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None
-    ) -> list[Output]:
+    def abort(self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None) -> list[Output]:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
         out: list[Output] = []
         for seq in list(self.requests.get(request_id, ())):

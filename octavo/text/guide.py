@@ -33,6 +33,7 @@ COST, COST_PER_CHAR = 64 * 2**10, 160
 # read in very many ways, took 21 ms a token; with the library's defaults, two seconds. JSON takes 0.01 to 5 ms.
 LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+NAMES = {"json": "the JSON schema", "regex": "the regex", "choice": "the choice", "grammar": "the grammar", "json_object": "JSON"}
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -114,7 +115,7 @@ class Compilation:
             return self.guide
         if self.started is not None and time.monotonic() - self.started > DEADLINE:
             raise InvalidRequest(
-                f"structured_outputs.{self.spec.kind} was not compiled within {DEADLINE:g} s: simplify it",
+                f"{NAMES[self.spec.kind]} was not compiled within {DEADLINE:g} s: simplify it",
                 "structured_outputs",
                 "structured_output_timeout",
             )
@@ -210,7 +211,7 @@ def grammar_of(spec: StructuredOutputs) -> str:
     if spec.json is not None or spec.json_object:
         return LLMatcher.grammar_from_json_schema(str(spec.json or ANY_OBJECT), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     if spec.regex is not None:
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.regex, 'dws')}/")  # \\d is 0-9, not any script's digit
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.regex, 'dws')}/")  # \d is 0-9, not any script's digit
     if spec.choice is not None:  # a terminal, in capitals: thousands of choices are one automaton
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
@@ -238,21 +239,27 @@ def refused(spec: StructuredOutputs, why: str) -> InvalidRequest:
     where = ""
     if spec.json is not None:
         with suppress(ValueError, RecursionError):
-            where = locate(json.loads(str(spec.json)), why)
+            where = locate(json.loads(str(spec.json)), why.replace("Pointer '", "Pointer '#"))
     if "Enable 'coerce_one_of'" in why:
         why = "oneOf whose branches could match at the same time is not supported: use anyOf"
     elif why.startswith("panic"):
         why = "it is too large"
-    why = why.replace("Unimplemented keys:", "not supported:").replace("Expecting object schema to apply options", "a schema is an object")
+    elif why.startswith("Expecting object schema"):
+        why = "a schema is an object"
+    why = why.replace("Unimplemented keys:", "not supported:")
     at = f" (at {where})" if where else ""
     return InvalidRequest(
-        f"structured_outputs.{spec.kind} cannot be used: {shorten(why)}{at}", "structured_outputs", "invalid_structured_output"
+        f"{NAMES[spec.kind]} cannot be used: {shorten(why)}{at}", "structured_outputs", "invalid_structured_output"
     )
 
 
 def shorten(text: str) -> str:
     text = text.replace("<non-verbose/>", "").strip()
     return text if len(text) <= 600 else f"{text[:500]} ... {text[-80:]}"
+
+
+# How the library's messages quote the value of a keyword.
+QUOTED = {"type": "type: {}", "format": "format: {}", "pattern": "{}\n", "$ref": "'{}'"}
 
 
 def locate(schema: Any, error: str, path: str = "#", names: bool = False) -> str:
@@ -263,8 +270,7 @@ def locate(schema: Any, error: str, path: str = "#", names: bool = False) -> str
     if not isinstance(schema, dict):
         return ""
     for name, value in schema.items() if not names else ():
-        said = {"type": f"type: {value}", "format": f"format: {value}", "pattern": f"{value}\n", "$ref": f"'{value}".replace("#", "")}
-        if f'"{name}"' in error or (isinstance(value, str) and said.get(name, "\0") in error):
+        if f'"{name}"' in error or (name in QUOTED and isinstance(value, str) and QUOTED[name].format(value) in error):
             return f"{path}/{name}"
     for name, value in schema.items():
         if names or name not in ("enum", "const", "default", "examples"):
