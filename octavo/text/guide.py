@@ -29,8 +29,9 @@ THREADS = 2
 CACHE_BYTES = 256 * 2**20
 # What a compiled grammar takes cannot be asked. Seen: up to 155 bytes for each of its text, most far less.
 COST, COST_PER_CHAR = 64 * 2**10, 160
-# A step that would take long fails instead: it holds up everybody. With these the worst that was found, grammars that can be
-# read in very many ways, took 21 ms a token; with the library's defaults, two seconds. JSON takes 0.01 to 5 ms.
+# Following a text takes the engine's own time, so it holds up everybody: what would take long fails instead. JSON takes 0.01
+# to 5 ms a token; grammars that can be read in very many ways take longer with each, seconds with the library's own limits.
+SLOW = 0.03  # seconds of CPU time for one token
 LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 NAMES = {"json": "the JSON schema", "regex": "the regex", "choice": "the choice", "grammar": "the grammar", "json_object": "JSON"}
@@ -139,9 +140,12 @@ class LLGuide:
         return mask
 
     def accept(self, token: int) -> None:
+        begun = time.thread_time()
         if not self._matcher.consume_token(token):
             raise self._error()
         self.mask = self._compute()
+        if time.thread_time() - begun > SLOW:
+            raise GuideError("structured_outputs take too long to follow: the grammar can be read in too many ways, simplify it")
 
     def copy(self) -> LLGuide:
         return LLGuide(self._matcher.deep_copy(), self._size, self.mask)
@@ -217,7 +221,8 @@ def build(vocabulary: Any, spec: StructuredOutputs, size: int) -> LLGuide:
     try:
         return LLGuide(matcher, size)
     except GuideError:
-        raise refused(spec, "nothing can match it") from None
+        why = matcher.get_error()
+        raise refused(spec, "nothing can match it" if not why or "NoExtension" in why else why) from None
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
