@@ -297,7 +297,30 @@ def test_the_cache_is_bounded(embedded: Tokenizer, monkeypatch: pytest.MonkeyPat
     assert [key[1] for key in guides._known] == ["three", "one", "four"], "the one not used for longest went"
     guides.compile(StructuredOutputs(regex="x" * 100_000))
     assert len(guides._known) == 1, "one alone may be larger"
-    assert guides._bytes == sum(work.cost for work in guides._known.values())
+
+
+def test_a_guide_that_has_led_many_texts_is_replaced(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORN", 20)
+    guides, spec = make(embedded), StructuredOutputs(regex="[a-z]{1,12}")
+    first = guides.compile(spec)
+    while guides.compile(spec) is first:
+        walk(first, embedded, random.Random(1))
+    assert first.use.tokens > 20 and guides.compiled == 2  # type: ignore[attr-defined]
+
+
+def test_a_guide_that_is_full_is_replaced_and_not_the_end_of_its_grammar(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies share a lexer, and its states are limited: what one text leaves behind is lost to the next."""
+    monkeypatch.setitem(module.LIMITS, "max_lexer_states", 2000)
+    guides, spec = make(embedded), StructuredOutputs(regex=r"(\p{L}{0,100}\w{0,200}\s){0,200}")
+    first = guides.compile(spec)
+    with pytest.raises(GuideError, match="too many states"):
+        while True:
+            walk(first, embedded, random.Random(1))
+    with pytest.raises(GuideError):
+        walk(first, embedded, random.Random(2), most=2)
+    walk(guides.compile(spec), embedded, random.Random(2), most=2)
 
 
 def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
@@ -324,7 +347,7 @@ def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
 
 
 def test_waiting_for_a_thread_is_not_held_against_a_spec(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "build", lambda *_: time.sleep(0.15))
+    monkeypatch.setattr(module, "build", lambda *_: time.sleep(0.15))  # and makes nothing
     monkeypatch.setattr(module, "DEADLINE", 0.4)
     guides = make(embedded)
     work = [guides.start(StructuredOutputs(regex=str(i))) for i in range(8)]
