@@ -30,7 +30,21 @@ from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
 from octavo.core.policy import find_policy
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.types import Item, NewRow, Output, Plan, Rank, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
+from octavo.types import (
+    Item,
+    NewRow,
+    Output,
+    Plan,
+    Rank,
+    Request,
+    Sequence,
+    Status,
+    StepResult,
+    TokenLogprobs,
+    check_real,
+    check_whole,
+    child_seed,
+)
 
 by_rank = attrgetter("rank")
 LAST: Rank = (math.inf, sys.maxsize, 0)
@@ -98,6 +112,9 @@ class Scheduler:
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             bad = next(t for t in prompt if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{self.vocab_size - 1}", "prompt")
+        check_whole("priority", request.priority, -(2**31), 2**31 - 1)
+        if request.deadline is not None:
+            check_real("deadline", request.deadline, -math.inf, math.inf)
         params.check_vocabulary(self.vocab_size)
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         if params.min_tokens and params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
@@ -123,10 +140,10 @@ class Scheduler:
         seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
+        seq.rank = (self.policy.rank(seq) if self.policy.fixed else 0.0, self._arrivals, 0)
+        self.policy.arrived(seq)
         self.live[seq.id] = seq
         self.requests[request.id] = [seq]
-        self.policy.arrived(seq)
-        seq.rank = (self.policy.rank(seq) if self.policy.fixed else 0.0, self._arrivals, 0)
         insort(self.waiting, seq, key=by_rank)
 
     def abort(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Output]:
@@ -159,7 +176,7 @@ class Scheduler:
             self._rank_waiting()
         if self.form is not None and self.waiting and not any(id in self.requests for id in self.batch):
             self.batch = {seq.request.id for seq in self.waiting[: self.form(self.waiting, self.clock())]}
-        before = self._make_room(left) if self.policy.pausing else LAST
+        before = self._make_room(left) if self.policy.pausing and (self.waiting or self.prefilling) else LAST
         preemptions = self.count.preemptions
         self._fork(plan)
         left -= self._plan_decoding(plan)
@@ -196,30 +213,36 @@ class Scheduler:
     def _make_room(self, left: int) -> Rank:
         """Pause running work for those whom the policy lets take its place, before anything is planned: no victim is in the
         plan. Returns the rank of the first that was paused: it does not come straight back, nor does who ranks after it."""
-        size, pool, before = self.pool.size, self.pool, LAST
+        pool, before = self.pool, LAST
         rows, blocks, left = len(self.rows), len(pool.free), left - len(self.decoding)
-        if blocks < len(self.decoding):
-            blocks -= sum(s.planned % size == 0 for s in self.decoding)  # theirs come first
+        blocks -= sum(s.planned % pool.size == 0 for s in self.decoding)  # theirs come first
         for seq in merge(list(self.prefilling), list(self.waiting), key=by_rank):
             if left <= 0 or seq.rank >= before:
                 break
-            table: list[int] | None = seq.table
-            if seq.status is Status.WAITING:
-                table = self._match(seq) if self._may_begin(seq) else None
-                if table is None:
-                    continue
-                rows, blocks = rows - 1, blocks - sum(pool.refs[b] == 0 for b in table)
-            at = max(seq.planned, len(table) * size) if seq.status is Status.WAITING else seq.planned
-            num = min(len(seq.tokens) - (seq.forks > 0) - at, left)
-            left, blocks = left - num, blocks - max(-(-(at + num) // size) - len(table), 0)
+            claim = self._claim(seq, left)
+            if claim is None:
+                continue
+            rows, blocks, left = rows - claim[0], blocks - claim[1], left - claim[2]
             while rows < 0 or blocks < 0:
                 weaker = [s for s in self.running if s.rank > seq.rank and self.policy.pauses(seq, s)]
                 if not weaker or blocks + sum(pool.refs[b] == 1 for s in weaker for b in s.table) < 0:
-                    return before
+                    return before  # to pause them would not help
                 victim, free = self.policy.victim(weaker), len(pool.free)
                 self._preempt(victim)
                 rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
         return before
+
+    def _claim(self, seq: Sequence, left: int) -> tuple[int, int, int] | None:
+        """Rows, blocks and tokens that its next chunk takes. None: it cannot begin yet."""
+        size, known = self.pool.size, len(seq.tokens) - (seq.forks > 0)
+        if seq.status is Status.RUNNING:
+            num = min(known - seq.planned, left)
+            return 0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num
+        hits = self._match(seq) if self._may_begin(seq) else None
+        if hits is None:
+            return None
+        num = min(known - len(hits) * size, left)
+        return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits), num
 
     def _plan_decoding(self, plan: Plan) -> int:
         """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide."""
