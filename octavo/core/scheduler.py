@@ -29,6 +29,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
 from octavo.core.policy import find_policy
+from octavo.core.trace import Recorder
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
 from octavo.types import (
     Item,
@@ -94,6 +95,7 @@ class Scheduler:
         self.requests: dict[str, list[Sequence]] = {}
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
+        self.recorder: Recorder | None = None
         self._ids = self._arrivals = 0
 
     @property
@@ -527,6 +529,8 @@ class Scheduler:
         seq.status, seq.epoch = Status.FINISHED, seq.epoch + 1
         del self.live[seq.id]
         self.policy.ended(seq)
+        if self.recorder is not None:
+            self.recorder.ended(seq)
         family = self.requests[seq.request.id]
         family.remove(seq)
         if not family:
