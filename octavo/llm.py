@@ -246,7 +246,9 @@ class LLM:
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
         tokens = max(1, min(64, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
+        recorder, self.engine.scheduler.recorder = self.engine.scheduler.recorder, None
         self.generate([[0] * tokens], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
+        self.engine.scheduler.recorder = recorder
         self.runner.capture()
         self.reset_prefix_cache()
 

@@ -33,23 +33,22 @@ def record(llm: LLM, trace: list[Entry]) -> tuple[list[Step], Report]:
 
 
 def fit(steps: list[Step]) -> Costs:
-    """Least squares on relative errors, so that short steps count as much as long ones. No feature may make a step shorter: one
-    that would is left out, and the rest fitted again. A few steps that something else on the machine held up are left out too."""
-    kept, used = steps, list(range(len(FEATURES)))
-    for _ in range(2 * len(FEATURES)):
-        a = np.array([[step.features[i] / step.seconds for i in used] for step in kept])
-        scale = np.maximum(np.abs(a).max(axis=0), 1e-30)
-        found = np.linalg.lstsq(a / scale, np.ones(len(kept)), rcond=None)[0] / scale
-        costs = Costs(**dict.fromkeys(FEATURES, 0.0) | {FEATURES[i]: float(c) for i, c in zip(used, found, strict=True)})
+    """Least squares on relative errors, so that short steps count as much as long ones: relative to what was predicted the round
+    before, because what was measured would favour too little. No feature may make a step shorter: one that would is left out,
+    and the rest fitted again. Steps that something else on the machine held up, far off the line, do not count."""
+    a, seconds = np.array([step.features for step in steps]), np.array([step.seconds for step in steps])
+    used, weight, kept = list(range(len(FEATURES))), 1 / seconds, np.ones(len(steps), bool)
+    for _ in range(4 * len(FEATURES)):
+        rows = a[kept][:, used] * weight[kept, None]
+        scale = np.maximum(np.abs(rows).max(axis=0), 1e-30)
+        found = np.linalg.lstsq(rows / scale, seconds[kept] * weight[kept], rcond=None)[0] / scale
         if found.min() < 0:
-            used = [i for i, c in zip(used, found, strict=True) if c >= 0]
-        elif len(kept) == len(steps):
-            errors = [abs(costs.seconds(step.features) / step.seconds - 1) for step in steps]
-            limit = 5 * statistics.median(errors)
-            kept = [step for step, error in zip(steps, errors, strict=True) if error <= max(limit, 0.05)]
-        else:
-            break
-    return costs
+            used.pop(int(found.argmin()))
+            continue
+        predicted = np.maximum(a[:, used] @ found, 1e-6)
+        off = np.abs(seconds / predicted - 1)
+        weight, kept = 1 / predicted, off <= max(5 * float(np.median(off)), 0.05)
+    return Costs(**dict.fromkeys(FEATURES, 0.0) | {FEATURES[i]: float(c) for i, c in zip(used, found, strict=True)})
 
 
 def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from octavo.core.trace import Entry
     from octavo.llm import LLM
 
-CALIBRATION = "poisson:rate=6,n=64,prompt=16-400,output=16-96,shared=0,seed=1"
-OTHER = "poisson:rate=3,n=32,prompt=8-200,output=32-160,shared=64,groups=2,seed=2"
+# Short prompts with long replies, long with short, and both: or rows and what they read would always come together.
+CALIBRATION = (
+    "poisson:rate=8,n=24,prompt=4-16,output=32-128,seed=1",
+    "poisson:rate=2,n=16,prompt=300-800,output=8-64,seed=2",
+    "poisson:rate=6,n=32,prompt=16-400,output=16-96,seed=3",
+)
+OTHER = "poisson:rate=3,n=32,prompt=8-200,output=32-160,shared=64,groups=2,seed=4"
 COLUMNS = (
     ("TTFT p50", "ttft_p50_ms"), ("p99 ms", "ttft_p99_ms"), ("ITL p50", "itl_p50_ms"), ("p99 ms", "itl_p99_ms"),
     ("E2E p50", "e2e_p50_ms"), ("p99 ms", "e2e_p99_ms"), ("tok/s", "tok_s"), ("preempted", "preemptions"),
@@ -66,7 +71,8 @@ def simulate(
 
     if calibrate is not None:
         engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
-        _finish(_calibrate(_load(engine, calibrate), read(trace or CALIBRATION), read(OTHER), calibrate, out), output)
+        traces = [read(one) for one in ([trace] if trace else CALIBRATION)]
+        _finish(_calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out), output)
         return
     if trace is None:
         raise InvalidRequest("give a TRACE: a file, or poisson:rate=4,n=100", "trace")
@@ -102,13 +108,9 @@ def _finish(result: dict[str, Any], output: Path | None) -> None:
 
 
 def _load(engine: EngineOptions, model: str) -> LLM:
-    from octavo.bench.shapes import SHAPES
+    from octavo.cli.bench import load_shape
 
-    if model not in SHAPES:
-        llm = engine.load(None if model == EMBEDDED else model)
-    else:
-        engine.load_format = "dummy"
-        llm = engine.load(SHAPES[model], skip_tokenizer_init=True)
+    llm = load_shape(engine, None if model == EMBEDDED else model)
     llm.warm_up()
     return llm
 
@@ -123,11 +125,11 @@ def _read_costs(path: Path) -> Costs:
         raise InvalidRequest(f"{path} is no file of `octavo simulate --calibrate` ({error!r})", "costs") from None
 
 
-def _calibrate(llm: LLM, trace: list[Entry], other: list[Entry], model: str, out: Path | None) -> dict[str, Any]:
+def _calibrate(llm: LLM, traces: list[list[Entry]], other: list[Entry], model: str, out: Path | None) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, fit, record
 
-    record(llm, trace[:8])  # what is compiled, captured or allocated at its first use
-    steps, _ = record(llm, trace)
+    record(llm, traces[-1][:8])  # what is compiled, captured or allocated at its first use
+    steps = [step for trace in traces for step in record(llm, trace)[0]]
     costs = fit(steps)
     found = {"calibrated": errors(costs, steps), "another": errors(costs, record(llm, other)[0])}
     result = {"model": model, "device": llm.device.type, "costs": asdict(costs), "errors": found}

@@ -54,7 +54,7 @@ class Costs:
 
 
 # The embedded model on two cores of a server CPU with AVX2, by `octavo simulate --calibrate smollm2`.
-EMBEDDED_CPU = Costs(step=5e-3, prefill=6e-4, row=1.5e-3, kv=1e-6, pairs=1e-7)
+EMBEDDED_CPU = Costs(step=3.3e-3, prefill=4.3e-4, row=3.5e-4, kv=3.1e-6, pairs=6.5e-7)
 
 
 class VirtualClock:

@@ -2,15 +2,18 @@
 
 A line of JSON for each completion:
 
-    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [0, 1, 7], "priority": 0, "key": "", "deadline": null}
+    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0, "key": "", "deadline": null}
 
-`blocks` numbers the contents of the prompt's and the output's full blocks of BLOCK tokens, in the order they were first seen:
-equal numbers, equal tokens from the beginning up to there. So a trace keeps who shares a prefix with whom, and nothing else.
+`blocks` has a number for each full block of BLOCK tokens of the prompt and the output: equal numbers, equal tokens from the
+beginning up to there. The numbers are hashes under a key that is never written down: a trace keeps who shares a prefix with whom,
+and nothing else of what was said.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -36,20 +39,20 @@ class Entry:
 
 
 class Recorder:
-    """Writes a trace while an engine runs. Completions that ended before their first token are left out."""
+    """Adds to a trace while an engine runs. Left out: what ended before its first token, and what has no time of arrival."""
 
     def __init__(self, path: str | Path):
-        self.file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
-        self.numbers: dict[bytes, int] = {}
+        self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
+        self.secret = os.urandom(16)
 
     def ended(self, seq: Sequence) -> None:
         request, output = seq.request, len(seq.tokens) - seq.prompt_len
-        if output < 1:
+        if output < 1 or not request.arrival:
             return
-        blocks, parent = [], root(request.cache_salt)
+        blocks, parent = [], self.secret + root(request.cache_salt)
         for at in range(0, len(seq.tokens) - BLOCK + 1, BLOCK):
             parent = chain(parent, seq.tokens[at : at + BLOCK])
-            blocks.append(self.numbers.setdefault(parent, len(self.numbers)))
+            blocks.append(int.from_bytes(parent[:6], "little"))
         entry = Entry(request.arrival, seq.prompt_len, output, blocks, request.priority, request.key, request.deadline)
         self.file.write(json.dumps(asdict(entry)) + "\n")
 
@@ -75,8 +78,8 @@ def _lines(path: str) -> Iterator[Entry]:
             try:
                 values = json.loads(line)
                 entry = Entry(**{name: value for name, value in values.items() if name in known})
-                if not (entry.prompt >= 1 and entry.output >= 1 and entry.arrival == entry.arrival + 0.0):
-                    raise ValueError("prompt and output are at least 1")
+                if entry.prompt < 1 or entry.output < 1 or not math.isfinite(entry.arrival):
+                    raise ValueError("prompt and output are at least 1, arrival is a number")
             except (ValueError, TypeError, AttributeError) as error:
                 raise InvalidRequest(
                     f"{path}, line {number} is no request ({error}): a line has at least arrival, prompt and output, in JSON",

@@ -134,7 +134,8 @@ class EngineLoop:
         engine = self.engine
         if isinstance(message, Add):
             try:
-                engine.add(Request(message.id, message.prompt, message.params, message.arrival, message.salt))
+                m = message
+                engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key))
             except InvalidRequest as error:
                 self.link.send(Refused(message.id, str(error), error.param, error.code))
         elif isinstance(message, Abort):
@@ -174,6 +175,7 @@ class EngineLoop:
             self.observed.prefill,
             self.observed.decode,
             {name: getattr(self.engine.time, name) for name in HOST_TIMES},
+            count.recomputed_tokens,
         )
 
 

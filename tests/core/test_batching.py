@@ -179,9 +179,7 @@ def test_the_pace_follows_a_machine_that_changes() -> None:
 def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
     """A runner that takes 5 ms a step, 1 ms a row and 1 ms a prompt token; the budget alone would allow steps of 250 ms."""
     clock = Clock()
-    engine = make_engine(
-        500, 4, rows=16, budget=256, depth=depth, max_len=400, clock=clock, batching="adaptive", target=0.060
-    )
+    engine = make_engine(500, 4, rows=16, budget=256, depth=depth, max_len=400, clock=clock, batching="adaptive", target=0.060)
     launch, free = engine.runner.launch, 0.0
 
     def timed(plan: Plan) -> Any:

@@ -15,7 +15,9 @@ from tests import oracle
 from tests.workloads import Clock, make_engine
 
 
-def ask(engine: Engine, name: str, length: int = 4, max_tokens: int = 4, prompt: list[int] | None = None, **fields: Any) -> Request:
+def ask(
+    engine: Engine, name: str, length: int = 4, max_tokens: int = 4, prompt: list[int] | None = None, **fields: Any
+) -> Request:
     """Queue a request that arrives now."""
     g = random.Random(name)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
@@ -143,7 +145,7 @@ def test_what_the_cache_has_comes_before_what_it_has_not() -> None:
     drain(engine)
     ask(engine, "stranger", 40)
     ask(engine, "half", prompt=known[:20] + [1] * 20)
-    ask(engine, "same", prompt=known[:39] + [1])
+    ask(engine, "same", prompt=[*known[:39], 1])
     assert drain(engine) == ["same", "half", "stranger"]
 
 
