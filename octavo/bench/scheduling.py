@@ -82,17 +82,18 @@ def priority(
     llm: LLM, low: int, high: int = 20, output: int = 128, prompt: int = 32, done: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once."""
-    schedule = replace(llm.schedule, batching="continuous")
+    schedule = llm.schedule
     urgent = Entry(0.0, prompt, 8, priority=URGENT)
     g = random.Random(0)
     work = [Entry(0.0, g.randint(prompt, 4 * prompt), g.randint(output // 2, output)) for _ in range(low)]
-    play(llm, work[: schedule.max_num_seqs], schedule)  # warm-up
+    play(llm, work[: schedule.max_num_seqs], replace(schedule, policy="fcfs"))  # warm-up
     alone = [play(llm, [urgent], replace(schedule, policy="priority")).first["0"] for _ in range(high)]
     done()
-    seconds = play(llm, work, schedule).seconds
+    seconds = play(llm, work, replace(schedule, policy="fcfs")).seconds
     done()
     trace = work + [replace(urgent, arrival=seconds * (0.1 + 0.7 * i / high)) for i in range(high)]
-    found: dict[str, Any] = {"bench": "priority", "low": low, "high": high, "rows": schedule.max_num_seqs}
+    found: dict[str, Any] = {"bench": "priority", "batching": schedule.batching, "low": low, "high": high}
+    found["rows"] = schedule.max_num_seqs
     found["unloaded_ttft_ms"] = {f"p{q}": 1e3 * percentile(alone, q) for q in (50, 99)}
     for name in ("fcfs", "priority"):
         report = play(llm, trace, replace(schedule, policy=name))

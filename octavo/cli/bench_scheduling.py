@@ -39,13 +39,14 @@ def batching_modes(
         progress.update(task, description="measuring", total=1 + len(names))
         r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("batching", "tok/s", "of continuous", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms", "steps"):
+    for column in ("batching", "tok/s", "of continuous", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms"):
         table.add_column(column, justify="left" if not table.columns else "right")
     for one in r["results"]:
         part = f"{1 / r['over_' + one['batching']]:.0%}" if f"over_{one['batching']}" in r else ""
         times = [f"{one[f'{name}_p{q}_ms']:,.0f}" for name in ("ttft", "itl", "e2e") for q in (50, 99)]
-        table.add_row(one["batching"], f"{one['tok_s']:,.0f}", part, *times, f"{one['steps']:,}")
+        table.add_row(one["batching"], f"{one['tok_s']:,.0f}", part, *times)
     console = Console(highlight=False)
+    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
     console.print(
         f"{r['requests']} requests, {r['output_tokens']:,} tokens, {r['requests_a_second']:.1f} a second, "
         f"{r['batch_limit']} at once"
@@ -90,6 +91,7 @@ def priority(
             f"{one['seconds']:.1f}",
         )  # fmt: skip
     console = Console(highlight=False)
+    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
     console.print(table)
     console.print(f"p99 under load is {r['ratio_p99']:.1f} times that of an idle engine (p50: {r['ratio_p50']:.1f})")
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

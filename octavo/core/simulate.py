@@ -153,7 +153,8 @@ def requests_of(trace: list[Entry], vocab_size: int) -> tuple[list[Request], lis
 
 def replay(engine: Engine, asked: list[Request], sleep: Callable[[float], None] = time.sleep) -> Report:
     """Play requests at their times, which count from now, to the last token."""
-    clock, count, report = engine.scheduler.clock, engine.scheduler.count, Report()
+    clock, count, report, steps = engine.scheduler.clock, engine.scheduler.count, Report(), list[float]()
+    engine.observers.append(lambda plan, seconds: steps.append(seconds))
     start, todo, latest = clock(), deque(asked), dict[str, float]()
     for request in asked:
         request.arrival += start
@@ -181,7 +182,7 @@ def replay(engine: Engine, asked: list[Request], sleep: Callable[[float], None] 
                 report.last[name] = now - arrival[name]
     report.seconds = clock() - start
     report.counters = {
-        "steps": count.steps,
+        "steps": len(steps),
         "preemptions": count.preemptions,
         "recomputed_tokens": count.recomputed_tokens,
         "cache_hits": count.cached_tokens / max(count.queried_tokens, 1),
