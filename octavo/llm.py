@@ -103,6 +103,8 @@ class LLM:
             log.info("options without effect here: %s", ", ".join(sorted(options)))
         check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
         check_whole("max_num_seqs", max_num_seqs, 1)
+        find_policy(scheduling_policy)
+        former(ScheduleConfig(batching=batching))
         check_whole("max_batch", max_batch, 1)
         check_real("window_ms", window_ms, 0, 60_000)
         check_real("target_ms", target_ms, 0, 60_000, open_low=True)
@@ -146,7 +148,6 @@ class LLM:
             window=window_ms / 1e3,
             target=target_ms / 1e3,
         )
-        find_policy(scheduling_policy), former(schedule)  # a wrong name is told before anything is loaded
         activations = activation_bytes(self.config, schedule, dtype_name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
         cache, max_model_len = size_pool(
