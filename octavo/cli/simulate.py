@@ -110,7 +110,7 @@ def _finish(result: dict[str, Any], output: Path | None) -> None:
 def _load(engine: EngineOptions, model: str) -> LLM:
     from octavo.cli.bench import load_shape
 
-    llm = load_shape(engine, None if model == EMBEDDED else model)
+    llm = load_shape(engine, model)
     llm.warm_up()
     return llm
 
@@ -166,7 +166,7 @@ def _table(results: list[dict[str, Any]]) -> None:
         shown += [f"{r['ttft_p99_ms_by_priority'][level]:,.0f}" for level in levels]
         table.add_row(r["policy"], r["batching"], *shown)
     console = Console(highlight=False)
-    console.width = max(console.width, 140)
+    console.width = max(console.width, 160)  # a narrow terminal wraps lines rather than cutting numbers short
     console.print(table)
     if levels:
         console.print("[dim]priority N: p99 of the time to the first token, ms, of requests of this priority[/dim]")
