@@ -85,7 +85,8 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
     )
 
 
-def trial(seed: int) -> Trial:
+def trial(seed: int, policy: str | None = None, batching: str | None = None) -> Trial:
+    """One random workload; the policy and the batching mode are drawn too, unless they are given."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -93,7 +94,8 @@ def trial(seed: int) -> Trial:
     rows = g.choice([2, 4, 16])
     budget = max(rows, g.choice([2, 7, 16, 64]))
     depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
-    policy, batching, clock = g.choice(POLICIES), g.choice(BATCHING), Clock()
+    drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
+    policy, batching = policy or drawn[0], batching or drawn[1]
     modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
     engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **modes)
     scheduler = engine.scheduler

@@ -114,15 +114,19 @@ class Fair(Policy):
 
     def ended(self, seq: Sequence) -> None:
         key = seq.request.key
-        self.served[key] += len(seq.tokens)
+        if len(seq.tokens) > seq.prompt_len:  # who never got to speak is charged nothing
+            self.served[key] += self._given(seq, len(seq.tokens))
         self.live[key] -= 1
         if not self.live[key]:
             del self.live[key]
 
+    def _given(self, seq: Sequence, upto: int) -> int:
+        return upto - (seq.prompt_len if seq.index else 0)  # a request's completions share its prompt
+
     def look(self, scheduler: Scheduler) -> None:
         counter = dict(self.served)
         for seq in scheduler.running:
-            counter[seq.request.key] += seq.planned
+            counter[seq.request.key] += self._given(seq, seq.planned)
         self._turn.clear()
         for seq in sorted(scheduler.waiting, key=lambda s: s.rank[1:]):  # by arrival: each adds to its key's counter
             self._turn[seq.id] = counter[seq.request.key]

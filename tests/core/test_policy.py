@@ -131,6 +131,20 @@ def test_idle_time_earns_a_key_nothing() -> None:
     assert order.index("busy again 0") <= 1 and order.index("busy again 1") <= 3, "it is not made to wait for what it had before"
 
 
+def test_a_key_pays_for_what_it_was_given_and_for_a_shared_prompt_once() -> None:
+    engine = one_row("fair")
+    ask(engine, "busy", 10, max_tokens=5, key="a")
+    ask(engine, "gave up waiting", 50, key="b")
+    engine.step()
+    engine.abort("gave up waiting")
+    drain(engine)
+    assert engine.scheduler.policy.served == {"a": 15, "b": 0}  # type: ignore[attr-defined]
+    engine.add(Request("three", [1] * 20, SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1), key="c"))
+    while not engine.idle:
+        engine.step()
+    assert engine.scheduler.policy.served["c"] - 15 == 20 + 3 * 4  # type: ignore[attr-defined]
+
+
 def test_what_a_key_had_is_forgotten_once_it_no_longer_matters() -> None:
     engine = one_row("fair")
     for i in range(50):
