@@ -23,8 +23,11 @@ import torch
 
 from octavo.collect import Collector
 from octavo.config import ModelConfig, ScheduleConfig
+from octavo.core.batching import former
 from octavo.core.engine import Engine
+from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
+from octavo.core.trace import Recorder
 from octavo.errors import InvalidRequest, ModelError
 from octavo.memory import (
     BLOCK_SIZE,
@@ -85,6 +88,12 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         depth: int | None = None,
+        scheduling_policy: str = "fcfs",
+        batching: str = "continuous",
+        max_batch: int = 8,
+        window_ms: float = 20.0,
+        target_ms: float = 50.0,
+        record_trace: str | Path | None = None,
         progress: bool | Callable[[float], None] = True,
         **options: Any,
     ):
@@ -95,6 +104,11 @@ class LLM:
             log.info("options without effect here: %s", ", ".join(sorted(options)))
         check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
         check_whole("max_num_seqs", max_num_seqs, 1)
+        find_policy(scheduling_policy)
+        former(ScheduleConfig(batching=batching))
+        check_whole("max_batch", max_batch, 1)
+        check_real("window_ms", window_ms, 0, 60_000)
+        check_real("target_ms", target_ms, 0, 60_000, open_low=True)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
@@ -125,7 +139,16 @@ class LLM:
         self.model_dtype = self.model.dtype
         dtype_name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
-        schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
+        schedule = ScheduleConfig(
+            max_num_seqs,
+            budget,
+            depth=depth or (2 if on_gpu else 1),
+            policy=scheduling_policy,
+            batching=batching,
+            max_batch=max_batch,
+            window=window_ms / 1e3,
+            target=target_ms / 1e3,
+        )
         activations = activation_bytes(self.config, schedule, dtype_name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
         cache, max_model_len = size_pool(
@@ -139,12 +162,19 @@ class LLM:
         kv = KVStore(self.config, self.cache, self.model.kv_dtype, self.device)
         graphs = ops.name == "triton" and on_gpu and not enforce_eager
         self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
-        scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
-        self.engine = Engine(scheduler, self.runner)
+        self.seed = seed
+        self.engine = self.new_engine(self.schedule)
+        if record_trace is not None:
+            self.engine.scheduler.recorder = Recorder(record_trace)
         self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
+
+    def new_engine(self, schedule: ScheduleConfig) -> Engine:
+        """An engine for this model, nothing cached yet. Only one at a time may run: they share the device's rows and blocks."""
+        scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
+        return Engine(scheduler, self.runner)
 
     # ---- whole answers -----------------------------------------------------------------------------
 
@@ -155,15 +185,17 @@ class LLM:
         use_tqdm: bool = True,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: None = None,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt, batched. One set of parameters for all, or one each. Order is kept."""
+        """Complete every prompt, batched. One set of parameters for all, or one each. Order is kept. `priority`: one for each
+        prompt, lower ones come sooner; needs scheduling_policy="priority"."""
         if lora_request is not None:
             raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
         if prompts is None:
             if prompt_token_ids is None:
                 raise InvalidRequest("give prompts: text, token ids, or a list of either", "prompts")
             prompts = prompt_token_ids
-        return self._run([self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm)
+        return self._run([self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -217,7 +249,9 @@ class LLM:
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
         tokens = max(1, min(64, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
+        recorder, self.engine.scheduler.recorder = self.engine.scheduler.recorder, None
         self.generate([[0] * tokens], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
+        self.engine.scheduler.recorder = recorder
         self.runner.capture()
         self.reset_prefix_cache()
 
@@ -250,17 +284,21 @@ class LLM:
         prompts: list[Read],
         sampling_params: SamplingParams | list[SamplingParams] | None,
         use_tqdm: bool,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         arrival = time.monotonic()
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one each")
+        urgency = [0] * len(prompts) if priority is None else priority
+        if len(urgency) != len(prompts):
+            raise InvalidRequest(f"{len(urgency)} priorities for {len(prompts)} prompts: give one each", "priority")
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
         try:
-            for prompt, p in zip(prompts, each, strict=True):
-                collector = self._submit(prompt, p, arrival)
+            for prompt, p, level in zip(prompts, each, urgency, strict=True):
+                collector = self._submit(prompt, p, arrival, level)
                 mine[collector.request.id] = collector
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
@@ -276,13 +314,15 @@ class LLM:
             log.error("%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error)
         return [done[request_id] for request_id in mine]
 
-    def _submit(self, prompt: Read, params: SamplingParams, arrival: float) -> Collector:
+    def _submit(self, prompt: Read, params: SamplingParams, arrival: float, priority: int = 0) -> Collector:
         text, ids, salt = prompt
         params.validate()
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
+        if priority and self.schedule.policy == "fcfs":
+            raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
         guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
-        request = Request(str(self._count), ids, params, arrival, salt, guide)
+        request = Request(str(self._count), ids, params, arrival, salt, guide, priority)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)

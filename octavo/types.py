@@ -214,6 +214,9 @@ class Request:
     arrival: float = 0.0  # time.monotonic()
     cache_salt: str = ""  # requests of different salts never share blocks
     guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
+    priority: int = 0  # lower comes sooner, under the policy of that name
+    deadline: float | None = None  # time.monotonic() by which it should be done
+    key: str = ""  # whose it is: what is shared fairly
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------
@@ -230,6 +233,9 @@ def child_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little")
+
+
+Rank = tuple[float, int, int]  # what the policy says, then the order of arrival, then which of the request's completions
 
 
 @dataclass(slots=True, eq=False)
@@ -253,8 +259,10 @@ class Sequence:
     row: int = -1  # device row while RUNNING
     forks: int = 0  # children still to fork once the prompt is computed but for one token
     cached: int = 0  # prompt positions served by the prefix cache at first admission
+    rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
     preemptions: int = 0
     guide: Guide | None = None  # at the last committed token
+    lost: int = 0  # positions it had when it was preempted last
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
@@ -14,6 +15,21 @@ from tests.fake_runner import FakeRunner
 from tests.toy_guide import ToyGuide
 
 MAX_LEN = 60
+POLICIES = ["fcfs"] * 4 + ["priority"] * 3 + ["shortest", "deadline", "fair", "prefix"]
+BATCHING = ["continuous"] * 6 + ["adaptive", "window", "static", "none"]
+
+
+class Clock:
+    """Time that passes when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @dataclass
@@ -25,15 +41,26 @@ class Trial:
     preemptions: int = 0
     copies: int = 0
     cached: int = 0
+    recomputed: int = 0
     settings: dict[str, object] = field(default_factory=dict)
 
 
 def make_engine(
-    num_blocks: int, block_size: int, rows: int, budget: int, depth: int, caching: bool = True, max_len: int = MAX_LEN
+    num_blocks: int,
+    block_size: int,
+    rows: int,
+    budget: int,
+    depth: int,
+    caching: bool = True,
+    max_len: int = MAX_LEN,
+    clock: Clock | None = None,
+    **options: Any,
 ) -> Engine:
-    cache = CacheConfig(block_size, num_blocks, caching)
-    schedule = ScheduleConfig(rows, budget, max_len, depth)
-    return Engine(Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,)), FakeRunner(num_blocks, block_size))
+    """`options`: ScheduleConfig's. Time stands still but for the clock's owner."""
+    cache, clock = CacheConfig(block_size, num_blocks, caching), clock or Clock()
+    schedule = ScheduleConfig(rows, budget, max_len, depth, **options)
+    scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size), clock.sleep)
 
 
 def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:
@@ -49,13 +76,21 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
         min_tokens=0,
         prompt_logprobs=0 if g.random() < 0.1 else None,
     )
-    salt = g.choice(["", "", "", "other"])
-    guide = g.choice(guides) if guides and g.random() < 0.6 else None
-    return Request(f"r{i}", prompt, params, cache_salt=salt, guide=guide)
+    return Request(
+        f"r{i}",
+        prompt,
+        params,
+        cache_salt=g.choice(["", "", "", "other"]),
+        guide=g.choice(guides) if guides and g.random() < 0.6 else None,
+        priority=g.choice([-2, 0, 0, 0, 1, 5]),
+        deadline=g.choice([None, g.uniform(0, 5)]),
+        key=g.choice(["", "a", "b"]),
+    )
 
 
-def trial(seed: int, guided: bool = False) -> Trial:
-    """`guided`: some of the requests follow guides, several of them the same."""
+def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False) -> Trial:
+    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
+    requests follow guides, several of them the same."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -63,7 +98,10 @@ def trial(seed: int, guided: bool = False) -> Trial:
     rows = g.choice([2, 4, 16])
     budget = max(rows, g.choice([2, 7, 16, 64]))
     depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
-    engine = make_engine(blocks, size, rows, budget, depth, caching)
+    drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
+    policy, batching = policy or drawn[0], batching or drawn[1]
+    modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
+    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **modes)
     scheduler = engine.scheduler
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
@@ -75,7 +113,7 @@ def trial(seed: int, guided: bool = False) -> Trial:
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
     aborted: set[str] = set()
-    result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching))
+    result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching, **modes))
 
     def take(outputs: list[Output]) -> None:
         for out in outputs:
@@ -90,16 +128,25 @@ def trial(seed: int, guided: bool = False) -> Trial:
     steps = 0
     while todo or not engine.idle:
         if todo and g.random() < 0.5:
-            engine.add(todo.pop())
+            request = todo.pop()
+            request.arrival = clock.now
+            engine.add(request)
         if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:  # few: aborts would hide hangs
             aborted.add(victim := g.choice(list(scheduler.requests)))
             take(engine.abort(victim))
+        epochs = {seq.id: seq.epoch for seq in scheduler.running}
         take(engine.step())
         scheduler.check()
+        for seq in scheduler.running:
+            assert epochs.get(seq.id, seq.epoch) == seq.epoch, "a victim came straight back, in the plan that it gave way to"
+        if scheduler.form is not None:
+            begun = {seq.request.id for seq in scheduler.live.values() if seq.row >= 0 or seq.preemptions or seq.index}
+            assert len(begun) <= (1 if batching == "none" else scheduler.schedule.max_batch), "two batches at once"
         owners: dict[int, str] = {}
         for seq in scheduler.running:
             for block in seq.table:
                 assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, "salts share a block"
+        clock.sleep(g.choice([0.001, 0.01, 0.1]))
         steps += 1
         assert steps < 20_000, "no progress"
     scheduler.pool.check([])
@@ -126,4 +173,5 @@ def trial(seed: int, guided: bool = False) -> Trial:
             assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
+    result.recomputed = count.recomputed_tokens
     return result

@@ -111,7 +111,7 @@ def throughput(
         raise InvalidRequest(f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=None)
-        llm = _load(engine, model)
+        llm = load_shape(engine, model)
         progress.update(task, description="warming up")
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))
@@ -168,7 +168,7 @@ def startup(
     finish({"bench": "startup", "model": model, "runs": runs}, output)
 
 
-def _load(engine: EngineOptions, model: str | None) -> LLM:
+def load_shape(engine: EngineOptions, model: str | None) -> LLM:
     """A model, or a shape's random weights."""
     from octavo.bench.shapes import SHAPES
 

@@ -8,18 +8,48 @@ A sequence is in one of three places while it lives:
 
 plan() fills a token budget: decoding first, then prefilling, then whoever waits. Several plans may be in flight, so a
 plan looks at `planned` (where the sequence will be once they land) and commit() moves `computed` (where it is).
+
+All three are in the order of `Sequence.rank`, which the policy gives (policy.py); batching.py says when requests may begin.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from array import array
-from collections import deque
+from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import merge
+from itertools import pairwise
+from operator import attrgetter
 
 from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
+from octavo.core.policy import find_policy
+from octavo.core.trace import Recorder
 from octavo.errors import ContextLengthExceeded, GuideError, InvalidRequest, KVCapacityExceeded
-from octavo.types import Guide, Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
+from octavo.types import (
+    Guide,
+    Item,
+    NewRow,
+    Output,
+    Plan,
+    Rank,
+    Request,
+    Sequence,
+    Status,
+    StepResult,
+    TokenLogprobs,
+    check_real,
+    check_whole,
+    child_seed,
+)
+
+by_rank = attrgetter("rank")
+LAST: Rank = (math.inf, sys.maxsize, 0)
 
 
 @dataclass(slots=True)
@@ -33,11 +63,18 @@ class Counters:
     generated_tokens: int = 0
     copies: int = 0
     preemptions: int = 0
+    recomputed_tokens: int = 0  # computed again by those who were preempted
 
 
 class Scheduler:
     def __init__(
-        self, cache: CacheConfig, schedule: ScheduleConfig, vocab_size: int, eos_ids: tuple[int, ...] = (), seed: int = 0
+        self,
+        cache: CacheConfig,
+        schedule: ScheduleConfig,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         if schedule.max_num_batched_tokens < schedule.max_num_seqs:
             raise InvalidRequest(
@@ -48,7 +85,10 @@ class Scheduler:
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
         self.caching, self.schedule = cache.prefix_caching, schedule
         self.vocab_size, self.eos_ids, self.seed = vocab_size, frozenset(eos_ids), seed
-        self.waiting: deque[Sequence] = deque()
+        self.policy, self.clock, self.form = find_policy(schedule.policy), clock, former(schedule)
+        self.pace = Pace(schedule.target) if schedule.batching == "adaptive" else None
+        self.batch: set[str] = set()  # requests that may begin, where batches form
+        self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.rows = list(range(schedule.max_num_seqs))  # device rows nobody uses
@@ -56,6 +96,7 @@ class Scheduler:
         self.requests: dict[str, list[Sequence]] = {}
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
+        self.recorder: Recorder | None = None
         self._ids = self._arrivals = 0
 
     @property
@@ -74,6 +115,9 @@ class Scheduler:
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             bad = next(t for t in prompt if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{self.vocab_size - 1}", "prompt")
+        check_whole("priority", request.priority, -(2**31), 2**31 - 1)
+        if request.deadline is not None:
+            check_real("deadline", request.deadline, -math.inf, math.inf)
         params.check_vocabulary(self.vocab_size)
         guide = None if request.guide is None else request.guide.copy()
         if params.structured_outputs is not None and guide is None:
@@ -104,9 +148,11 @@ class Scheduler:
         seq.guide = guide
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
+        seq.rank = (self.policy.rank(seq) if self.policy.fixed else 0.0, self._arrivals, 0)
+        self.policy.arrived(seq)
         self.live[seq.id] = seq
         self.requests[request.id] = [seq]
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=by_rank)
 
     def abort(self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None) -> list[Output]:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
@@ -134,19 +180,27 @@ class Scheduler:
 
     def plan(self) -> Plan:
         self.count.steps += 1
-        plan, left = Plan(self.count.steps), self.schedule.max_num_batched_tokens
+        plan, left = Plan(self.count.steps), self._budget()
+        if not self.policy.fixed and self.rows and self.waiting:
+            self._rank_waiting()
+        if self.form is not None and self.waiting and not any(id in self.requests for id in self.batch):
+            self.batch = {seq.request.id for seq in self.waiting[: self.form(self.waiting, self.clock())]}
+        before = self._make_room(left) if self.policy.pausing and (self.waiting or self.prefilling) else LAST
         preemptions = self.count.preemptions
         self._fork(plan)
         left -= self._plan_decoding(plan)
         stuck = False
         for seq in list(self.prefilling):
+            if self.count.preemptions == preemptions:
+                left = self._plan_waiting(plan, left, min(before, seq.rank))  # who ranks before it
             num = min(len(seq.tokens) - (seq.forks > 0) - seq.planned, left)
             if num <= 0 or seq.status is not Status.RUNNING:
                 continue
             while not self._reserve(seq, num, plan):
-                if self.prefilling[-1] is seq:
+                weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
+                if not weaker:
                     break
-                self._preempt(self.prefilling[-1])
+                self._preempt(self.policy.victim(weaker))
             else:
                 self._schedule(seq, num, plan)
                 left -= num
@@ -154,9 +208,50 @@ class Scheduler:
             stuck = True  # it waits for older work to finish, and nobody younger may take what it waits for
             break
         if not stuck and self.count.preemptions == preemptions:  # a victim does not come straight back
-            self._plan_waiting(plan, left)
+            self._plan_waiting(plan, left, before)
         self.count.copies += len(plan.copies)
         return plan
+
+    def _budget(self) -> int:
+        """Tokens of a step. Where it adapts to a target: as many of prompts as let those who decode have their next in time."""
+        most = self.schedule.max_num_batched_tokens
+        if self.pace is None or not self.decoding:
+            return most
+        return len(self.decoding) + self.pace.chunk(most - len(self.decoding))
+
+    def _make_room(self, left: int) -> Rank:
+        """Pause running work for those whom the policy lets take its place, before anything is planned: no victim is in the
+        plan. Returns the rank of the first that was paused: it does not come straight back, nor does who ranks after it."""
+        pool, before = self.pool, LAST
+        rows, blocks, left = len(self.rows), len(pool.free), left - len(self.decoding)
+        blocks -= sum(s.planned % pool.size == 0 for s in self.decoding)  # theirs come first
+        for seq in merge(list(self.prefilling), list(self.waiting), key=by_rank):
+            if left <= 0 or seq.rank >= before:
+                break
+            claim = self._claim(seq, left)
+            if claim is None:
+                continue
+            rows, blocks, left = rows - claim[0], blocks - claim[1], left - claim[2]
+            while rows < 0 or blocks < 0:
+                weaker = [s for s in self.running if s.rank > seq.rank and self.policy.pauses(seq, s)]
+                if not weaker or blocks + sum(pool.refs[b] == 1 for s in weaker for b in s.table) < 0:
+                    return before  # to pause them would not help
+                victim, free = self.policy.victim(weaker), len(pool.free)
+                self._preempt(victim)
+                rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
+        return before
+
+    def _claim(self, seq: Sequence, left: int) -> tuple[int, int, int] | None:
+        """Rows, blocks and tokens that its next chunk takes. None: it cannot begin yet."""
+        size, known = self.pool.size, len(seq.tokens) - (seq.forks > 0)
+        if seq.status is Status.RUNNING:
+            num = min(known - seq.planned, left)
+            return 0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num
+        hits = self._match(seq) if self._may_begin(seq) else None
+        if hits is None:
+            return None
+        num = min(known - len(hits) * size, left)
+        return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits), num
 
     def _plan_decoding(self, plan: Plan) -> int:
         """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide.
@@ -174,7 +269,8 @@ class Scheduler:
             j = at // size
             if j >= len(seq.table) or refs[seq.table[j]] > 1:
                 while not self._reserve(seq, 1, plan):
-                    victim = (self.prefilling or self.decoding)[-1]  # never in this plan yet, so plans are never edited
+                    weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
+                    victim = self.policy.victim(weaker) if weaker else seq  # not in this plan yet: plans are never edited
                     self._preempt(victim)
                     if victim is seq:
                         return len(items)
@@ -214,15 +310,37 @@ class Scheduler:
         plan.items.append(Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs))
         if sample:
             self.prefilling.remove(seq)
-            self.decoding.append(seq)
+            insort(self.decoding, seq, key=by_rank)
 
-    def _plan_waiting(self, plan: Plan, left: int) -> None:
-        """Admit in order of arrival. Who shares most of a prompt with one that is being computed waits for that instead of
-        computing it again; those behind it need not wait for it."""
+    def _rank_waiting(self) -> None:
+        """Ranks that change are asked for. What has begun once comes first, in any case."""
+        self.policy.look(self)
+        for seq in self.waiting:
+            if seq.rank[0] > -math.inf:
+                seq.rank = (self.policy.rank(seq), *seq.rank[1:])
+        self.waiting.sort(key=by_rank)
+
+    def _return(self, seq: Sequence) -> None:
+        """To its place in the queue, which for what has begun once is mostly the head."""
+        if not self.policy.fixed:
+            seq.rank = (-math.inf, *seq.rank[1:])
+        insort(self.waiting, seq, key=by_rank)
+
+    def _may_begin(self, seq: Sequence) -> bool:
+        return self.form is None or seq.request.id in self.batch
+
+    def _plan_waiting(self, plan: Plan, left: int, before: Rank) -> int:
+        """Admit in order, up to this rank. Who shares most of a prompt with one that is being computed waits for that instead
+        of computing it again; those behind it need not wait for it. Returns what is left of the budget."""
         held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
         i = 0
         while i < len(self.waiting) and self.rows and left > 0:
             seq = self.waiting[i]
+            if seq.rank >= before:
+                break
+            if not self._may_begin(seq):
+                i += 1
+                continue
             if held and self.pool.size < len(seq.tokens):
                 self._extend_hashes(seq, 1)
             if seq.hashes and seq.hashes[0] in held:
@@ -237,6 +355,19 @@ class Scheduler:
             if used == 0:
                 break
             left -= used
+        return left
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """How much of its prompt the prefix cache has, or is about to have."""
+        if not self.caching:
+            return 0
+        size, found = self.pool.size, 0
+        while found < (len(seq.tokens) - 1) // size:
+            self._extend_hashes(seq, found + 1)
+            if seq.hashes[found] not in self.pool.index and seq.hashes[found] not in self.computing:
+                break
+            found += 1
+        return found * size
 
     def _match(self, seq: Sequence) -> list[int] | None:
         """Blocks of its prompt that the prefix cache has. None: most of the rest will be there soon."""
@@ -266,13 +397,15 @@ class Scheduler:
         seq.status, seq.row = Status.RUNNING, self.rows.pop()
         seq.computed = seq.planned = cached
         seq.published = len(hits)
-        self.prefilling.append(seq)
+        insort(self.prefilling, seq, key=by_rank)
         for h in seq.hashes[len(hits) :]:
             self.computing.setdefault(h, seq.id)
         if seq.preemptions == 0:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
+        else:
+            self.count.recomputed_tokens += max(seq.lost - cached, 0)
         plan.rows.append(self._new_row(seq))
         if num > 0:
             self._schedule(seq, num, plan)
@@ -288,23 +421,25 @@ class Scheduler:
                 child = Sequence(
                     self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids
                 )
-                child.hashes, child.cached = list(seq.hashes), seq.cached
+                child.hashes, child.cached, child.rank = list(seq.hashes), seq.cached, (*seq.rank[:2], index)
                 child.guide = None if seq.guide is None else seq.guide.copy()
                 self.live[child.id] = child
+                self.policy.arrived(child)
                 children.append(child)
             self.requests[seq.request.id] += children
             seq.forks = 0
             self.prefilling.remove(seq)
-            self.decoding.append(seq)
-            for child in children[: len(self.rows)]:
+            insort(self.decoding, seq, key=by_rank)
+            for child in children:
+                if not self.rows:
+                    self._return(child)  # an ordinary request, which finds the prompt in the cache
+                    continue
                 child.status, child.row = Status.RUNNING, self.rows.pop()
                 child.computed = child.planned = seq.computed
                 child.published = seq.published
                 child.table = [self.pool.share(b) for b in seq.table]
-                self.decoding.append(child)
+                insort(self.decoding, child, key=by_rank)
                 plan.rows.append(self._new_row(child))
-            # without a row it is an ordinary request, which finds the prompt in the cache
-            self.waiting.extendleft(c for c in reversed(children) if c.status is Status.WAITING)
 
     # ---- commit ------------------------------------------------------------------------------------
 
@@ -400,11 +535,12 @@ class Scheduler:
         seq.table, seq.row, seq.inflight, seq.computed, seq.planned = [], -1, 0, 0, 0
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the queue's head. Its full blocks stay findable until their memory is needed."""
+        """Back to the queue. Its full blocks stay findable until their memory is needed."""
+        seq.lost = seq.planned
         self._release(seq)
         seq.status, seq.epoch, seq.preemptions = Status.WAITING, seq.epoch + 1, seq.preemptions + 1
         self.count.preemptions += 1
-        self.waiting.appendleft(seq)
+        self._return(seq)
 
     def _end(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
@@ -413,6 +549,9 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status, seq.epoch = Status.FINISHED, seq.epoch + 1
         del self.live[seq.id]
+        self.policy.ended(seq)
+        if self.recorder is not None:
+            self.recorder.ended(seq)
         family = self.requests[seq.request.id]
         family.remove(seq)
         if not family:
@@ -433,6 +572,8 @@ class Scheduler:
             assert s.published <= s.computed // size, f"{s.id}: published blocks that are not computed"
             for j in range(s.planned // size, len(s.table)):
                 assert self.pool.hash[s.table[j]] is None, f"{s.id}: would write to a published block"
+        for queue in (self.waiting, self.prefilling, self.decoding):
+            assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
         for s in self.waiting:
             assert s.status is Status.WAITING and not s.table and s.row == -1 and not s.inflight
         rows = sorted(self.rows + [s.row for s in running])

@@ -207,7 +207,18 @@ class EngineClient:
                 collector.news = []
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
-            self.supervisor.send(Add(request.id, request.prompt, request.params, request.arrival, request.cache_salt))
+            self.supervisor.send(
+                Add(
+                    request.id,
+                    request.prompt,
+                    request.params,
+                    request.arrival,
+                    request.cache_salt,
+                    request.priority,
+                    request.deadline,
+                    request.key,
+                )
+            )
         if not self.calls:
             self.supervisor.progress = time.monotonic()  # from now on there is work
         self.calls[id] = call

@@ -158,7 +158,8 @@ class EngineLoop:
 
     def _add(self, message: Add, guide: Guide | None = None) -> bool:
         try:
-            self.engine.add(Request(message.id, message.prompt, message.params, message.arrival, message.salt, guide))
+            m = message
+            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, guide, m.priority, m.deadline, m.key))
         except InvalidRequest as error:
             self.link.send(Refused(message.id, str(error), error.param, error.code))
             return False
@@ -206,6 +207,7 @@ class EngineLoop:
             self.observed.prefill,
             self.observed.decode,
             {name: getattr(self.engine.time, name) for name in HOST_TIMES},
+            count.recomputed_tokens,
             *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else ()),
         )
 

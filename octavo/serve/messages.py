@@ -24,6 +24,9 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     params: SamplingParams
     arrival: float  # time.monotonic(), the same clock in every process of a machine
     salt: str
+    priority: int = 0
+    deadline: float | None = None  # on the same clock
+    key: str = ""
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -121,6 +124,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     prefill_tokens: int = 0  # planned so far, by kind
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
+    recomputed_tokens: int = 0
     guides_compiled: int = 0
     guides_cached: int = 0  # asked for and there already, or on the way
     guide_seconds: float = 0.0  # of compiling

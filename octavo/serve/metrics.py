@@ -56,6 +56,7 @@ class EngineSource(Source):
             "prefix_cache_queries": (beat.queried_tokens, "Prompt tokens looked up in the prefix cache."),
             "prefix_cache_hits": (beat.cached_tokens, "Of those, found."),
             "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
+            "recomputed_tokens": (beat.recomputed_tokens, "Tokens computed again by those."),
             "engine_steps": (beat.steps, "Steps."),
             "engine_starts": (client.supervisor.starts, "Engine processes started."),
             "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),

@@ -100,6 +100,9 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
         raise bad("cache_salt", f"cache_salt has 1 to {limits.salt_chars} characters", "param_out_of_range")
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise bad("priority", "priority must be a 32-bit integer", "param_out_of_range")
+    if caller.key is not None and (body.priority or 0) < 0:
+        raise bad("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
+                  "priority, which the server's operator sets", "param_out_of_range")  # fmt: skip
     if body.request_id is not None and not (len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)):
         raise bad("request_id", f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -")
     timeout = caller.timeout if body.timeout is None else body.timeout
@@ -234,15 +237,28 @@ def build(
     """Requests for the engine, each with as much room as its prompt leaves."""
     model = front.client.model
     params.check_vocabulary(model.vocab_size)
-    if body.priority is not None:
+    if body.priority is not None and front.config.engine.get("scheduling_policy", "fcfs") == "fcfs":
         headers["x-ignored-params"] = ", ".join(filter(None, (headers.get("x-ignored-params"), "priority")))
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
+    # A key's is the higher the sooner; a request's the lower, as in vLLM.
+    priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
     requests = []
     for _, ids in prompts:
         room = fit(ids, max_tokens, model, param, headers)
         if params.min_tokens > room:
             raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})", "param_out_of_range")
-        requests.append(Request("", ids, replace(params, max_tokens=room), caller.arrival, salt))
+        requests.append(
+            Request(
+                "",
+                ids,
+                replace(params, max_tokens=room),
+                caller.arrival,
+                salt,
+                priority=priority,
+                deadline=None if timeout is None else caller.arrival + timeout,
+                key=caller.owner,
+            )
+        )
     if params.prompt_logprobs is not None:
         entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
         if entries > front.config.limits.logprob_entries:

@@ -1,9 +1,12 @@
-"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the depth, the forks and the aborts."""
+"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the depth, the forks, the aborts, the policy and
+the batching mode."""
 
 from __future__ import annotations
 
 import pytest
 
+from octavo.core.batching import MODES
+from octavo.core.policy import POLICIES
 from tests.workloads import trial
 
 TRIALS, PARTS = 1200, 12
@@ -24,6 +27,13 @@ def test_guided_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.guided for t in total) > 100
     assert sum(t.preemptions for t in total) > 5, "the workloads no longer exercise preemption"
     assert {t.settings["depth"] for t in total if t.guided} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("batching", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
+    total = [trial(seed, policy, batching) for seed in range(20_000, 20_012)]
+    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
 
 
 @pytest.mark.slow
