@@ -11,16 +11,27 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.triton import attention, fused, gemm, sample
+from octavo.ops.triton import attention, fused, gemm, quant, sample
+from octavo.ops.weight import QuantWeight
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
 
+    def pack(self, weight: Any) -> Any:
+        return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
+
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, quant.PackedWeight):
+            return quant.linear(x, weight, bias)
         if x.shape[0] == 1 and isinstance(weight, Tensor):
             return gemm.gemv(x, weight, bias)
         return super().linear(x, weight, bias)
+
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, quant.PackedWeight):
+            return quant.embedding(ids, weight, scale)
+        return super().embedding(ids, weight, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.add_rms_norm(x, None, weight, eps)[0]
