@@ -70,26 +70,27 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, A
     """words [...] int16 -> codes less ZERO as DTYPE, in order of their inputs: four tensors [...] for INT4, else two."""
     if KIND == INT4:
         if ASM:
-            types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
             if ZERO == 8:
-                return tl.inline_asm_elementwise(AROUND_8, "=r,=r,=r,=r,r", [words], types, is_pure=True, pack=2)
-            return tl.inline_asm_elementwise(FROM_0, "=r,=r,=r,=r,r", [words], types, is_pure=True, pack=2)
-        a, b, c, d = floats(words, KIND, False)
+                return tl.inline_asm_elementwise(AROUND_8, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(FROM_0, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+        w = words.to(tl.int32)
         return (
-            ((a - 1) * 16 - ZERO).to(DTYPE),
-            ((b - 1) * 16 - ZERO).to(DTYPE),
-            ((c - 1) * 16 - ZERO).to(DTYPE),
-            ((d - 1) * 16 - ZERO).to(DTYPE),
+            ((w & 15) - ZERO).to(DTYPE),
+            (((w >> 4) & 15) - ZERO).to(DTYPE),
+            (((w >> 8) & 15) - ZERO).to(DTYPE),
+            (((w >> 12) & 15) - ZERO).to(DTYPE),
         )
     else:
         if ASM:
             if KIND == INT8:
                 return tl.inline_asm_elementwise(
-                    BYTES, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                    BYTES, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2
                 )
-            return tl.inline_asm_elementwise(EIGHTHS, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
-        a, b = floats(words, KIND, False)
-        return a.to(DTYPE), b.to(DTYPE)
+            return tl.inline_asm_elementwise(EIGHTHS, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2)
+        w = words.to(tl.int32)
+        if KIND == INT8:
+            return ((w << 24) >> 24).to(DTYPE), (w >> 8).to(DTYPE)
+        return _eighth(w & 255).to(DTYPE), _eighth((w >> 8) & 255).to(DTYPE)
 
 
 # Two words of 4-bit codes -> eight float32: 1 + code / 16, a shift and one logical operation each.
@@ -133,36 +134,37 @@ FLOATS8 = tl.constexpr("""{
 
 
 @triton.jit
-def floats(words, KIND: tl.constexpr, ASM: tl.constexpr):
-    """words [...] int16 -> float32, in order of their inputs: 1 + code / 16, four tensors, for INT4, which is what costs
-    least; else the codes, two tensors."""
+def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
+    """pairs [...] int32, of two words each -> float32: the first part of the first word, of the second word, the second part of
+    the first word and so on, eight tensors for INT4, else four. For INT4 they are 1 + code / 16, which costs least."""
     if KIND == INT4:
         if ASM:
             return tl.inline_asm_elementwise(
-                SIXTEENTHS, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=f,r", [words],
-                (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=2,
-            )  # fmt: skip
-        w = words.to(tl.int32)
-        return (
-            1 + (w & 15).to(tl.float32) * 0.0625,
-            1 + ((w >> 4) & 15).to(tl.float32) * 0.0625,
-            1 + ((w >> 8) & 15).to(tl.float32) * 0.0625,
-            1 + ((w >> 12) & 15).to(tl.float32) * 0.0625,
-        )
-    elif KIND == INT8:
-        if ASM:
-            return tl.inline_asm_elementwise(
-                WHOLES, "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32), is_pure=True, pack=2
+                SIXTEENTHS, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=f,r", [pairs], (tl.float32,) * 8, is_pure=True, pack=1
             )
-        w = words.to(tl.int32)
-        return ((w << 24) >> 24).to(tl.float32), ((w << 16) >> 24).to(tl.float32)
+        return (
+            1 + (pairs & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 16) & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 4) & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 20) & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 8) & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 24) & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 12) & 15).to(tl.float32) * 0.0625,
+            1 + ((pairs >> 28) & 15).to(tl.float32) * 0.0625,
+        )
     else:
         if ASM:
-            return tl.inline_asm_elementwise(
-                FLOATS8, "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32), is_pure=True, pack=2
+            if KIND == INT8:
+                return tl.inline_asm_elementwise(WHOLES, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1)
+            return tl.inline_asm_elementwise(FLOATS8, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1)
+        if KIND == INT8:
+            return (
+                ((pairs << 24) >> 24).to(tl.float32),
+                ((pairs << 8) >> 24).to(tl.float32),
+                ((pairs << 16) >> 24).to(tl.float32),
+                (pairs >> 24).to(tl.float32),
             )
-        w = words.to(tl.int32)
-        return _eighth(w & 255), _eighth((w >> 8) & 255)
+        return _eighth(pairs & 255), _eighth((pairs >> 16) & 255), _eighth((pairs >> 8) & 255), _eighth((pairs >> 24) & 255)
 
 
 @triton.jit
@@ -171,18 +173,34 @@ def _eighth(byte):
     return (((byte & 127) << 20) | ((byte & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
+# ---- scales of groups ------------------------------------------------------------------------------------
+
+
 @triton.jit
-def half(word):
+def _half(word):
     """The low half of a 32-bit word is a float16."""
     return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def group_info(info, group, outputs, LEAST: tl.constexpr):
-    """Scale and least value of a group (or of one for each element) of the outputs at `info`; no least value: the scale twice."""
+def info_of(info, n, group, width, inside, LEAST: tl.constexpr):
+    """Scale and least value of a group for each output of n, as far as they are inside; without least values the scale twice."""
     if LEAST:
-        word = tl.load(info + group * outputs)
-        return half(word), half(word >> 16)
+        word = tl.load(info + group * width + n, mask=inside)
+        return _half(word), _half(word >> 16)
     else:
-        scale = half(tl.load(info + (group // 2) * outputs) >> (16 * (group % 2)))
+        scale = _half(tl.load(info + group * width + (n // 16) * 8 + n % 8, mask=inside) >> (n // 8 % 2 * 16))
+        return scale, scale
+
+
+@triton.jit
+def info_of_tile(at, group, width, N: tl.constexpr, LEAST: tl.constexpr):
+    """The same [N, 1] for N neighbouring outputs, at [N, 1] or [N / 2, 1] pointing to group 0's words: a word that holds the
+    scales of outputs n and n + 8 is read by the thread that computes both, so nothing moves."""
+    word = tl.load(at + group * width)
+    low, high = _half(word), _half(word >> 16)
+    if LEAST:
+        return low, high
+    else:
+        scale = tl.join(low, high).reshape(N // 16, 8, 1, 2).permute(0, 3, 1, 2).reshape(N, 1)
         return scale, scale

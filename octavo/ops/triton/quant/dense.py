@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.codes import INT4, floats, group_info
+from octavo.ops.triton.quant.codes import INT4, floats, info_of
 from octavo.ops.triton.quant.packed import PackedWeight
 
 CHUNK = 1 << 24  # numbers written out at a time: 32 MB, which stay in the L2 cache until they are read
@@ -16,45 +16,49 @@ CHUNK = 1 << 24  # numbers written out at a time: 32 MB, which stay in the L2 ca
 
 @triton.jit
 def expand_kernel(
-    ids, words, info, out, first_row, count, outputs, inputs, row_words, factor, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ids, words, info, out, first_row, count, inputs, row_pairs, width, factor, KIND: tl.constexpr, GROUP: tl.constexpr,
     LEAST: tl.constexpr, IDS: tl.constexpr, N: tl.constexpr, V: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weight as numbers, times a factor: those with these ids, or `count` from the first one on."""
+    """Rows of the weight as numbers, times a factor: those with these ids, or `count` from the first one on. Each step is
+    rounded as QuantWeight.dequantize() does it."""
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
     i, v = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1) * V + tl.arange(0, V)
+    pair = tl.program_id(1) * V * 4 + tl.arange(0, V * 4)
+    word = tl.program_id(1) * V * 8 + tl.arange(0, V * 8)
+    inside = (i < count)[:, None]
     wait_for_inputs()
     if IDS:
-        row = tl.load(ids + i, mask=i < count, other=0).to(tl.int64)
+        row = tl.load(ids + i, mask=i < count, other=0)
     else:
-        row = tl.minimum(first_row + i, outputs - 1).to(tl.int64)
-    word = v[:, None] * 8 + tl.arange(0, 8)[None, :]
-    first = (word // 32) * (32 * PARTS) + word % 32
-    at = words + row[:, None, None] * row_words + word[None, :, :]
-    parts = floats(tl.load(at, mask=(word < row_words)[None, :, :], other=0), KIND, ASM)
-    block = tl.minimum(v * 8, row_words - 1) // 32
+        row = first_row + i
+    at = words + row.to(tl.int64)[:, None] * row_pairs + pair[None, :]
+    parts = floats(tl.load(at, mask=inside & (pair < row_pairs)[None, :], other=0), KIND, ASM)
+    block = tl.minimum(v * 4, row_pairs - 1) // 16
     for j in tl.static_range(PARTS):
-        value = parts[j]
+        value = tl.join(parts[2 * j], parts[2 * j + 1]).reshape(N, V, 8)
         if KIND == INT4:
             value = value * 16 - (16 if LEAST else 24)
         if GROUP == 0:
-            value *= tl.load(info + row)[:, None, None]
+            value *= tl.load(info + row, mask=i < count, other=0.0)[:, None, None]
         else:
-            scale, least = group_info(info + row[:, None], ((block * PARTS + j) // (GROUP // 32))[None, :], outputs, LEAST)
+            group = ((block * PARTS + j) // (GROUP // 32))[None, :]
+            scale, least = info_of(info, row[:, None], group, width, inside, LEAST)
             value *= scale[:, :, None]
             if LEAST:
                 value += least[:, :, None]
-        k = (first + 32 * j)[None, :, :]
-        tl.store(out + i.to(tl.int64)[:, None, None] * inputs + k, value * factor, mask=(i < count)[:, None, None] & (k < inputs))
+        k = (word // 32) * (32 * PARTS) + word % 32 + 32 * j
+        to = out + i.to(tl.int64)[:, None] * inputs + k[None, :]
+        tl.store(to, (value * factor).reshape(N, V * 8), mask=inside & (k < inputs)[None, :])
 
 
 def expand(weight: PackedWeight, out: Tensor, first: int, ids: Tensor | None = None, factor: float = 1.0) -> None:
     """Rows of the weight into out [rows, in]: those with these ids, or from the first one on."""
-    rows, tall, wide = len(out), 4, 128
-    grid = triton.cdiv(rows, tall), triton.cdiv(weight.words.shape[1], 8 * wide)
+    rows, pairs, tall, wide = len(out), weight.words.shape[1] // 2, 4, 128
+    grid = triton.cdiv(rows, tall), triton.cdiv(pairs, 4 * wide)
     expand_kernel[grid](
-        out if ids is None else ids, weight.words, weight.info, out, first, rows, *weight.shape, weight.words.shape[1], factor,
-        weight.kind, weight.form.group, weight.form.least, ids is not None, tall, wide, AVAILABLE, num_warps=4, **LAUNCH,
+        out if ids is None else ids, weight.words.view(torch.int32), weight.info, out, first, rows, weight.shape[1], pairs,
+        weight.info.shape[-1], factor, weight.kind, weight.form.group, weight.form.least, ids is not None, tall, wide, AVAILABLE, num_warps=4, **LAUNCH,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.codes import INT4, group_info, halves
+from octavo.ops.triton.quant.codes import INT4, info_of_tile, halves
 from octavo.ops.triton.quant.packed import LOCKS, WORDS, PackedWeight
 
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
@@ -39,8 +39,8 @@ def _beside(a, b):
 
 
 @triton.jit
-def _scaled(part, info, group, outputs, LEAST: tl.constexpr):
-    scale, least = group_info(info, group, outputs, LEAST)
+def _scaled(part, info, group, width, LEAST: tl.constexpr):
+    scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
     part *= scale.to(part.dtype)
     if LEAST:
         part += least.to(part.dtype)
@@ -49,26 +49,26 @@ def _scaled(part, info, group, outputs, LEAST: tl.constexpr):
 
 @triton.jit
 def _block(
-    word, info, block, outputs, DTYPE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
+    word, info, block, width, DTYPE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """A block's words [N, 32] -> its weights [N, inputs]; GROUP 0: without their scale."""
     if KIND == INT4:
         a, b, c, d = halves(word, DTYPE, KIND, 0 if LEAST else 8, ASM)
         if GROUP == 32:
-            a, b = _scaled(a, info, block * 4, outputs, LEAST), _scaled(b, info, block * 4 + 1, outputs, LEAST)
-            c, d = _scaled(c, info, block * 4 + 2, outputs, LEAST), _scaled(d, info, block * 4 + 3, outputs, LEAST)
+            a, b = _scaled(a, info, block * 4, width, LEAST), _scaled(b, info, block * 4 + 1, width, LEAST)
+            c, d = _scaled(c, info, block * 4 + 2, width, LEAST), _scaled(d, info, block * 4 + 3, width, LEAST)
         low, high = _beside(a, b), _beside(c, d)
         if GROUP == 64:
-            low, high = _scaled(low, info, block * 2, outputs, LEAST), _scaled(high, info, block * 2 + 1, outputs, LEAST)
+            low, high = _scaled(low, info, block * 2, width, LEAST), _scaled(high, info, block * 2 + 1, width, LEAST)
         weights = _beside(low, high)
         if GROUP == 128:
-            weights = _scaled(weights, info, block, outputs, LEAST)
+            weights = _scaled(weights, info, block, width, LEAST)
         return weights
     else:
         a, b = halves(word, DTYPE, KIND, 0, ASM)
         if GROUP == 32:
-            a, b = _scaled(a, info, block * 2, outputs, LEAST), _scaled(b, info, block * 2 + 1, outputs, LEAST)
+            a, b = _scaled(a, info, block * 2, width, LEAST), _scaled(b, info, block * 2 + 1, width, LEAST)
         return _beside(a, b)
 
 
@@ -89,7 +89,7 @@ def join(acc, partial, locks, tile, tiles, M: tl.constexpr, N: tl.constexpr, SPL
 
 @triton.jit
 def gemm_kernel(
-    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, KIND: tl.constexpr, GROUP: tl.constexpr,
+    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, KIND: tl.constexpr, GROUP: tl.constexpr,
     LEAST: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr,
     AFTER: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,10 @@ def gemm_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
     word_at = words + output.to(tl.int64)[:, None] * blocks * 32 + tl.arange(0, 32)[None, :]
-    info_at = info + output[:, None]
+    if GROUP == 0 or LEAST:
+        info_at = info + output[:, None]
+    else:
+        info_at = info + tl.minimum((tile // row_tiles) * (N // 2) + tl.arange(0, N // 2), width - 1)[:, None]
     x_at = x + tl.minimum(m, rows - 1)[None, :] * inputs + k[:, None]
     wait_for_inputs()
     acc = tl.zeros([N, M], tl.float32)
@@ -119,9 +122,9 @@ def gemm_kernel(
                 values = tl.load(x_at + (first + r) * BLOCK)
             else:
                 values = tl.load(x_at + (first + r) * BLOCK, mask=((first + r) * BLOCK + k < inputs)[:, None], other=0.0)
-            weights = _block(word, info_at, block, outputs, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM)
+            weights = _block(word, info_at, block, width, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM)
             if AFTER:
-                scale, _ = group_info(info_at, block, outputs, LEAST)
+                scale, _ = info_of_tile(info_at, block, width, N, LEAST)
                 acc += tl.dot(weights, values, input_precision="ieee") * scale
             else:
                 acc = tl.dot(weights, values, acc, input_precision="ieee")
@@ -145,7 +148,7 @@ def gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemm) -> Ten
     partial = out if split == 1 else torch.empty(split * tiles * how.rows * how.outputs, dtype=torch.float32, device=x.device)
     gemm_kernel[tiles, split](
         x, weight.words, weight.info, bias, out, partial, weight.locks, rows, outputs, inputs, weight.blocks,
-        weight.kind, form.group, form.least, bias is not None, how.rows, how.outputs, how.blocks, split,
+        weight.info.shape[-1], weight.kind, form.group, form.least, bias is not None, how.rows, how.outputs, how.blocks, split,
         how.after and form.group == 128 and not form.least, inputs % (how.blocks * WORDS * weight.parts) == 0, how.stages,
         AVAILABLE and x.dtype == torch.bfloat16, num_warps=how.warps, num_stages=how.stages, **LAUNCH,
     )  # fmt: skip

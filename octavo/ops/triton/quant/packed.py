@@ -6,9 +6,12 @@ block's j-th 32 inputs, so that a kernel takes a word apart by shifting and mult
     8 bits   word i of block b:   inputs 64 b + i (low byte), 64 b + 32 + i
     4 bits   word i of block b:   inputs 128 b + i (lowest four bits), 128 b + 32 + i, + 64, + 96
 
-A group's scale lies in a word of 32 bits, because less cannot be copied ahead of its use: two neighbouring groups' scales, or
-a group's scale and least value, for all outputs in turn, info [ceil(groups / 2) or groups, out]. A scale for a whole row is a
-float32. Inputs are padded to whole blocks, with zeros.
+A group's scale lies in a word of 32 bits, because less cannot be copied ahead of its use: info [groups, width]
+
+    symmetric     word 8 a + i:   the scales of outputs 16 a + i (low half) and 16 a + 8 + i, which one thread computes
+    asymmetric    word n:         the scale of output n (low half) and its least value
+
+A scale for a whole row is a float32, info [out]. Inputs are padded to whole blocks, with zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class PackedWeight(nn.Module):
     """Opaque but to the kernels beside it."""
 
     words: Tensor  # [out, blocks * 32] int16, of any bits
-    info: Tensor  # [out] float32, or words of two float16 [.., out] int32
+    info: Tensor  # [out] float32, or [groups, width] int32, of two float16 each
     locks: Tensor  # [LOCKS] int32, all zero between products
 
     def __init__(self, weight: QuantWeight):
@@ -77,7 +80,10 @@ def _info(weight: QuantWeight, inputs: int) -> Tensor:
     if not weight.form.group:
         return weight.scale[:, 0].float()
     groups = -(-inputs // weight.form.group)
-    info = [weight.scale] if weight.least is None else [weight.scale, weight.least]
-    info = [F.pad(part, (0, groups - part.shape[1])) for part in info]
-    pairs = torch.stack(info, 2) if len(info) == 2 else F.pad(info[0], (0, groups % 2)).unflatten(1, (-1, 2))
-    return pairs.view(torch.int32).squeeze(2).t().contiguous()
+    scale = F.pad(weight.scale, (0, groups - weight.scale.shape[1])).t()  # [groups, out]
+    if weight.least is not None:
+        least = F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
+        pairs = torch.stack((scale, least), 2)
+    else:
+        pairs = F.pad(scale, (0, -len(weight.scale) % 16)).reshape(groups, -1, 2, 8).transpose(2, 3).contiguous()
+    return pairs.view(torch.int32).flatten(1)
