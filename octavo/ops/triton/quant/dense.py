@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,11 @@ from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, start_next, wait_for_in
 from octavo.ops.triton.quant.codes import INT4, floats, info_of
 from octavo.ops.triton.quant.packed import PackedWeight
 
-CHUNK = 1 << 24  # numbers written out at a time: 32 MB, which stay in the L2 cache until they are read
+
+class Dense(NamedTuple):
+    """How a product of many rows is cut up."""
+
+    chunk: int = 1 << 24  # numbers written out at a time: 32 MB, which stay in the L2 cache until they are read
 
 
 @triton.jit
@@ -62,11 +68,11 @@ def expand(weight: PackedWeight, out: Tensor, first: int, ids: Tensor | None = N
     )  # fmt: skip
 
 
-def dense(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def dense(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Dense) -> Tensor:
     """x [T, in] -> [T, out]"""
     outputs, inputs = weight.shape
     out = x.new_empty(len(x), outputs)
-    step = max(1, CHUNK // inputs)
+    step = max(1, how.chunk // inputs)
     numbers = x.new_empty(min(step, outputs), inputs)
     for first in range(0, outputs, step):
         part = numbers[: min(step, outputs - first)]

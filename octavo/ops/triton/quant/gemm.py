@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, fetch, start_next, wait_for_inputs
 from octavo.ops.triton.quant.codes import INT4, info_of_tile, halves
 from octavo.ops.triton.quant.packed import LOCKS, WORDS, PackedWeight
 
@@ -52,7 +52,7 @@ def _block(
     word, info, block, width, DTYPE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """A block's words [N, 32] -> its weights [N, inputs]; GROUP 0: without their scale."""
+    """A block's words [N, 32] -> its weights [N, inputs]; GROUP 0: without their scale, and blocks may be several."""
     if KIND == INT4:
         a, b, c, d = halves(word, DTYPE, KIND, 0 if LEAST else 8, ASM)
         if GROUP == 32:
@@ -73,56 +73,78 @@ def _block(
 
 
 @triton.jit
-def join(acc, partial, locks, tile, tiles, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr):
-    """This program's part of a tile to memory; the last program to come adds all parts, in order. (the sum, whether it is)"""
-    at = partial + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
-    tl.store(at + (tl.program_id(1) * tiles + tile).to(tl.int64) * (M * N), acc)
-    tl.debug_barrier()
-    last = tl.atomic_add(locks + tile, 1) == SPLIT - 1
-    if last:
-        acc = tl.zeros([N, M], tl.float32)
-        for part in range(SPLIT):
-            acc += tl.load(at + (part * tiles + tile).to(tl.int64) * (M * N), cache_modifier=".cg")
-        tl.store(locks + tile, 0)
-    return acc, last
+def write(
+    acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """A tile acc [N, M] of the transposed product to out [rows, outputs]. SHARED: it is one of `split` parts, which all go to
+    memory; the program that comes last adds them, in their order."""
+    if not SHARED:
+        _store(acc, bias, out, m, n, rows, outputs, BIAS)
+    else:
+        tile, tiles = tl.program_id(0), tl.num_programs(0)
+        at = partial + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+        tl.store(at + (tl.program_id(1) * tiles + tile).to(tl.int64) * (M * N), acc)
+        tl.debug_barrier()
+        if tl.atomic_add(locks + tile, 1) == split - 1:
+            acc = tl.zeros([N, M], tl.float32)
+            for part in range(split):
+                acc += tl.load(at + (part * tiles + tile).to(tl.int64) * (M * N), cache_modifier=".cg")
+            tl.store(locks + tile, 0)
+            _store(acc, bias, out, m, n, rows, outputs, BIAS)
 
 
 @triton.jit
+def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr):
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < outputs, other=0.0)[:, None].to(tl.float32)
+    tl.store(out + m[None, :] * outputs + n[:, None], acc, mask=(m < rows)[None, :] & (n < outputs)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "split"])
 def gemm_kernel(
-    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, KIND: tl.constexpr, GROUP: tl.constexpr,
-    LEAST: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr,
-    AFTER: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, split, KIND: tl.constexpr, GROUP: tl.constexpr,
+    LEAST: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROUND: tl.constexpr, SHARED: tl.constexpr,
+    AFTER: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile [N outputs, M rows] of the transposed product, because the tensor cores take their first operand from registers,
-    where the weights are made. EVEN: rounds need no mask. SPLIT programs share a tile, each with a part of the inputs."""
+    where the weights are made. EVEN: rounds need no mask. SHARED: `split` programs have a tile, each with a part of the inputs."""
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
     BLOCK: tl.constexpr = 32 * PARTS
     DTYPE: tl.constexpr = x.dtype.element_ty
+    WIDE: tl.constexpr = ROUND if GROUP == 0 else 1  # blocks that one instruction multiplies: those without scales between
     tile, row_tiles = tl.program_id(0), tl.cdiv(rows, M)
     m = (tile % row_tiles) * M + tl.arange(0, M)
     n = (tile // row_tiles) * N + tl.arange(0, N)
-    k, output = tl.arange(0, BLOCK), tl.minimum(n, outputs - 1)
-    share = tl.cdiv(blocks, ROUND * SPLIT) * ROUND
+    word, k, output = tl.arange(0, 32 * WIDE), tl.arange(0, BLOCK * WIDE), tl.minimum(n, outputs - 1)
+    if WIDE > 1:  # all words' first parts come before all their second ones
+        k = (k % (32 * WIDE)) // 32 * BLOCK + k // (32 * WIDE) * 32 + k % 32
+        k = tl.max_contiguous(tl.multiple_of(k, 32), 32)
+    share = tl.cdiv(blocks, ROUND * split) * ROUND
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
-    word_at = words + output.to(tl.int64)[:, None] * blocks * 32 + tl.arange(0, 32)[None, :]
+    row_at = words + output.to(tl.int64) * blocks * 32
+    fetch(row_at[:, None] + tl.minimum(begin * 32 + tl.arange(0, LINES) * 64, blocks * 32 - 1)[None, :])
+    word_at = row_at[:, None] + word[None, :]
+    x_at = x + tl.minimum(m, rows - 1)[None, :] * inputs + k[:, None]
     if GROUP == 0 or LEAST:
         info_at = info + output[:, None]
     else:
         info_at = info + tl.minimum((tile // row_tiles) * (N // 2) + tl.arange(0, N // 2), width - 1)[:, None]
-    x_at = x + tl.minimum(m, rows - 1)[None, :] * inputs + k[:, None]
     wait_for_inputs()
     acc = tl.zeros([N, M], tl.float32)
     for first in tl.range(begin, end, ROUND, num_stages=STAGES):
-        for r in tl.static_range(ROUND):
-            block = first + r if EVEN else tl.minimum(first + r, blocks - 1)  # past the end any weights do: inputs are zero
-            word = tl.load(word_at + block * 32)
+        for r in tl.static_range(0, ROUND, WIDE):
             if EVEN:
-                values = tl.load(x_at + (first + r) * BLOCK)
-            else:
+                block = first + r
+                codes = tl.load(word_at + block * 32)
+                values = tl.load(x_at + block * BLOCK)
+            else:  # past the end weights may be any: inputs are zero
+                codes = tl.load(word_at + (first + r) * 32, mask=((first + r) * 32 + word < blocks * 32)[None, :], other=0)
                 values = tl.load(x_at + (first + r) * BLOCK, mask=((first + r) * BLOCK + k < inputs)[:, None], other=0.0)
-            weights = _block(word, info_at, block, width, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM)
+                block = tl.minimum(first + r, blocks - 1)
+            weights = _block(codes, info_at, block, width, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM)
             if AFTER:
                 scale, _ = info_of_tile(info_at, block, width, N, LEAST)
                 acc += tl.dot(weights, values, input_precision="ieee") * scale
@@ -130,36 +152,34 @@ def gemm_kernel(
                 acc = tl.dot(weights, values, acc, input_precision="ieee")
     if GROUP == 0:
         acc *= tl.load(info_at)
-    last = True
-    if SPLIT > 1:
-        acc, last = join(acc, partial, locks, tile, tl.num_programs(0), M, N, SPLIT)
-    if last:
-        if BIAS:
-            acc += tl.load(bias + output)[:, None].to(tl.float32)
-        tl.store(out + m[None, :] * outputs + n[:, None], acc, mask=(m < rows)[None, :] & (n < outputs)[:, None])
+    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, SHARED, M, N)
 
 
 def gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemm) -> Tensor:
     """x [T, in] -> [T, out]"""
     rows, (outputs, inputs), form = len(x), weight.shape, weight.form
     out = x.new_empty(rows, outputs)
-    tiles = triton.cdiv(outputs, how.outputs) * triton.cdiv(rows, how.rows)
-    split = split_of(tiles, weight.blocks, how)
-    partial = out if split == 1 else torch.empty(split * tiles * how.rows * how.outputs, dtype=torch.float32, device=x.device)
+    tiles, split, partial = cut(rows, weight, how)
     gemm_kernel[tiles, split](
         x, weight.words, weight.info, bias, out, partial, weight.locks, rows, outputs, inputs, weight.blocks,
-        weight.info.shape[-1], weight.kind, form.group, form.least, bias is not None, how.rows, how.outputs, how.blocks, split,
-        how.after and form.group == 128 and not form.least, inputs % (how.blocks * WORDS * weight.parts) == 0, how.stages,
+        weight.info.shape[-1], split, weight.kind, form.group, form.least, bias is not None, how.rows, how.outputs, how.blocks,
+        split > 1, how.after and form.group == 128 and not form.least, inputs % (how.blocks * WORDS * weight.parts) == 0,
+        triton.next_power_of_2(max(1, how.blocks * (how.stages - 1) // 2)), how.stages,
         AVAILABLE and x.dtype == torch.bfloat16, num_warps=how.warps, num_stages=how.stages, **LAUNCH,
     )  # fmt: skip
     return out
 
 
-def split_of(tiles: int, blocks: int, how: Gemm) -> int:
-    """Programs a tile: the number for which the slowest multiprocessor has least to do."""
+def cut(rows: int, weight: PackedWeight, how: Gemm) -> tuple[int, int, Tensor | None]:
+    """Tiles, programs a tile, and memory for the parts that programs compute of a tile that several share. There are as many as
+    leave the slowest multiprocessor the least to do."""
+    tiles = triton.cdiv(weight.shape[0], how.outputs) * triton.cdiv(rows, how.rows)
     places = PROCESSORS * how.resident
 
     def cost(split: int) -> int:
-        return triton.cdiv(tiles * split, places) * (triton.cdiv(blocks, split * how.blocks) * how.blocks + PROLOGUE)
+        return triton.cdiv(tiles * split, places) * (triton.cdiv(weight.blocks, split * how.blocks) * how.blocks + PROLOGUE)
 
-    return min(range(1, 17), key=cost) if tiles <= LOCKS else 1
+    split = min(range(1, 17), key=cost) if tiles <= LOCKS else 1
+    if split == 1:
+        return tiles, 1, None
+    return tiles, split, torch.empty(split * tiles * how.rows * how.outputs, dtype=torch.float32, device=weight.words.device)

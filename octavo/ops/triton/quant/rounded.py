@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.gemm import Gemm, join, split_of
+from octavo.ops.triton.quant.gemm import Gemm, cut, write
 from octavo.ops.triton.quant.packed import PackedWeight
+
+
+class Rounded(NamedTuple):
+    """How a product of rounded rows is cut up, where it is not the library's."""
+
+    tile: Gemm
 
 
 @triton.jit
@@ -35,10 +43,10 @@ def _code(value, FLOAT: tl.constexpr):
         return (tl.floor(value + 0.5).to(tl.int32) & 255).to(tl.int16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "split"])
 def int8_kernel(
-    x, x_scale, words, info, bias, out, partial, locks, rows, outputs, row_bytes, BIAS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    x, x_scale, words, info, bias, out, partial, locks, rows, outputs, row_bytes, split, BIAS: tl.constexpr,
+    SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile [N, M] of the transposed product of bytes with bytes."""
     start_next()
@@ -46,7 +54,7 @@ def int8_kernel(
     m = (tile % row_tiles) * M + tl.arange(0, M)
     n = (tile // row_tiles) * N + tl.arange(0, N)
     k, output, row = tl.arange(0, K), tl.minimum(n, outputs - 1), tl.minimum(m, rows - 1)
-    share = tl.cdiv(row_bytes, K * SPLIT) * K
+    share = tl.cdiv(row_bytes, K * split) * K
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, row_bytes)
     word_at = words + output.to(tl.int64)[:, None] * row_bytes + k[None, :]
@@ -57,16 +65,10 @@ def int8_kernel(
         w = tl.load(word_at + start, mask=(start + k < row_bytes)[None, :], other=0)
         sums = tl.dot(w, tl.load(x_at + start, mask=(start + k < row_bytes)[:, None], other=0), sums, out_dtype=tl.int32)
     acc = sums.to(tl.float32) * tl.load(info + output)[:, None] * tl.load(x_scale + row)[None, :]
-    last = True
-    if SPLIT > 1:
-        acc, last = join(acc, partial, locks, tile, tl.num_programs(0), M, N, SPLIT)
-    if last:
-        if BIAS:
-            acc += tl.load(bias + output)[:, None].to(tl.float32)
-        tl.store(out + m[None, :] * outputs + n[:, None], acc, mask=(m < rows)[None, :] & (n < outputs)[:, None])
+    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, SHARED, M, N)
 
 
-def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemm) -> Tensor:
+def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Rounded) -> Tensor:
     """x [T, in] -> [T, out]"""
     rows, (outputs, inputs), row_words = len(x), weight.shape, weight.words.shape[1]
     codes = torch.empty(rows, row_words, dtype=torch.int16, device=x.device)
@@ -78,13 +80,11 @@ def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemm) -> 
         a, b = codes.view(torch.float8_e4m3fn), weight.words.view(torch.float8_e4m3fn).t()
         out = torch._scaled_mm(a, b, scale, weight.info[None, :], out_dtype=x.dtype, use_fast_accum=True)
         return out if bias is None else out.add_(bias)
-    out = x.new_empty(rows, outputs)
-    tiles = triton.cdiv(outputs, how.outputs) * triton.cdiv(rows, how.rows)
-    split = split_of(tiles, weight.blocks, how)
-    partial = out if split == 1 else torch.empty(split * tiles * how.rows * how.outputs, dtype=torch.float32, device=x.device)
+    out, tile = x.new_empty(rows, outputs), how.tile
+    tiles, split, partial = cut(rows, weight, tile)
     int8_kernel[tiles, split](
         codes.view(torch.int8), scale, weight.words.view(torch.int8), weight.info, bias, out, partial, weight.locks, rows, outputs,
-        2 * row_words, bias is not None, how.rows, how.outputs, 64 * how.blocks, split, how.stages, num_warps=how.warps,
-        num_stages=how.stages, **LAUNCH,
+        2 * row_words, split, bias is not None, split > 1, tile.rows, tile.outputs, 64 * tile.blocks, tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
     return out
