@@ -83,9 +83,7 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, A
     else:
         if ASM:
             if KIND == INT8:
-                return tl.inline_asm_elementwise(
-                    BYTES, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2
-                )
+                return tl.inline_asm_elementwise(BYTES, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2)
             return tl.inline_asm_elementwise(EIGHTHS, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2)
         w = words.to(tl.int32)
         if KIND == INT8:

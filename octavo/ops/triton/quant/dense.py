@@ -64,7 +64,8 @@ def expand(weight: PackedWeight, out: Tensor, first: int, ids: Tensor | None = N
     grid = triton.cdiv(rows, tall), triton.cdiv(pairs, 4 * wide)
     expand_kernel[grid](
         out if ids is None else ids, weight.words.view(torch.int32), weight.info, out, first, rows, weight.shape[1], pairs,
-        weight.info.shape[-1], factor, weight.kind, weight.form.group, weight.form.least, ids is not None, tall, wide, AVAILABLE, num_warps=4, **LAUNCH,
+        weight.info.shape[-1], factor, weight.kind, weight.form.group, weight.form.least, ids is not None, tall, wide, AVAILABLE,
+        num_warps=4, **LAUNCH,
     )  # fmt: skip
 
 

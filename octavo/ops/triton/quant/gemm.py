@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, fetch, start_next, wait_for_inputs
-from octavo.ops.triton.quant.codes import INT4, info_of_tile, halves
+from octavo.ops.triton.quant.codes import INT4, halves, info_of_tile
 from octavo.ops.triton.quant.packed import LOCKS, WORDS, PackedWeight
 
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
@@ -103,12 +103,13 @@ def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "split"])
 def gemm_kernel(
-    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, split, KIND: tl.constexpr, GROUP: tl.constexpr,
-    LEAST: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROUND: tl.constexpr, SHARED: tl.constexpr,
-    AFTER: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, split, KIND: tl.constexpr,
+    GROUP: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROUND: tl.constexpr,
+    SHARED: tl.constexpr, AFTER: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile [N outputs, M rows] of the transposed product, because the tensor cores take their first operand from registers,
-    where the weights are made. EVEN: rounds need no mask. SHARED: `split` programs have a tile, each with a part of the inputs."""
+    where the weights are made. AFTER: sums are scaled, not weights. EVEN: rounds need no mask. SHARED: `split` programs have a
+    tile, each with a part of the inputs."""
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
     BLOCK: tl.constexpr = 32 * PARTS

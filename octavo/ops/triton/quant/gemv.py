@@ -96,7 +96,7 @@ def gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemv) -> Ten
     pairs = torch.int64 if x.dtype == torch.float32 else torch.int32
     gemv_kernel[triton.cdiv(outputs, how.outputs),](
         x.view(pairs), weight.words.view(torch.int32), weight.info, bias, out, outputs, x.shape[1] // 2,
-        weight.words.shape[1] // 2, weight.info.shape[-1], weight.kind, form.group, form.least, bias is not None, how.outputs, 32 * how.warps,
-        AVAILABLE, num_warps=how.warps, **LAUNCH,
+        weight.words.shape[1] // 2, weight.info.shape[-1], weight.kind, form.group, form.least, bias is not None, how.outputs,
+        32 * how.warps, AVAILABLE, num_warps=how.warps, **LAUNCH,
     )  # fmt: skip
     return out

@@ -83,8 +83,8 @@ def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Rounded) 
     out, tile = x.new_empty(rows, outputs), how.tile
     tiles, split, partial = cut(rows, weight, tile)
     int8_kernel[tiles, split](
-        codes.view(torch.int8), scale, weight.words.view(torch.int8), weight.info, bias, out, partial, weight.locks, rows, outputs,
-        2 * row_words, split, bias is not None, split > 1, tile.rows, tile.outputs, 64 * tile.blocks, tile.stages,
+        codes.view(torch.int8), scale, weight.words.view(torch.int8), weight.info, bias, out, partial, weight.locks, rows,
+        outputs, 2 * row_words, split, bias is not None, split > 1, tile.rows, tile.outputs, 64 * tile.blocks, tile.stages,
         num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
     return out
