@@ -8,6 +8,7 @@ formats are checkpoint.py's and gguf.py's.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import re
 import sys
@@ -26,6 +27,8 @@ from octavo.model.gguf import open_gguf
 from octavo.ops import Ops
 from octavo.ops.cpu.machine import instruction_set
 from octavo.ops.weight import Format, QuantWeight
+
+log = logging.getLogger(__name__)
 
 HUB_WEIGHTS = ["*.safetensors"]
 HUB_TEXTS = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
@@ -209,6 +212,8 @@ def choose_formats(
     """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. What has no
     quantisation of its own stays plain in "auto", and so does everything where the CPU kernels cannot run."""
     if isinstance(wanted, Format):
+        if wanted.float and device == "cpu":
+            log.warning("%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast", wanted)
         return quant.choose(wanted)
     if wanted == "none" or device != "cpu" or isinstance(instruction_set(), str):
         return None

@@ -31,7 +31,7 @@ class CpuOps(ReferenceOps):
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
             team = workers()
-            return weight if team is None else PackedWeight(weight, team.step.LANES)
+            return weight if team is None or weight.form.float else PackedWeight(weight, team.step.LANES)
         if not torch.backends.mkldnn.is_available() or weight.dtype not in (torch.float32, torch.bfloat16):
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
