@@ -46,6 +46,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.text.chat import encode_chat, select_template
+from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, SamplingParams, check_real, check_whole
 
@@ -165,6 +166,7 @@ class LLM:
         self.engine = self.new_engine(self.schedule)
         if record_trace is not None:
             self.engine.scheduler.recorder = Recorder(record_trace)
+        self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
@@ -319,7 +321,8 @@ class LLM:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
         if priority and self.schedule.policy == "fcfs":
             raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
-        request = Request(str(self._count), ids, params, arrival, salt, priority)
+        guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
+        request = Request(str(self._count), ids, params, arrival, salt, priority=priority, guide=guide)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)

@@ -17,16 +17,18 @@ from octavo.ops.triton import attention, fused, gemm, sample
 class TritonOps(ReferenceOps):
     name = "triton"
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] == 1 and isinstance(weight, Tensor):
-            return gemm.gemv(x, weight, bias)
-        return super().linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, Tensor):
+            return super().linear(x, weight, bias, add)
+        if x.shape[0] == 1:
+            return gemm.gemv(x, weight, bias, add)
+        if add is None:
+            return super().linear(x, weight, bias)
+        add.addmm_(x, weight.t())  # in the product's own epilogue
+        return add if bias is None else add.add_(bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return fused.add_rms_norm(x, None, weight, eps)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return fused.add_rms_norm(x, residual, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        return fused.rms_norm(x, weight, eps, add)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return fused.act_mul(gate_up, gelu=False)
