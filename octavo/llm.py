@@ -322,7 +322,7 @@ class LLM:
         if priority and self.schedule.policy == "fcfs":
             raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
         guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
-        request = Request(str(self._count), ids, params, arrival, salt, guide, priority)
+        request = Request(str(self._count), ids, params, arrival, salt, priority=priority, guide=guide)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)

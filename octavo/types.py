@@ -213,10 +213,10 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0  # time.monotonic()
     cache_salt: str = ""  # requests of different salts never share blocks
-    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
     priority: int = 0  # lower comes sooner, under the policy of that name
     deadline: float | None = None  # time.monotonic() by which it should be done
     key: str = ""  # whose it is: what is shared fairly
+    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------
@@ -261,8 +261,8 @@ class Sequence:
     cached: int = 0  # prompt positions served by the prefix cache at first admission
     rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
     preemptions: int = 0
-    guide: Guide | None = None  # at the last committed token
     lost: int = 0  # positions it had when it was preempted last
+    guide: Guide | None = None  # at the last committed token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
 
     @property

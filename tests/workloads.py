@@ -76,21 +76,22 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
         min_tokens=0,
         prompt_logprobs=0 if g.random() < 0.1 else None,
     )
+    guide = g.choice(guides) if guides and g.random() < 0.6 else None
     return Request(
         f"r{i}",
         prompt,
         params,
         cache_salt=g.choice(["", "", "", "other"]),
-        guide=g.choice(guides) if guides and g.random() < 0.6 else None,
         priority=g.choice([-2, 0, 0, 0, 1, 5]),
         deadline=g.choice([None, g.uniform(0, 5)]),
         key=g.choice(["", "a", "b"]),
+        guide=guide,
     )
 
 
 def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False) -> Trial:
-    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
-    requests follow guides, several of them the same."""
+    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the requests
+    follow guides, several of them the same."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth

@@ -156,12 +156,11 @@ class EngineLoop:
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
 
-    def _add(self, message: Add, guide: Guide | None = None) -> bool:
+    def _add(self, m: Add, guide: Guide | None = None) -> bool:
         try:
-            m = message
-            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, guide, m.priority, m.deadline, m.key))
+            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide))
         except InvalidRequest as error:
-            self.link.send(Refused(message.id, str(error), error.param, error.code))
+            self.link.send(Refused(m.id, str(error), error.param, error.code))
             return False
         return True
 

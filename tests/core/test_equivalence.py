@@ -21,19 +21,19 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.cached for t in total) > 1000, "the workloads no longer exercise the prefix cache"
 
 
+@pytest.mark.parametrize("batching", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
+    total = [trial(seed, policy, batching) for seed in range(20_000, 20_012)]
+    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_guided_workloads_equal_the_oracle(part: int) -> None:
     total = [trial(seed, guided=True) for seed in range(part, TRIALS // 3, PARTS)]
     assert sum(t.guided for t in total) > 100
     assert sum(t.preemptions for t in total) > 5, "the workloads no longer exercise preemption"
     assert {t.settings["depth"] for t in total if t.guided} == {1, 2, 3}
-
-
-@pytest.mark.parametrize("batching", MODES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
-    total = [trial(seed, policy, batching) for seed in range(20_000, 20_012)]
-    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
 
 
 @pytest.mark.slow
