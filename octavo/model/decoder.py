@@ -24,6 +24,7 @@ from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.model.rope import rope_config, rope_table
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.decoder import DecoderLayer, DecoderSpec, Fused
+from octavo.ops.kv import KV
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -69,7 +70,7 @@ class Layer(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         batch: ForwardBatch,
-        kv: Tensor,
+        kv: KV,
         cos_sin: Tensor,
         last: ForwardBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -135,7 +136,7 @@ class Decoder(CausalLM):
         self.register_buffer("local_rope", local, persistent=False)
         self.fused: Fused | None = None  # all layers in one call, where the backend has that
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         x, residual = self.embed(batch.ids), None
         if self.fused is not None:
             hidden = self.fused(x, batch, kv)
