@@ -1,7 +1,8 @@
 """Causal attention over the paged KV cache, read in place: one kernel for decoding rows, one for everything else.
 
 Both pack the G query heads that share a key head into the rows of one tile, so that each key and value is read once.
-Both keep a running maximum and sum (online softmax), in float32 and in powers of two.
+Both keep a running maximum and sum (online softmax), in float32 and in powers of two. Of compressed KV (octavo.ops.kv) codes
+are multiplied as they are: a key's scale goes into its score, a value's into its weight.
 
     decode    one program a (sequence, key head, split): all of it is reading KV, so the split count only serves to
               occupy every multiprocessor; with several splits a second kernel joins their partial results
@@ -18,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.kv import KV, QuantKV
+from octavo.ops.triton.fused import arguments
 from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 LOG2E = 1.4426950408889634
@@ -30,9 +33,9 @@ PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with seque
 
 @triton.jit
 def _attend(
-    queries, keys, values, table, low, high, own, peak, total, acc, scale, s_block, s_token,
+    queries, keys, values, key_scales, value_scales, table, low, high, own, peak, total, acc, scale, s_block, s_token, s_scales,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Take in the positions low .. high - 1, tile by tile. `own` [rows]: each row's position, which it sees up to and
     including. Without EDGE the tiles are whole and every row sees all of them, so nothing is masked but by the window."""
@@ -57,7 +60,19 @@ def _attend(
         else:
             k = tl.load(page_k + (at[None, :] + d[:, None]), mask=d[:, None] < D, other=0.0)
             v = tl.load(page_v + (at[:, None] + d[None, :]), mask=d[None, :] < D, other=0.0)
-        score = tl.dot(queries, k, input_precision=PRECISION)
+        if CODED:
+            if B % N == 0:
+                slot = tl.load(table + start // B).to(tl.int64) * s_scales + (start % B + n)
+            else:
+                slot = tl.load(table + position // B, mask=position < high, other=0).to(tl.int64) * s_scales + position % B
+            if EDGE:
+                key_scale = tl.load(key_scales + slot, mask=position < high, other=0.0)
+                value_scale = tl.load(value_scales + slot, mask=position < high, other=0.0)
+            else:
+                key_scale, value_scale = tl.load(key_scales + slot), tl.load(value_scales + slot)
+            score = tl.dot(queries, k.to(queries.dtype), input_precision=PRECISION) * key_scale[None, :]
+        else:
+            score = tl.dot(queries, k, input_precision=PRECISION)
         if EDGE:
             score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
         if WINDOW > 0:
@@ -70,16 +85,22 @@ def _attend(
         shrink = tl.exp2(peak - shift)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        if CODED:  # codes are exact in bfloat16, and its exponents hold a weight times any scale
+            COMPUTE: tl.constexpr = tl.float32 if queries.dtype == tl.float32 else tl.bfloat16
+            p = (p * value_scale[None, :]).to(COMPUTE)
+            acc = tl.dot(p, v.to(COMPUTE), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
     return peak, total, acc
 
 
 @triton.jit
 def decode_kernel(
-    q, kv, table, table_rows, seq_lens, out, part, part_max, part_sum, scale, s_block, s_kind, s_head, s_token, s_table,
+    q, kv, scales, table, table_rows, seq_lens, out, part, part_max, part_sum, scale,
+    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_inputs()
@@ -101,14 +122,18 @@ def decode_kernel(
     acc = tl.zeros([GP, DP], tl.float32)
     table += tl.load(table_rows + seq).to(tl.int64) * s_table
     keys, values = kv + head * s_head, kv + head * s_head + s_kind
+    key_scales, value_scales = scales, scales
+    if CODED:
+        key_scales = scales + head * s_scales_head
+        value_scales = key_scales + s_scales_kind
     whole = tl.maximum(high // N * N, low)
     peak, total, acc = _attend(
-        queries, keys, values, table, low, whole, own, peak, total, acc,
-        scale, s_block, s_token, D, DP, B, N, WINDOW, False, PRECISION,
+        queries, keys, values, key_scales, value_scales, table, low, whole, own, peak, total, acc,
+        scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, CODED,
     )  # fmt: skip
     peak, total, acc = _attend(
-        queries, keys, values, table, whole, high, own, peak, total, acc,
-        scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
+        queries, keys, values, key_scales, value_scales, table, whole, high, own, peak, total, acc,
+        scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, CODED,
     )  # fmt: skip
     if SPLITS == 1:
         tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
@@ -149,9 +174,10 @@ def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def prefill_kernel(
-    q, kv, table, table_rows, query_start, seq_lens, out, scale, num_items, s_block, s_kind, s_head, s_token, s_table,
+    q, kv, scales, table, table_rows, query_start, seq_lens, out, scale, num_items,
+    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_inputs()
@@ -177,21 +203,25 @@ def prefill_kernel(
         high = past + tl.minimum(token + BLOCK_Q, end - begin)
         table += tl.load(table_rows + item).to(tl.int64) * s_table
         keys, values = kv + head * s_head, kv + head * s_head + s_kind
+        key_scales, value_scales = scales, scales
+        if CODED:
+            key_scales = scales + head * s_scales_head
+            value_scales = key_scales + s_scales_kind
         peak = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DP], tl.float32)
         peak, total, acc = _attend(
-            queries, keys, values, table, low, diagonal, own, peak, total, acc,
-            scale, s_block, s_token, D, DP, B, N, WINDOW, False, PRECISION,
+            queries, keys, values, key_scales, value_scales, table, low, diagonal, own, peak, total, acc,
+            scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, CODED,
         )  # fmt: skip
         peak, total, acc = _attend(
-            queries, keys, values, table, tl.maximum(low, diagonal), high, own, peak, total, acc,
-            scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
+            queries, keys, values, key_scales, value_scales, table, tl.maximum(low, diagonal), high, own, peak, total, acc,
+            scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, CODED,
         )  # fmt: skip
         tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
 
 
-def attention(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
+def attention(q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
     """As Ops.attention. A plan lists decoding rows first, one token each; the rest is prefill."""
     out = torch.empty_like(q)
     decoding = next((i for i, span in enumerate(batch.spans) if span.num != 1), len(batch.spans))
@@ -202,22 +232,22 @@ def attention(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: 
     return out
 
 
-def _shape(q: Tensor, kv: Tensor) -> dict[str, Any]:
+def _shape(q: Tensor, kv: KV) -> dict[str, Any]:
     """What both kernels are specialised for."""
     heads, (_, _, kv_heads, block, dim) = q.shape[1], kv.shape
     return dict(HEADS=heads, G=heads // kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), B=block,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32")  # fmt: skip
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", CODED=isinstance(kv, QuantKV))  # fmt: skip
 
 
-def _tile(kv: Tensor, dim: int) -> dict[str, int]:
+def _tile(kv: KV, dim: int) -> dict[str, int]:
     """Positions a tile, and how many tiles are on their way at once: as many as shared memory holds, up to four. A tile within
     one block has cheaper addresses: with blocks of 64 prefill runs a quarter faster than with blocks of 16."""
-    tile = max(16, min(64, 32768 // (dim * kv.element_size())))
-    return {"N": tile, "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.element_size())))}
+    tile = max(16, min(64, 32768 // (dim * kv.dtype.itemsize)))
+    return {"N": tile, "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.dtype.itemsize)))}
 
 
-def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
-    shape, kv_heads = _shape(q, kv), kv.shape[2]
+def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
+    shape, kv_heads, (tensors, strides) = _shape(q, kv), kv.shape[2], arguments(kv)
     tile = _tile(kv, shape["DP"])
     longest = max(span.end for span in batch.spans[:count])
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
@@ -227,8 +257,8 @@ def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int,
         part_max = torch.empty(2, count, q.shape[1], splits, dtype=torch.float32, device=q.device)
         part_max, part_sum = part_max.unbind(0)
     decode_kernel[count, kv_heads, splits](
-        q, kv, batch.block_table, batch.rows, batch.seq_lens, out, part, part_max, part_sum, scale * LOG2E,
-        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
+        q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, part, part_max, part_sum, scale * LOG2E,
+        *strides, batch.block_table.stride(0),
         GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, num_warps=2, **tile, **shape, **LAUNCH,
     )  # fmt: skip
     if splits > 1:
@@ -237,14 +267,14 @@ def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int,
         )
 
 
-def _prefill(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
-    shape, kv_heads = _shape(q, kv), kv.shape[2]
+def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
+    shape, kv_heads, (tensors, strides) = _shape(q, kv), kv.shape[2], arguments(kv)
     group = triton.next_power_of_2(shape["G"])
     items, tokens = len(batch.spans) - skip, q.shape[0] - skip
     rows = max(group, 64 if max(span.num for span in batch.spans[skip:]) * group > 16 else 16)
     tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
     prefill_kernel[tiles, kv_heads](
-        q, kv, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E, items,
-        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
+        q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E,
+        items, *strides, batch.block_table.stride(0),
         GP=group, M=rows, WINDOW=window, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
     )  # fmt: skip
