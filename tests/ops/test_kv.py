@@ -216,43 +216,69 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
 # ---- Triton kernels -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def triton_ops() -> Any:
+    pytest.importorskip("triton")
+    from octavo.ops.triton import TritonOps
+
+    return TritonOps()
+
+
 @CODES
-@pytest.mark.parametrize("window", [0, 5, 64])
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0), (4, 2, 80, 0)]
 )
 @pytest.mark.parametrize("name", BATCHES)
 def test_triton_attention(
-    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype
+    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype, triton_ops: Any
 ) -> None:
-    from octavo.ops.triton import TritonOps
-
     q, kv, batch = problem(BATCHES[name], heads, kv_heads, dim, codes, slack)
-    got, want = (ops.attention(q, kv, batch, 0.3, window) for ops in (TritonOps(), REFERENCE))
+    got, want = (ops.attention(q, kv, batch, 0.3, window) for ops in (triton_ops, REFERENCE))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-@CODES
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize(("block", "dim"), [(8, 16), (64, 16), (64, 128), (64, 256)])
-def test_triton_attention_in_long_sequences(block: int, dim: int, window: int, codes: torch.dtype) -> None:
-    from octavo.ops.triton import TritonOps
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 
+
+@CODES
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("block", "dim"), [(8, 16), (64, 64), (64, 80), (64, 128), (64, 256)])
+def test_triton_attention_in_long_sequences(
+    block: int, dim: int, window: int, dtype: torch.dtype, codes: torch.dtype, triton_ops: Any
+) -> None:
+    """Several tiles and splits; in blocks of 64 decoding rows read their codes as words."""
     items = [(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)]
     q, kv, batch = problem(items, 2, 1, dim, codes, block=block)
-    got, want = (ops.attention(q, kv, batch, 0.1, window) for ops in (TritonOps(), REFERENCE))
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    q = (q * 100).to(dtype)  # neither very small nor large queries are lost
+    got, want = (ops.attention(q, kv, batch, 0.001, window) for ops in (triton_ops, REFERENCE))
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 @CODES
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 24), (2, 1, 8), (2, 1, 80)])
-def test_triton_writes_the_references_codes(
-    heads: int, kv_heads: int, dim: int, rope: bool, norm: bool, codes: torch.dtype
-) -> None:
-    from octavo.ops.triton import TritonOps
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+def test_triton_attention_over_small_and_large_numbers(dtype: torch.dtype, codes: torch.dtype, triton_ops: Any) -> None:
+    """Products are in float16: queries and values of other sizes than its own must survive it."""
+    batch, plain = filled([(1, 200), (70, 130)], 1, 64, DEVICE, block=64)
+    q = draw(len(batch.ids), 2, 64).to(DEVICE)
+    for query, value in ((1e-6, 1e-3), (1e3, 1e3)) if dtype == torch.float16 else ((1e-20, 1e-3), (1e20, 1e3)):
+        sized = plain.clone()
+        sized[:, 0] /= query
+        sized[:, 1] *= value
+        kv = coded(sized, codes)
+        got, want = (ops.attention((q * query).to(dtype), kv, batch, 0.1, 0).float() for ops in (triton_ops, REFERENCE))
+        error = (got - want).norm() / want.norm()
+        assert float(error) < 1e-2, (query, value)
 
+
+@CODES
+@pytest.mark.parametrize(("rope", "norm"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 24), (2, 1, 80)])
+def test_triton_writes_the_references_codes(
+    heads: int, kv_heads: int, dim: int, rope: bool, norm: bool, codes: torch.dtype, triton_ops: Any
+) -> None:
     _, kv, batch = problem(BATCHES["mixed"], heads, kv_heads, dim, codes)
     twin = coded(expand(kv), codes)
     qkv = draw(len(batch.ids), (heads + 2 * kv_heads) * dim).to(DEVICE)
@@ -260,14 +286,71 @@ def test_triton_writes_the_references_codes(
     angle = draw(64, dim // 2, seed=1).to(DEVICE)
     cos_sin = torch.stack([angle.cos(), angle.sin()], 1) if rope else None
     norms = (draw(dim, seed=2).to(DEVICE), draw(dim, seed=3).to(DEVICE)) if norm else (None, None)
-    got = TritonOps().rope_and_cache(qkv, kv, batch, cos_sin, *norms)
+    got = triton_ops.rope_and_cache(qkv, kv, batch, cos_sin, *norms)
     want = REFERENCE.rope_and_cache(qkv, twin, batch, cos_sin, *norms)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, equal_nan=True)
     torch.testing.assert_close(kv.scales, twin.scales, rtol=1e-5, atol=0, equal_nan=True)
-    same = kv.codes.float() == twin.codes.float()
-    known = ~twin.scales.isnan()[..., None].expand(same.shape)
-    assert float(same[known].float().mean()) > 0.999  # a last bit before rounding may decide
-    if not norm and not rope:
-        assert bool(same[known].all())
+    known = ~twin.scales.isnan()
+    same = (kv.codes.float() == twin.codes.float())[known]
+    assert float(same.float().mean()) > (0.999 if rope else 0.9999)  # a last bit before rounding may decide
     step = kv.scales[..., None] * (1.01 if codes == torch.int8 else 33)
     assert bool(((expand(kv) - expand(twin)).abs() <= step)[known].all())
+
+
+def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) -> None:
+    """Without a GPU the kernels take another way: here each instruction of this one is computed by hand."""
+    from octavo.ops.triton import codes
+
+    every = torch.arange(256, dtype=torch.uint8)
+    as_int8, as_fp8 = every.view(torch.int8).float().tolist(), every.view(torch.float8_e4m3fn).float().tolist()
+    for n in range(256):
+        four = [n, (n * 7 + 3) % 256, 255 - n, (n + 128) % 256]
+        other = [(x * 11 + 5) % 256 for x in four]
+        low, high = run_ptx(codes.INT8.value, 2, [word(four)])
+        assert halves(low) + halves(high) == [as_int8[x] for x in four]
+        for text, meaning in ((codes.QUARTERS_INT8.value, as_int8), (codes.QUARTERS_FP8.value, as_fp8)):
+            got = [halves(x) for x in run_ptx(text, 4, [word(four), word(other)])]
+            want = [[meaning[a], meaning[b]] for a, b in zip(four, other, strict=True)]
+            assert str(got) == str(want)  # of NaN too
+
+
+def word(four: list[int]) -> int:
+    return sum(x << 8 * i for i, x in enumerate(four))
+
+
+def halves(register: int) -> list[float]:
+    return torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32).to(torch.int16).view(torch.float16).tolist()
+
+
+def run_ptx(text: str, outputs: int, inputs: list[int]) -> list[int]:
+    """The registers $0, $1 ... that some lines of PTX leave."""
+    state = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+
+    def bits(values: Tensor) -> int:
+        a, b = (x & 0xFFFF for x in values.view(torch.int16).tolist())
+        return a | b << 16
+
+    for line in text.strip("{} \n").splitlines():
+        operation, _, rest = line.strip(" ;").partition(" ")
+        if operation in (".reg", ""):
+            continue
+        if rest.startswith("{"):  # a register's two halves
+            names, source = rest.strip("{").split("}, ")
+            state |= zip(names.split(", "), (state[source] & 0xFFFF, state[source] >> 16), strict=True)
+            continue
+        target, *given = rest.split(", ")
+        a, b, c = ([state[x] if x in state else int(x, 16) for x in given] + [0, 0])[:3]
+        if operation == "mov.b32":
+            state[target] = a
+        elif operation == "xor.b32":
+            state[target] = a ^ b
+        elif operation == "prmt.b32":
+            pool = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+            state[target] = int.from_bytes(bytes(pool[c >> 4 * i & 7] for i in range(4)), "little")
+        elif operation == "sub.f16x2":
+            state[target] = bits(torch.tensor(halves(a), dtype=torch.float16) - torch.tensor(halves(b), dtype=torch.float16))
+        else:
+            assert operation == "cvt.rn.f16x2.e4m3x2", operation
+            pair = torch.tensor([a & 0xFF, a >> 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
+            state[target] = bits(pair.to(torch.float16))
+    return [state[f"${i}"] for i in range(outputs)]
