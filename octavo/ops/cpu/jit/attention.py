@@ -207,6 +207,26 @@ def scaled_copy(e: Emitter, source: Value, target: Value, factor: Value, vectors
 
 
 @inner
+def gather_scales(
+    table: int, block: int, offset: int, count: int, block_size: int, scales: int, stride: int, out: int, factor: float
+) -> None:
+    """Scales of `count` positions from a block and offset on, times a factor -> out; zeros up to a whole vector."""
+    j = 0
+    while j < count:
+        at = scales + load_i32(table + 4 * block) * stride + 4 * offset
+        stop = min(count, j + block_size - offset)
+        while j < stop:
+            store_f32(out + 4 * j, load_f32(at) * factor)
+            at += 4
+            j += 1
+        block += 1
+        offset = 0
+    while j % LANES != 0:
+        store_f32(out + 4 * j, 0.0)
+        j += 1
+
+
+@inner
 def task_tokens(heads: int, kv_heads: int) -> int:
     return max(1, TASK_ROWS * kv_heads // heads)
 
@@ -284,6 +304,10 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     block, offset = chunk // block_size, chunk % block_size
     while chunk < end:
         width = (min(CHUNK, end - chunk) + LANES - 1) // LANES  # vectors of keys
+        if coded:
+            gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, scales, scales_stride, key_scales, bias)
+            of_values = scales + 4 * kv_heads * block_size
+            gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, of_values, scales_stride, value_scales, bias)
         at = kv + load_i32(table + 4 * block) * block_stride + offset * row_size
         for j in range(width * LANES):
             if chunk + j < end:
@@ -302,15 +326,6 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
             else:  # what another sequence left there may be NaN
                 store_i64(key_rows + 8 * j, zeros)
                 store_i64(value_rows + 8 * j, zeros)
-        if coded:
-            for j in range(width * LANES):
-                if chunk + j < end:
-                    slot = load_i32(table + 4 * ((chunk + j) // block_size)) * scales_stride + 4 * ((chunk + j) % block_size)
-                    store_f32(key_scales + 4 * j, load_f32(scales + slot) * bias)
-                    store_f32(value_scales + 4 * j, load_f32(scales + slot + 4 * kv_heads * block_size) * bias)
-                else:
-                    store_f32(key_scales + 4 * j, 0.0)
-                    store_f32(value_scales + 4 * j, 0.0)
         for v in range(width):
             transpose_rows(kind, key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
         for r in range(0, padded, ROWS):
