@@ -21,7 +21,8 @@ from octavo.ops import ForwardBatch, Ops, Span, select
 from octavo.ops.kv import CODES, KV, QuantKV, compress, dtype_name
 from octavo.runner.kvstore import KVStore
 
-PLAIN = {"cuda": torch.bfloat16, "cpu": torch.float16}
+QUERY = {"cuda": torch.bfloat16, "cpu": torch.float32}
+PLAIN = {"cuda": torch.bfloat16, "cpu": torch.float16}  # KV
 
 
 class Shape(NamedTuple):
@@ -43,7 +44,7 @@ def measure(
 ) -> dict[str, Any]:
     """A row for each shape and KV dtype, plain first. Heads are those of Qwen3-0.6B unless said otherwise."""
     ops, plain = select(device.type), PLAIN[device.type]
-    offered = ops.kv_dtypes(plain if device.type == "cuda" else torch.float32)
+    offered = ops.kv_dtypes(QUERY[device.type])
     copied = copy_bandwidth(device)
     rows: list[dict[str, Any]] = []
     for shape in shapes or SHAPES[device.type]:
@@ -72,9 +73,7 @@ def measure(
 
 
 @torch.inference_mode()
-def time_one(
-    ops: Ops, device: torch.device, shape: Shape, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> float:
+def time_one(ops: Ops, device: torch.device, shape: Shape, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> float:
     """Seconds of one call, over KV that no cache holds."""
     block = BLOCK_SIZE[device.type]
     width = -(-shape.tokens // block)
@@ -84,25 +83,21 @@ def time_one(
     fill(kv)
     order = list(range(1, count + 1))
     random.Random(0).shuffle(order)
-    ints = {"dtype": torch.int32, "device": device}
-    lengths = torch.full((shape.sequences,), shape.tokens, **ints)
+    lengths = torch.full((shape.sequences,), shape.tokens, dtype=torch.int32, device=device)
+    rows = torch.arange(shape.sequences + 1, dtype=torch.int32, device=device)
     batch = ForwardBatch(
         ids=lengths,
         positions=lengths.long() - 1,
         kv_slots=lengths,
-        query_start=torch.arange(shape.sequences + 1, **ints),
+        query_start=rows,
         seq_lens=lengths,
-        block_table=torch.tensor(order, **ints).view(shape.sequences, width),
-        rows=torch.arange(shape.sequences, **ints),
+        block_table=torch.tensor(order, dtype=torch.int32, device=device).view(shape.sequences, width),
+        rows=rows[:-1],
         logit_rows=lengths,
         spans=[Span(i, 1, shape.tokens) for i in range(shape.sequences)],
     )
-    q = torch.randn(shape.sequences, heads, dim, device=device).to(dtype if dtype == torch.bfloat16 else query_dtype(device))
+    q = torch.randn(shape.sequences, heads, dim, device=device).to(QUERY[device.type])
     return timed(lambda: ops.attention(q, kv, batch, dim**-0.5), device)
-
-
-def query_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def fill(kv: KV) -> None:
@@ -120,10 +115,10 @@ def timed(work: Callable[[], Any], device: torch.device, calls: int = 10) -> flo
     """Seconds of a call, the average of some that follow each other."""
     work()
     if device.type != "cuda":
-        start = time.perf_counter()
+        before = time.perf_counter()
         for _ in range(calls):
             work()
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - before) / calls
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

@@ -89,8 +89,8 @@ class CausalLM(nn.Module):
         return ()
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
-        """kv [N, layers, 2, Hk, B, D]: all of it, plain or compressed. Returns hidden states after the last norm, [T, hidden]; with
-        batch.last only those of batch.logit_rows."""
+        """kv [N, layers, 2, Hk, B, D]: all of it, plain or compressed. Returns hidden states after the last norm, [T, hidden];
+        with batch.last only those of batch.logit_rows."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

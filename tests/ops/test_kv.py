@@ -125,9 +125,7 @@ def test_half_the_bytes_of_bfloat16() -> None:
 @pytest.mark.parametrize("window", [0, 5, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 0), (4, 1, 8, 19)])
 @pytest.mark.parametrize("name", BATCHES)
-def test_reference_attention(
-    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype
-) -> None:
+def test_reference_attention(name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype) -> None:
     q, kv, batch = problem(BATCHES[name], heads, kv_heads, dim, codes, slack)
     want = definition(q, expand(kv), batch, 0.3, window)
     torch.testing.assert_close(REFERENCE.attention(q, kv, batch, 0.3, window).double(), want, atol=1e-5, rtol=0)
@@ -136,7 +134,7 @@ def test_reference_attention(
 @CODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_writes_its_slots_and_no_other(codes: torch.dtype, dtype: torch.dtype) -> None:
-    q, kv, batch = problem(BATCHES["mixed"], 4, 2, 16, codes)
+    _, kv, batch = problem(BATCHES["mixed"], 4, 2, 16, codes)
     plain = expand(kv).nan_to_num(7.0)
     qkv = draw(len(batch.ids), 8 * 16).to(DEVICE, dtype)
     angles = draw(40, 8).to(DEVICE)

@@ -294,7 +294,7 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     table = load_i64(batch + 8 * TABLE)
     table += 4 * load_i32(load_i64(batch + 8 * ROW) + 4 * s) * load_i64(batch + 8 * TABLE_WIDTH)
     kind = load_i64(batch + 8 * KIND)
-    row_size, coded = dim * SIZES[kind], kind == I8 or kind == F8
+    row_size, coded = dim * SIZES[kind], kind in (I8, F8)
     bias = types.float32(256.0 if kind == F8 else 1.0)  # see load_floats
     scales, scales_stride = scales + 4 * head * block_size, load_i64(batch + 8 * SCALES_STRIDE)
     kv, block_stride = kv + head * block_size * row_size, load_i64(batch + 8 * BLOCK_STRIDE)
