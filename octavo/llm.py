@@ -35,13 +35,16 @@ from octavo.memory import (
     activation_bytes,
     kv_budget,
     parameter_count,
+    parse_kv_dtype,
     size_pool,
     step_tokens,
     weight_bytes,
 )
+from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.load import load_model
 from octavo.ops import select
+from octavo.ops.kv import dtype_name
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
@@ -63,7 +66,7 @@ HARMLESS = {
     "async_scheduling", "hf_token", "generation_config", "max_logprobs",
 }  # fmt: skip
 # Others are taken at the value that changes nothing.
-DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto", "enable_lora": False}
+DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
 
 
 class LLM:
@@ -78,6 +81,7 @@ class LLM:
         revision: str | None = None,
         load_format: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -115,6 +119,7 @@ class LLM:
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
+        kv_asked = parse_kv_dtype(kv_cache_dtype)
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
         block_size = block_size or BLOCK_SIZE[self.device.type]
@@ -137,7 +142,8 @@ class LLM:
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
         self.model_dtype = self.model.dtype
-        dtype_name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
+        self.kv_dtype = _pick_kv_dtype(kv_asked, self.model)
+        kv_name = dtype_name(self.kv_dtype)
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
         schedule = ScheduleConfig(
             max_num_seqs,
@@ -149,7 +155,7 @@ class LLM:
             window=window_ms / 1e3,
             target=target_ms / 1e3,
         )
-        activations = activation_bytes(self.config, schedule, dtype_name)
+        activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
@@ -159,7 +165,7 @@ class LLM:
         self.memory = MemoryPlan(
             weight_bytes(self.model), activations, self.config.kv_bytes_per_token(kv_name), block_size, cache.num_blocks
         )
-        kv = KVStore(self.config, self.cache, self.model.kv_dtype, self.device)
+        kv = KVStore(self.config, self.cache, self.kv_dtype, self.device)
         graphs = ops.name == "triton" and on_gpu and not enforce_eager
         self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
         self.seed = seed
@@ -441,6 +447,17 @@ def _as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     many = list(prompts)
     return [many] if many and not isinstance(many[0], (str, dict, list, tuple)) else many
+
+
+def _pick_kv_dtype(asked: str | None, model: CausalLM) -> torch.dtype:
+    offered = {dtype_name(dtype): dtype for dtype in model.ops.kv_dtypes(model.dtype)}
+    if asked is not None and asked not in offered:
+        raise InvalidRequest(
+            f"kv_cache_dtype {asked} cannot be used here: beside {dtype_name(model.dtype)} activations this device's kernels "
+            f"read {', '.join(offered)}. Use one of those, or auto",
+            "kv_cache_dtype",
+        )
+    return model.kv_dtype if asked is None else offered[asked]
 
 
 def _pick_device(device: str) -> torch.device:

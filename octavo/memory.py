@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.config import DTYPE_BYTES, CacheConfig, ModelConfig, ScheduleConfig
+from octavo.config import DTYPE_BYTES, KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
 
@@ -104,6 +104,15 @@ def kv_share(kind: str, free: int, total: int, utilization: float, activations: 
     return int((free - activations) * CPU_KV_SHARE)
 
 
+def parse_kv_dtype(asked: str) -> str | None:
+    """What a KV cache is to hold; None for "auto", which leaves it to the model."""
+    names = (*DTYPE_BYTES, *KV_CODES)
+    found = {"auto": None, "fp8_e4m3": "fp8"} | {name: name for name in names}
+    if asked not in found:
+        raise InvalidRequest(f"kv_cache_dtype is auto, {', '.join(names)} (which is e4m3), not {asked!r}", "kv_cache_dtype")
+    return found[asked]
+
+
 def size_pool(
     model: ModelConfig,
     block_size: int,
@@ -119,6 +128,11 @@ def size_pool(
             f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: use at most that",
             "max_model_len",
         )
+    if kv_dtype in KV_CODES and model.head_dim % 4:  # or scales would not lie on a multiple of their size
+        raise InvalidRequest(
+            f"kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have {model.head_dim}: use auto",
+            "kv_cache_dtype",
+        )
     per_block = block_size * model.kv_bytes_per_token(kv_dtype)
     fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
     if fits < 1:
@@ -132,7 +146,7 @@ def size_pool(
     elif max_model_len > longest + 1 and num_blocks is None:
         raise NotEnoughMemory(
             f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but memory holds {fits}: "
-            f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype"
+            f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
         )
     if num_blocks is None:  # more than every row at full length is of no use but to the prefix cache
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))

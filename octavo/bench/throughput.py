@@ -31,7 +31,8 @@ def measure(llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None
             done()
         steps, *host = (b - a for a, b in zip(before, _host_time(llm), strict=True))
         counted = sum(map(len, load.prompts)) if load.counts_prompt else sum(load.outputs)
-        floor = floor_seconds(load, llm.config, bytes_per_step(llm), llm.model_dtype.itemsize, machine)
+        weights, kv = bytes_per_step(llm), llm.memory.kv_per_token
+        floor = floor_seconds(load, llm.config, weights, llm.model_dtype.itemsize, kv, machine)
         results.append(
             {
                 "workload": name,

@@ -228,3 +228,92 @@ def quant(
     if picture is not None:
         plot(rows, picture)
     finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+
+
+@app.command()
+@command
+def kv(
+    model: Model = None,
+    formats: Annotated[str | None, option("Some of auto, float16, int8, fp8, ...; default: all codes.", None, "A,B,...")] = None,
+    repeat: Annotated[int, option("Measurements of speed.", None, "N", show_default=True, min=1)] = 3,
+    passages: Annotated[int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)] = 8,
+    length: Annotated[int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)] = 512,
+    output: Output = None,
+    engine: EngineOptions = QUANT,
+) -> None:
+    """KV formats compared with what --kv-cache-dtype auto holds: memory, speed and perplexity, as `quant` measures them."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.quant import KV_FORMATS, measure
+
+    chosen = tuple(formats.split(",")) if formats else KV_FORMATS
+
+    def load(name: str) -> Any:
+        engine.kv_cache_dtype = name
+        return engine.load(model)
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(chosen))
+        rows = measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task), plain="auto")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("KV", "bytes a token", "of auto", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    for r in rows:
+        table.add_row(
+            r["format"], f"{r['kv_bytes_per_token']:,}", f"{r['kv_bytes_per_token'] / rows[0]['kv_bytes_per_token']:.3f}",
+            f"{r['single_tok_s']['median']:.0f}", f"{r['batch16_tok_s']['median']:.0f}", f"{r['perplexity']:.4f}",
+            f"{r['perplexity_ratio']:.5f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.4f}",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    console.print(table)
+    finish({"bench": "kv", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+
+
+@app.command()
+@command
+def attention(
+    device: Annotated[str, option("auto, cpu or cuda.", None, "NAME", show_default=True)] = "auto",
+    heads: Annotated[int, option("Query heads.", None, "N", show_default=True, min=1)] = 16,
+    kv_heads: Annotated[int, option("Key and value heads.", None, "N", show_default=True, min=1)] = 8,
+    dim: Annotated[int, option("Numbers in a head.", None, "N", show_default=True, min=4)] = 128,
+    shapes: Annotated[str | None, option("Sequences x tokens, such as 256x800,64x8K.", None, "SxN,...")] = None,
+    repeat: Annotated[int, option("Measurements.", None, "N", show_default=True, min=1)] = 5,
+    output: Output = None,
+) -> None:
+    """Decode attention alone over plain, int8 and fp8 KV, in bytes of KV a second."""
+    import torch
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.attention import Shape, measure
+
+    if heads % kv_heads or dim % 4:
+        raise InvalidRequest("heads must be a multiple of kv-heads, and dim of 4", "heads")
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise InvalidRequest(f"device {device!r} is not here: use auto, cpu or, where there is a GPU, cuda", "device")
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    chosen = tuple(Shape(*map(size, part.split("x"))) for part in shapes.split(",")) if shapes else ()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        r = measure(where, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("sequences", "tokens", "KV", "bytes read", "us", "min - max", "GB/s", "of a copy", "speedup"):
+        table.add_column(column, justify="right")
+    for row in r["rows"]:
+        table.add_row(
+            f"{row['sequences']:,}", f"{row['tokens']:,}", row["kv"], in_bytes(row["kv_bytes"]), f"{row['seconds'] * 1e6:,.1f}",
+            f"{row['min_s'] * 1e6:,.1f} - {row['max_s'] * 1e6:,.1f}", f"{row['bytes_s'] / 1e9:,.0f}", f"{row['of_copy']:.0%}",
+            f"{row['speedup']:.2f}",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.width = max(console.width, 100)
+    console.print(table)
+    console.print(f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
+                  f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]")  # fmt: skip
+    finish({"bench": "attention", **r}, output)

@@ -90,6 +90,9 @@ class SizeOptions:
             show_default=True,
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        str, option("KV as auto, int8, fp8, float16, ...: int8 and fp8 halve it.", "Memory", "NAME", show_default=True)
+    ] = "auto"
     device: Annotated[str, option("auto, cpu or cuda.", "Model", "NAME", show_default=True)] = "auto"
     revision: Annotated[str | None, option("Branch, tag or commit on the hub.", "Model", "NAME")] = None
     max_model_len: Annotated[
@@ -136,6 +139,7 @@ class EngineOptions(SizeOptions):
             tokenizer=None if self.tokenizer is None else str(self.tokenizer),
             dtype=self.dtype,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             load_format=self.load_format,
             revision=self.revision,

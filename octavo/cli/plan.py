@@ -66,7 +66,7 @@ class Shape:
         self._measured: dict[tuple[str, str, str], tuple[int, int, str]] = {}
 
     def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int, str]:
-        """(parameters, bytes, dtype of KV)"""
+        """(parameters, bytes, dtype of KV where nobody says otherwise)"""
         import torch
 
         from octavo.memory import weight_bytes
@@ -106,6 +106,7 @@ class Case:
     total: int
     dtype: str
     quantization: str
+    kv_cache_dtype: str
     utilization: float
     block_size: int
     num_blocks: int | None
@@ -138,15 +139,20 @@ class Case:
         parameters = shape.measure(dtype, options.quantization, kind)[0]
         budget = options.max_num_batched_tokens or step_tokens(kind, parameters, options.max_num_seqs)
         return cls(
-            kind, free, total, dtype, options.quantization, options.gpu_memory_utilization,
+            kind, free, total, dtype, options.quantization, options.kv_cache_dtype, options.gpu_memory_utilization,
             options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,
         )  # fmt: skip
 
     def weights(self, shape: Shape) -> int:
         return shape.measure(self.dtype, self.quantization, self.kind)[1]
 
+    def kv_dtype(self, shape: Shape) -> str:
+        from octavo.memory import parse_kv_dtype
+
+        return parse_kv_dtype(self.kv_cache_dtype) or shape.measure(self.dtype, self.quantization, self.kind)[2]
+
     def kv_per_token(self, shape: Shape) -> int:
-        return shape.config.kv_bytes_per_token(shape.measure(self.dtype, self.quantization, self.kind)[2])
+        return shape.config.kv_bytes_per_token(self.kv_dtype(shape))
 
     def activations(self, shape: Shape) -> int:
         from octavo.memory import activation_bytes
@@ -163,7 +169,7 @@ class Case:
         cache, length = size_pool(
             shape.config,
             self.block_size,
-            shape.measure(self.dtype, self.quantization, self.kind)[2],
+            self.kv_dtype(shape),
             budget,
             self.max_num_seqs,
             self.max_model_len,
@@ -192,6 +198,8 @@ def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
         changes.append(replace(case, dtype="bfloat16"))
     if case.quantization in ("auto", "none"):
         changes += [replace(case, quantization="int8"), replace(case, quantization="int4-g128")]
+    if case.kv_cache_dtype == "auto" and shape.config.head_dim % 4 == 0:
+        changes.append(replace(case, kv_cache_dtype="int8"))
     if case.max_model_len is not None:
         try:
             changes.append(replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1]))
@@ -251,6 +259,7 @@ def describe(
         "max_num_batched_tokens": case.max_num_batched_tokens,
         "weights": weights,
         "activations": case.activations(shape),
+        "kv_dtype": case.kv_dtype(shape),
         "kv_bytes_per_token": case.kv_per_token(shape),
         "block_size": case.block_size,
         "model_context": shape.config.max_position,
@@ -285,7 +294,7 @@ def show(report: dict[str, Any]) -> None:
     table.add_row("weights", in_bytes(r["weights"]))
     step = f"a step of {r['max_num_batched_tokens']:,} tokens, {r['max_num_seqs']:,} sequences"
     table.add_row("activations", in_bytes(r["activations"]), step)
-    table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]))
+    table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]), r["kv_dtype"])
     if r["fits"]:
         table.add_row("KV pool", in_bytes(r["kv_pool"]), f"{r['num_blocks']:,} blocks of {r['block_size']} tokens")
         table.add_row("tokens in the pool", f"{r['kv_tokens']:,}")

@@ -104,7 +104,7 @@ class StepGraphs:
             logit_rows=rows,  # likewise: all
             spans=[Span(i, 1, self.max_len) for i in range(len(rows))],
         )
-        logits = self.model.logits(self.model(batch, self.kv.tensor))
+        logits = self.model.logits(self.model(batch, self.kv.view))
         return logits, seq_lens, choose(logits, rows, seq_lens, state, self.model.ops)
 
     # ---- mixed -------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class StepGraphs:
         spans = [Span(0, size, self.max_len)] + [Span(size, 0, self.max_len)] * (count - 1)  # no item is taken for decoding
         batch = gather(laid_out, count, self.rows, self.kv.block_size, spans)
         batch.last = only_last(batch, torch.arange(count, device=laid_out.device), spans)
-        hidden = self.model(batch, self.kv.tensor)
+        hidden = self.model(batch, self.kv.view)
         self.rows.computed[batch.rows.long()] = batch.seq_lens
         self.rows.computed[self.rows.padding :].zero_()
         return self.model.logits(hidden), batch.seq_lens

@@ -112,7 +112,7 @@ class Runner:
             asked = any(item.prompt_logprobs is not None for item in items)
             if sampled and not asked and len(sampled) < first:
                 batch.last = only_last(batch, index, [spans[i] for i in sampled])
-            hidden = self.model(batch, self.kv.tensor)
+            hidden = self.model(batch, self.kv.view)
             self.rows.computed[batch.rows.long()] = batch.seq_lens
             if asked:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)

@@ -40,6 +40,7 @@ def pretend_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         {"max_num_seqs": 8, "max_model_len": 512, "block_size": 32},
         {"max_num_batched_tokens": 300},
         {"quantization": "none"},
+        {"kv_cache_dtype": "int8"},
     ],
 )
 def test_it_says_what_llm_does(
@@ -82,6 +83,19 @@ def test_a_config_alone_is_enough(octavo: Octavo, tmp_path: Path) -> None:
     assert plan["kv_pool"] < room
 
 
+def test_compressed_kv_is_planned(octavo: Octavo, tmp_path: Path) -> None:
+    """A byte a number and four a vector; where only the context does not fit, it is among what would do."""
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
+    plan = planned(octavo, tmp_path, "--device-memory", "80G", "--kv-cache-dtype", "fp8_e4m3")
+    assert plan["kv_dtype"] == "fp8" and plan["kv_bytes_per_token"] == 2 * 22 * 4 * (64 + 4)
+    assert "fp8" in octavo("plan", tmp_path, "--device-memory", "80G", "--kv-cache-dtype", "fp8").stdout
+    asked = ["--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
+    plan = planned(octavo, tmp_path, *asked, "--device-memory", "80G")
+    memory = int((plan["weights"] + plan["activations"] + 1000 * plan["kv_bytes_per_token"]) / 0.9)
+    result = octavo("plan", tmp_path, *asked, "--device-memory", memory, "--max-model-len", 1100, "--json")
+    assert result.exit_code == 1 and "--kv-cache-dtype int8" in json.loads(result.stdout)["ways_to_fit"]
+
+
 def test_lengths_are_answered(octavo: Octavo, tiny: str) -> None:
     plan = planned(octavo, tiny, "--device-memory", "1G", "--lengths", "16,17,1K,2K", "--num-blocks", 640, "--block-size", 16)
     assert plan["concurrency"] == {"16": 640, "17": 640, "1024": 10, "2048": 0}
@@ -120,6 +134,7 @@ def test_where_no_option_helps_alone_all_are_tried_together(octavo: Octavo, tmp_
     [
         (["--device", "cuda"], "--device-memory 80G"),
         (["--dtype", "int3"], "dtype is auto"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype is auto"),
         (["--device", "tpu"], "unknown device"),
     ],
 )

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.parity
 BLOCK = 4
 
 
-def make_runner(graphs: bool) -> Runner:
+def make_runner(graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
     hf = tiny.hf_model("qwen3").config.to_dict()
     hf["architectures"] = ["Qwen3ForCausalLM"]
     config = registry.parse(hf)
     model = build(config, registry.find(hf), TritonOps(), torch.float32, DEVICE)
     dummy_weights(model, seed=1)
-    kv = KVStore(config, CacheConfig(BLOCK, 40), torch.float32, torch.device(DEVICE))
+    kv = KVStore(config, CacheConfig(BLOCK, 40), kv_dtype, torch.device(DEVICE))
     kv.tensor.zero_()
     return Runner(model, kv, 4, 64, 64, torch.device(DEVICE), graphs)
 
@@ -75,11 +75,14 @@ class WithoutCapture(StepGraphs):
         return captured
 
 
-def test_what_graphs_hold_equals_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kv_dtype", [torch.float32, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=["plain KV", "compressed KV"]
+)
+def test_what_graphs_hold_equals_the_general_path(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
-    general, special = make_runner(False), make_runner(False)
+    general, special = make_runner(False, kv_dtype), make_runner(False, kv_dtype)
     special.graphs = WithoutCapture(special.model, special.kv, special.rows, 4, 64, 64)
     for plan in plans():
         want = general.launch(plan).wait().tokens
@@ -100,8 +103,9 @@ def test_sizes_cover_every_count() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_graphs_give_the_same_tokens() -> None:
-    general, captured = make_runner(False), make_runner(True)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
+def test_captured_graphs_give_the_same_tokens(kv_dtype: torch.dtype) -> None:
+    general, captured = make_runner(False, kv_dtype), make_runner(True, kv_dtype)
     captured.capture()
     for plan in plans():
         assert captured.launch(plan).wait().tokens == general.launch(plan).wait().tokens

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.triton import attention, fused, gemm, quant, sample
 from octavo.ops.weight import QuantWeight
@@ -48,7 +50,7 @@ class TritonOps(ReferenceOps):
     def rope_and_cache(
         self,
         qkv: Tensor,
-        kv: Tensor,
+        kv: KV,
         batch: ForwardBatch,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -57,8 +59,13 @@ class TritonOps(ReferenceOps):
     ) -> Tensor:
         return fused.rope_and_cache(qkv, kv, batch, cos_sin, q_norm, k_norm, eps)
 
-    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
         return attention.attention(q, kv, batch, scale, window)
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Plain KV is multiplied as it is, so it must be like the queries; Triton knows float8 (e4m3) from Ada and Hopper on."""
+        float8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+        return (dtype, torch.int8, torch.float8_e4m3fn) if float8 else (dtype, torch.int8)
 
     def choose(
         self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
