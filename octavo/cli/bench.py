@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, command, option, size
+from octavo.cli.options import EngineOptions, Model, command, flag, option, size, sizes
 from octavo.cli.screen import in_bytes, short
 from octavo.errors import InvalidRequest
 
@@ -317,3 +317,57 @@ def attention(
     console.print(f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
                   f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]")  # fmt: skip
     finish({"bench": "attention", **r}, output)
+
+
+@app.command()
+@command
+def linear(
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="qwen3-0.6b, llama-8b or tinyllama-1.1b.")] = "llama-8b",
+    formats: Annotated[str | None, option("Some formats, with commas between.", None, "A,B,...", "--quant")] = None,
+    rows: Annotated[str | None, option("Numbers of rows, with commas between.", None, "N,...")] = None,
+    tune: Annotated[bool, flag("--tune", "Try ways to cut the GPU's products up instead, and print the fastest.")] = False,
+    output: Output = None,
+) -> None:
+    """A model's matrix products one by one, in each weight format beside plain weights."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench import linear as bench
+    from octavo.bench.shapes import SHAPES
+
+    if shape not in SHAPES:
+        raise InvalidRequest(f"unknown shape {shape}: use {', '.join(SHAPES)}", "shape")
+    chosen = tuple(formats.split(",")) if formats else bench.FORMATS
+    counts = tuple(sizes(rows)) if rows else None
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    if tune:
+        from octavo.bench import tune as tuning
+
+        best = tuning.tune(SHAPES[shape], chosen, counts or tuning.ROWS, console.print)
+        finish({"bench": "linear", "shape": shape, "best": best}, output)
+        return
+    counts = counts or bench.ROWS
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        total = len(bench.products(SHAPES[shape])) * (1 + len(chosen)) * len(counts)
+        task = progress.add_task("measuring", total=total)
+        records = bench.measure(SHAPES[shape], chosen, counts, lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("product", "outputs", "inputs", "rows", "format", "us", "GB/s", "TFLOP/s", "speed"):
+        table.add_column(column, justify="left" if column in ("product", "format") else "right")
+    for r in sorted(records, key=lambda r: (r["rows"], -r["times"])):
+        table.add_row(
+            r["product"], str(r["outputs"]), str(r["inputs"]), str(r["rows"]), r["format"], f"{r['us']:.1f}", f"{r['gb_s']:.0f}",
+            f"{r['tflop_s']:.1f}", f"{r['ratio']:.2f}x",
+        )  # fmt: skip
+    console.print(table)
+    steps = bench.step_ratios(records)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="all products of a step, ms (times as fast as plain weights)")
+    for column in ("format", *map(str, counts)):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for name in ("none", *chosen):
+        table.add_row(name, *(f"{steps[name, n][0] / 1e3:.2f} ({steps[name, n][1]:.2f}x)" for n in counts))
+    console.print(table)
+    finish({"bench": "linear", "shape": shape, "records": records}, output)

@@ -65,7 +65,7 @@ def expand(weight: PackedWeight, out: Tensor, first: int, ids: Tensor | None = N
     expand_kernel[grid](
         out if ids is None else ids, weight.words.view(torch.int32), weight.info, out, first, rows, weight.shape[1], pairs,
         weight.info.shape[-1], factor, weight.kind, weight.form.group, weight.form.least, ids is not None, tall, wide, AVAILABLE,
-        num_warps=4, **LAUNCH,
+        num_warps=4, enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemm) -> Ten
         weight.info.shape[-1], split, weight.kind, form.group, form.least, bias is not None, how.rows, how.outputs, how.blocks,
         split > 1, how.after and form.group == 128 and not form.least, inputs % (how.blocks * WORDS * weight.parts) == 0,
         triton.next_power_of_2(max(1, how.blocks * (how.stages - 1) // 2)), how.stages,
-        AVAILABLE and x.dtype == torch.bfloat16, num_warps=how.warps, num_stages=how.stages, **LAUNCH,
+        AVAILABLE and x.dtype != torch.float32, num_warps=how.warps, num_stages=how.stages, **LAUNCH,
     )  # fmt: skip
     return out
 
