@@ -18,6 +18,7 @@ from octavo.serve.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from octavo.serve.tools import read_tools
 from octavo.serve.validate import Prepared
 
 DEFAULT_NEW_TOKENS = 128
@@ -64,8 +65,9 @@ async def tokenize(exchange: Exchange) -> None:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
         )
-        ids = await validate.chat_prompt(front, chat)
+        ids = await validate.chat_prompt(front, chat, read_tools(front, chat))
     else:
         assert body.prompt is not None
         front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from octavo.errors import InvalidRequest, ModelError
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_prompt import spell_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHARS = 4_000_000  # of a rendered prompt
@@ -89,9 +90,11 @@ class ChatTemplate:
         self._reserved = _OWN | set(self._specials) | set(env.globals) | {"bos_token", "eos_token", "unk_token", "pad_token"}
         try:
             self._template = env.from_string(source)
-            self.options = frozenset(find_undeclared_variables(env.parse(source)) - self._reserved)
+            variables = find_undeclared_variables(env.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
+        self.source, self.knows_tools = source, "tools" in variables
+        self.options = frozenset(variables - self._reserved)
 
     def render(
         self,
@@ -190,7 +193,10 @@ def encode_chat(
     space and stands before the first character of something, so a template that trims, splits or compares finds its way.
     """
     messages = check_messages(messages)
-    given = _plain([messages, tools, options], "messages")
+    tools = None if tools is None else _plain(tools, "tools")
+    if not template.knows_tools:
+        messages, tools = spell_out(messages, tools), None
+    given = [messages, tools, _plain(options, "chat_template_kwargs")]
     mark = _unused(given)
 
     def protect(value: Any) -> Any:
