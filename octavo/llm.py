@@ -43,6 +43,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.text.chat import encode_chat, select_template
+from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, SamplingParams, check_real, check_whole
 
@@ -140,6 +141,7 @@ class LLM:
         self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
         self.engine = Engine(scheduler, self.runner)
+        self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
@@ -279,7 +281,8 @@ class LLM:
         params.validate()
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
-        request = Request(str(self._count), ids, params, arrival, salt)
+        guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
+        request = Request(str(self._count), ids, params, arrival, salt, guide)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)

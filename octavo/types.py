@@ -1,6 +1,7 @@
 """The data that every part shares: what is asked, what a step does, what comes back. Data only, no torch.
 
 StructuredOutputs, SamplingParams, Request   what the client asked
+Guide                           follows a text that must match something
 Sequence                        one token stream, as the scheduler knows it
 Item, NewRow, Plan              what one step computes: goes down to the runner
 StepResult                      what it produced: comes up from the runner
@@ -15,7 +16,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from octavo.errors import InvalidRequest
 
@@ -44,7 +45,7 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> Non
 class StructuredOutputs:
     """What the text must match: exactly one of these. Names are those of vLLM's StructuredOutputsParams."""
 
-    json: str | dict[str, Any] | bool | None = None  # a JSON schema; text once validated, its keys in the client's order
+    json: str | dict[str, Any] | None = None  # a JSON schema; its text once validated, in the client's order
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None  # in llguidance's dialect of Lark
@@ -54,31 +55,38 @@ class StructuredOutputs:
         self.validate()
 
     def validate(self) -> None:
-        """One kind, of the right type. Whether the engine can follow it is known once it has been compiled."""
+        """One kind, of the right type. Whether it can be followed is known once it has been compiled."""
         if self.json_object not in (None, True, False):
-            raise InvalidRequest(f"json_object must be true or false, got {self.json_object!r}", "structured_outputs")
+            raise InvalidRequest(f"json_object must be true or false, got {self.json_object!r:.100}", "structured_outputs")
         self.json_object = self.json_object or None
-        kinds = [kind for kind in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, kind) is not None]
-        if len(kinds) != 1:
-            got = " and ".join(kinds) or "none"
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
             raise InvalidRequest(
-                f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, got {got}",
+                f"structured_outputs takes exactly one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}",
                 "structured_outputs",
             )
-        if isinstance(self.json, (dict, bool)):
+        if isinstance(self.json, dict):
             try:
                 self.json = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidRequest(f"json must be a JSON schema: {error}", "structured_outputs.json") from None
+                raise InvalidRequest(f"json must be a JSON schema: {error}", "structured_outputs") from None
         for kind in ("json", "regex", "grammar"):
             value = getattr(self, kind)
             if value is not None and (not isinstance(value, str) or not value):
-                allowed = "a JSON schema (an object, or its text)" if kind == "json" else "a non-empty string"
-                raise InvalidRequest(f"{kind} must be {allowed}, got {value!r}", f"structured_outputs.{kind}")
-        if self.choice is not None and not (
-            isinstance(self.choice, list) and self.choice and all(isinstance(c, str) and c for c in self.choice)
-        ):
-            raise InvalidRequest("choice must be a non-empty list of non-empty strings", "structured_outputs.choice")
+                allowed = "a JSON schema: an object, or its text" if kind == "json" else "a non-empty string"
+                raise InvalidRequest(f"{kind} must be {allowed}, got {value!r:.100}", "structured_outputs")
+        if self.choice is not None:
+            self.choice = list(self.choice) if isinstance(self.choice, (list, tuple)) else []
+            if not self.choice or any(not isinstance(c, str) or not c for c in self.choice):
+                raise InvalidRequest("choice must be a list of non-empty strings, at least one", "structured_outputs")
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
 @dataclass(slots=True)
@@ -156,6 +164,14 @@ class SamplingParams:
                 raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
             for t in self.allowed_token_ids:
                 check_whole("allowed_token_ids", t, 0)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise InvalidRequest("structured_outputs must be a StructuredOutputsParams", "structured_outputs")
+            if self.allowed_token_ids is not None:
+                raise InvalidRequest(
+                    "allowed_token_ids and structured_outputs exclude each other: both say which tokens may come",
+                    "allowed_token_ids",
+                )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are checked once the model is known."""
@@ -173,6 +189,21 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
+class Guide(Protocol):
+    """Follows one text and knows what it may go on with. Compiled from StructuredOutputs (octavo/text/guide.py)."""
+
+    @property
+    def mask(self) -> bytes:
+        """What may come next, the end of the text included: one bit a token, the lowest first, in whole 32-bit words.
+        At least one is set."""
+
+    def accept(self, token: int) -> None:
+        """Go on with a token, which renews the mask. Raises GuideError; the guide is then of no more use."""
+
+    def copy(self) -> Guide:
+        """Another one at the same place of the text."""
+
+
 @dataclass(slots=True)
 class Request:
     """What the client asked, tokenised."""
@@ -182,6 +213,7 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0  # time.monotonic()
     cache_salt: str = ""  # requests of different salts never share blocks
+    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------
@@ -222,6 +254,7 @@ class Sequence:
     forks: int = 0  # children still to fork once the prompt is computed but for one token
     cached: int = 0  # prompt positions served by the prefix cache at first admission
     preemptions: int = 0
+    guide: Guide | None = None  # at the last committed token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
 
     @property
@@ -269,6 +302,7 @@ class Plan:
     rows: list[NewRow] = field(default_factory=list)
     appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
     items: list[Item] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)  # item -> what it may sample (Guide.mask); others: anything
 
     @property
     def work(self) -> bool:
@@ -313,3 +347,4 @@ class Output:
     cached_tokens: int = 0  # with the first and the last output only
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
     error: str | None = None
+    code: str | None = None  # of an error that is the request's own fault: stable, for programs

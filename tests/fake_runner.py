@@ -50,7 +50,7 @@ class FakeRunner:
             if item.sample:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
                 entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
-                new = [oracle.model(entries, row.seed)]  # type: ignore[arg-type]
+                new = [oracle.model(entries, row.seed, plan.masks.get(i))]  # type: ignore[arg-type]
                 row.tokens += new
             tokens.append(new)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token

@@ -11,6 +11,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.types import Output, Request, SamplingParams
 from tests import oracle
 from tests.fake_runner import FakeRunner
+from tests.toy_guide import ToyGuide
 
 MAX_LEN = 60
 
@@ -20,6 +21,7 @@ class Trial:
     """What one workload did: for tests that look at counts."""
 
     sequences: int = 0
+    guided: int = 0
     preemptions: int = 0
     copies: int = 0
     cached: int = 0
@@ -34,7 +36,7 @@ def make_engine(
     return Engine(Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,)), FakeRunner(num_blocks, block_size))
 
 
-def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request]) -> Request:
+def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:
     prompt = g.choice(bases)[: g.randrange(0, 30)] + [g.randrange(1, oracle.VOCAB) for _ in range(g.randrange(1, 10))]
     if earlier and g.random() < 0.25:  # exact repeats: the whole prompt is in the cache
         prompt = list(g.choice(earlier).prompt)
@@ -47,10 +49,13 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
         min_tokens=0,
         prompt_logprobs=0 if g.random() < 0.1 else None,
     )
-    return Request(f"r{i}", prompt, params, cache_salt=g.choice(["", "", "", "other"]))
+    salt = g.choice(["", "", "", "other"])
+    guide = g.choice(guides) if guides and g.random() < 0.6 else None
+    return Request(f"r{i}", prompt, params, cache_salt=salt, guide=guide)
 
 
-def trial(seed: int) -> Trial:
+def trial(seed: int, guided: bool = False) -> Trial:
+    """`guided`: some of the requests follow guides, several of them the same."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -62,8 +67,9 @@ def trial(seed: int) -> Trial:
     scheduler = engine.scheduler
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
+    guides = [ToyGuide(g.randrange(1000)) for _ in range(2)] if guided else []
     for i in range(g.randrange(3, 14)):
-        todo.append(random_request(g, i, bases, todo))
+        todo.append(random_request(g, i, bases, todo, guides))
     requests = {r.id: r for r in todo}
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
@@ -102,7 +108,7 @@ def trial(seed: int) -> Trial:
     for r in requests.values():
         for index in range(r.params.n):
             key = (r.id, index)
-            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN)
+            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide)
             assert key in ended, f"{key} never ended"
             if r.id in aborted:
                 have = got.get(key, [])
@@ -110,9 +116,11 @@ def trial(seed: int) -> Trial:
             else:
                 assert got[key] == want, f"trial {seed} {key} {result.settings}: {got[key]} instead of {want}"
                 length = len(r.prompt) + len(want) == min(len(r.prompt) + (r.params.max_tokens or MAX_LEN), MAX_LEN)
-                stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and not r.params.ignore_eos)
+                ends = not r.params.ignore_eos or r.guide is not None
+                stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and ends)
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
             result.sequences += 1
+            result.guided += r.guide is not None
         if r.params.prompt_logprobs is not None and r.id not in aborted:
             have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
             assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.blocks import BlockPool, chain, root
-from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.types import Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
+from octavo.errors import ContextLengthExceeded, GuideError, InvalidRequest, KVCapacityExceeded
+from octavo.types import Guide, Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
 
 
 @dataclass(slots=True)
@@ -75,7 +75,11 @@ class Scheduler:
             bad = next(t for t in prompt if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{self.vocab_size - 1}", "prompt")
         params.check_vocabulary(self.vocab_size)
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        guide = None if request.guide is None else request.guide.copy()
+        if params.structured_outputs is not None and guide is None:
+            raise InvalidRequest("structured_outputs come with a guide: compile them first (octavo/text/guide.py)")
+        endless = params.ignore_eos and guide is None  # what a guide leads to its end has ended
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if endless else self.eos_ids)
         if params.min_tokens and params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
             raise InvalidRequest(
                 "allowed_token_ids are all stop tokens, which min_tokens forbids: nothing could be said", "min_tokens"
@@ -97,18 +101,20 @@ class Scheduler:
         self._arrivals += 1
         seed = params.seed if params.seed is not None else child_seed(self.seed, self._arrivals)
         seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
+        seq.guide = guide
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
         self.live[seq.id] = seq
         self.requests[request.id] = [seq]
         self.waiting.append(seq)
 
-    def abort(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Output]:
+    def abort(self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None) -> list[Output]:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
         out: list[Output] = []
         for seq in list(self.requests.get(request_id, ())):
             for index in range(seq.index, seq.index + 1 + seq.forks):  # children that were never born end too
-                out.append(Output(request_id, index, [], finish_reason=reason, cached_tokens=seq.cached, error=error))
+                last = Output(request_id, index, [], finish_reason=reason, cached_tokens=seq.cached, error=error, code=code)
+                out.append(last)
             self._end(seq)
         return out
 
@@ -153,7 +159,8 @@ class Scheduler:
         return plan
 
     def _plan_decoding(self, plan: Plan) -> int:
-        """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide."""
+        """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide.
+        What a guided one may say depends on its last token: while that is in flight, it sits out."""
         size, refs, items = self.pool.size, self.pool.refs, plan.items
         i = 0
         while i < len(self.decoding):
@@ -161,6 +168,8 @@ class Scheduler:
             i += 1
             at = seq.planned
             if at + 1 >= seq.limit:  # what is in flight reaches the limit
+                continue
+            if seq.guide is not None and seq.inflight:
                 continue
             j = at // size
             if j >= len(seq.table) or refs[seq.table[j]] > 1:
@@ -171,6 +180,8 @@ class Scheduler:
                         return len(items)
             seq.planned = at + 1
             seq.inflight += 1
+            if seq.guide is not None:
+                plan.masks[len(items)] = seq.guide.mask
             items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1))
         return len(items)
 
@@ -198,6 +209,8 @@ class Scheduler:
         seq.inflight += 1
         sample = seq.planned == len(seq.tokens)
         logprobs = seq.params.prompt_logprobs if self._missing_prompt_logprobs(seq) else None
+        if sample and seq.guide is not None:
+            plan.masks[len(plan.items)] = seq.guide.mask
         plan.items.append(Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs))
         if sample:
             self.prefilling.remove(seq)
@@ -276,6 +289,7 @@ class Scheduler:
                     self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids
                 )
                 child.hashes, child.cached = list(seq.hashes), seq.cached
+                child.guide = None if seq.guide is None else seq.guide.copy()
                 self.live[child.id] = child
                 children.append(child)
             self.requests[seq.request.id] += children
@@ -311,10 +325,16 @@ class Scheduler:
             for t in new:
                 seq.tokens.append(t)
                 length = len(seq.tokens)
-                if t in seq.stop_ids and length - seq.prompt_len >= seq.params.min_tokens:
+                if t in seq.stop_ids and (length - seq.prompt_len >= seq.params.min_tokens or seq.guide is not None):
                     reason = "stop"
                 elif length >= seq.limit:
                     reason = "length"
+            if new and seq.guide is not None:
+                try:
+                    follow(seq.guide, new[-1], ended=reason is not None)
+                except GuideError as e:
+                    out += self.abort(seq.request.id, "error", str(e), e.code)
+                    continue
             if caching and seq.computed >= (seq.published + 1) * size:
                 self._publish(seq)
             if new:
@@ -409,6 +429,7 @@ class Scheduler:
             assert s.inflight or s.planned == s.computed, f"{s.id}: planned drifted from computed"
             assert 0 <= s.inflight <= self.schedule.depth, f"{s.id}: {s.inflight} steps in flight"
             assert s.planned < s.limit, f"{s.id}: planned beyond its limit"
+            assert s.guide is None or s.planned <= len(s.tokens), f"{s.id}: planned beyond what its guide has seen"
             assert s.published <= s.computed // size, f"{s.id}: published blocks that are not computed"
             for j in range(s.planned // size, len(s.table)):
                 assert self.pool.hash[s.table[j]] is None, f"{s.id}: would write to a published block"
@@ -422,3 +443,11 @@ class Scheduler:
         assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
         used = sum(r > 0 for r in self.pool.refs)
         assert used + len(self.pool.free) == self.pool.num_blocks
+
+
+def follow(guide: Guide, token: int, ended: bool) -> None:
+    """The sequence went on with a token that its guide allowed: raises GuideError if it did not."""
+    if not guide.mask[token >> 3] >> (token & 7) & 1:
+        raise GuideError(f"the model gave token {token}, which structured_outputs do not allow here")
+    if not ended:
+        guide.accept(token)

@@ -83,7 +83,7 @@ class Runner:
         graphs, items = self.graphs, plan.items
         if graphs is not None and graphs.decodes(plan):
             rows, logits, lengths, tokens = graphs.decode(plan)
-            return self._sample(items, list(range(len(items))), rows, logits, lengths, [], tokens)
+            return self._sample(plan, list(range(len(items))), rows, logits, lengths, [], tokens)
         up = Upload()
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
         changes = self.rows.stage(plan, up)
@@ -120,11 +120,11 @@ class Runner:
             rows, lengths = batch.rows[index], batch.seq_lens[index]
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
-        return self._sample(items, sampled, rows, logits, lengths, prompt_logprobs)
+        return self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
 
     def _sample(
         self,
-        items: list[Item],
+        plan: Plan,
         sampled: list[int],
         rows: Tensor,
         logits: Tensor,
@@ -134,13 +134,15 @@ class Runner:
     ) -> StepHandle:
         """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs, `chosen` [R] what a graph
         has drawn already, going by temperature alone."""
+        items = plan.items
         host_rows = [items[i].row for i in sampled]
-        if self.rows.special.isdisjoint(host_rows):
+        if not plan.masks and self.rows.special.isdisjoint(host_rows):
             if chosen is None:
                 chosen = choose(logits, rows, lengths, self.rows, self.model.ops)
             return StepHandle(items, Download(chosen), None, prompt_logprobs)
         up = Upload()
-        job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up)
+        masks = {k: plan.masks[i] for k, i in enumerate(sampled) if i in plan.masks}
+        job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up, masks)
         asked = self._asked_logprobs(host_rows)
         asked_at = up.ints([k for k, _ in asked])
         shipped = up.ship(self.device)

@@ -38,6 +38,7 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) ->
             owner=caller.owner,
             priority=caller.priority,
             timeout=prepared.timeout,
+            structure=prepared.structure,
         ) as call:
             try:
                 yield call
@@ -171,6 +172,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     with open_call(front, caller, prepared, follow=shape.stream) as call:
         async with exchange.watching(call):
             if shape.stream:
+                await call.taken()  # what is refused is an HTTP error still, and no event
                 await stream(exchange, call, prepared, shape)
             else:
                 await call.done()

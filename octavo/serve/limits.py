@@ -25,6 +25,7 @@ class Limits:
     stops: int = 4
     stop_chars: int = 1024
     logit_bias: int = 1024
+    structure_bytes: int = 256 * 2**10  # of a schema, a grammar or all choices
     token_ids: int = 4096  # entries of stop_token_ids
     top_logprobs: int = 20
     completion_logprobs: int = 20  # OpenAI allows 5; clients of vLLM ask for more

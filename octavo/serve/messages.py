@@ -97,6 +97,12 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     code: str | None = None
 
 
+class Taken(msgspec.Struct, tag=True, array_like=True):
+    """Its structured output is compiled, and the request queued: nothing in it will be refused any more."""
+
+    id: str
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """The engine's pulse: where it stands. Counters count from its start."""
 
@@ -115,6 +121,9 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     prefill_tokens: int = 0  # planned so far, by kind
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
+    guides_compiled: int = 0
+    guides_cached: int = 0  # asked for and there already, or on the way
+    guide_seconds: float = 0.0  # of compiling
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -123,7 +132,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
-ToFront = Phase | Loaded | Ready | News | Refused | Beat | Failed
+ToFront = Phase | Loaded | Ready | News | Refused | Taken | Beat | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -61,6 +61,9 @@ class EngineSource(Source):
             "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),
             "decode_tokens": (beat.decode_tokens, "Tokens computed one at a time."),
             "kv_block_copies": (beat.copies, "Blocks copied before a write."),
+            "structured_output_compilations": (beat.guides_compiled, "Schemas and grammars compiled."),
+            "structured_output_compile_seconds": (beat.guide_seconds, "Time of that."),
+            "structured_output_cache_hits": (beat.guides_cached, "Schemas and grammars that were compiled already."),
         }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])

@@ -35,6 +35,12 @@ class Common(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None  # these four: what older clients of vLLM send
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None  # seconds in all
@@ -107,12 +113,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (),
     "functions": (),
     "function_call": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "use_beam_search": (False,),
     "suffix": ("",),
     "length_penalty": (1, 1.0),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
+from octavo.serve import structure
 from octavo.serve.errors import ApiError, bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
@@ -38,6 +39,7 @@ class Prepared:
     texts: list[str | None]
     timeout: float | None
     headers: dict[str, str] = field(default_factory=dict)  # what the client should know of how it was read
+    structure: str | None = None  # the field that says what the text must match
 
 
 # ---- before the prompt ----------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def sampling(body: Common, limits: Limits) -> SamplingParams:
         if not all(re.fullmatch(r"\d{1,9}", token) for token in body.logit_bias):
             raise bad("logit_bias", "logit_bias must map token ids to numbers")
         given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
-    return SamplingParams(**given, max_tokens=None)
+    return SamplingParams(**given, max_tokens=None, structured_outputs=structure.read(body, limits))
 
 
 def check_common(front: Front, caller: Caller, body: Common) -> float | None:
@@ -251,4 +253,4 @@ def build(
         entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
         if entries > front.config.limits.logprob_entries:
             raise bad("prompt_logprobs", "so many prompt logprobs are too large a reply", "param_out_of_range")
-    return Prepared(requests, [text for text, _ in prompts], timeout, headers)
+    return Prepared(requests, [text for text, _ in prompts], timeout, headers, structure.field(body))

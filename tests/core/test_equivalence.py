@@ -18,8 +18,16 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.cached for t in total) > 1000, "the workloads no longer exercise the prefix cache"
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_guided_workloads_equal_the_oracle(part: int) -> None:
+    total = [trial(seed, guided=True) for seed in range(part, TRIALS // 3, PARTS)]
+    assert sum(t.guided for t in total) > 100
+    assert sum(t.preemptions for t in total) > 5, "the workloads no longer exercise preemption"
+    assert {t.settings["depth"] for t in total if t.guided} == {1, 2, 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_random_workloads_equal_the_oracle(part: int) -> None:
     for seed in range(10_000 + part * 1000, 10_000 + (part + 1) * 1000):
-        trial(seed)
+        trial(seed, guided=seed % 3 == 0)

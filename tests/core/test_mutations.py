@@ -46,6 +46,14 @@ BUGS = {
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
     "prompt logprobs are taken from the cache": ("scheduler", "if not self.caching or self._missing_prompt_logprobs(seq):", "if not self.caching:"),
     "a preempted sequence still holds others up": ("scheduler", "                del self.computing[h]\n", "                pass\n"),
+    "a guided sequence is planned before its token is known": ("scheduler", "if seq.guide is not None and seq.inflight:", "if False:"),
+    "a guide does not move on": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
+    "a guide moves on when a step is planned": ("scheduler", "plan.masks[len(items)] = seq.guide.mask", "plan.masks[len(items)] = seq.guide.mask; seq.guide.accept(seq.tokens[-1])"),
+    "completions share a guide": ("scheduler", "else seq.guide.copy()", "else seq.guide"),
+    "requests share a guide": ("scheduler", "else request.guide.copy()", "else request.guide"),
+    "the first token is not guided": ("scheduler", "if sample and seq.guide is not None:", "if False:"),
+    "masks go to the wrong item": ("scheduler", "plan.masks[len(items)] =", "plan.masks[max(len(items) - 1, 0)] ="),
+    "ignore_eos holds for what a guide has ended": ("scheduler", "params.ignore_eos and guide is None", "params.ignore_eos"),
     "evicted content stays in the index": ("blocks", "            del self.index[h]\n", ""),
     "a shared block stays in the free list": ("blocks", "            del self.free[block]\n", "            pass\n"),
     "a block is freed while somebody holds it": ("blocks", "        if self.refs[block] == 0:\n            self.free[block]", "        if True:\n            self.free[block]"),
@@ -79,7 +87,7 @@ def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
     for seed in range(400):
         try:
-            workloads.trial(seed)
+            workloads.trial(seed // 2, guided=seed % 2 == 1)
         except Exception:
             return
     pytest.fail("no workload noticed")

@@ -36,7 +36,7 @@ def choose(
     rows = [NewRow(i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]) for i in range(n)]
     up = Upload()
     changes = state.stage(Plan(1, rows=rows), up)
-    job = sampler.SampleJob.stage(list(range(n)), max(map(len, tokens)), state, up)
+    job = sampler.SampleJob.stage(list(range(n)), max(map(len, tokens)), state, up, {})
     shipped = up.ship(torch.device("cpu"))
     state.apply(changes, shipped)
     lengths, index = torch.tensor([len(t) for t in tokens], dtype=torch.int32), torch.arange(n, dtype=torch.int32)

@@ -23,8 +23,8 @@ class FakeLink:
     def __init__(self, script: list[Any]):
         self.script, self.sent = deque(script), []
 
-    def receive(self, wait: bool) -> Any:
-        while wait and self.script and self.script[0] is None:
+    def receive(self, seconds: float | None) -> Any:
+        while seconds is None and self.script and self.script[0] is None:
             self.script.popleft()  # an idle engine sleeps over those
         return self.script.popleft() if self.script else Shutdown()
 

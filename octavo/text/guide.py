@@ -1,0 +1,280 @@
+"""From what a text must match to a guide that follows it, by llguidance: compiled in threads of its own, each thing once.
+
+    guides = Guides(tokenizer, vocab_size, end_ids)
+    guide = guides.compile(StructuredOutputs(json=schema))     waits; raises InvalidRequest
+    work = guides.start(StructuredOutputs(json=schema))        does not wait ...
+    guide = work.poll()                                        ... None while it is not done; raises InvalidRequest
+
+A compiled guide stands at the beginning of a text; who follows a text takes a copy. Knows vocabularies and grammars;
+knows nothing of requests or scheduling. llguidance is imported when the first guide is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from octavo.errors import GuideError, InvalidRequest
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import Guide, StructuredOutputs
+
+DEADLINE = 5.0  # seconds that one compilation may take
+THREADS = 2
+CACHE_BYTES = 256 * 2**20
+# What a compiled grammar takes cannot be asked. Seen: up to 155 bytes for each of its text, most far less.
+COST, COST_PER_CHAR = 64 * 2**10, 160
+# A step that would take long fails instead: it holds up everybody. With these the worst that was found, grammars that can be
+# read in very many ways, took 21 ms a token; with the library's defaults, two seconds. JSON takes 0.01 to 5 ms.
+LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
+JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+NAMES = {"json": "the JSON schema", "regex": "the regex", "choice": "the choice", "grammar": "the grammar", "json_object": "JSON"}
+ANY_OBJECT = '{"type": "object"}'
+
+
+class Guides:
+    """Compiles for one model. `end_ids` end its texts; `vocab_size` is the model's: there may be more ids than tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]):
+        self.compiled, self.hits, self.seconds = 0, 0, 0.0
+        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, end_ids
+        self._vocabulary: Any = None  # llguidance's, once there is one
+        self._building = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Compilation] = OrderedDict()  # the latest used last
+        self._bytes = 0
+        self._jobs: SimpleQueue[Compilation] = SimpleQueue()
+        self._threads = 0
+
+    def compile(self, spec: StructuredOutputs) -> Guide:
+        work = self.start(spec)
+        while (guide := work.poll()) is None:
+            work.done.wait(0.1)
+        return guide
+
+    def start(self, spec: StructuredOutputs) -> Compilation:
+        """The same spec is compiled once, also when it is asked for again before it is there."""
+        value = getattr(spec, spec.kind)
+        key = spec.kind, json.dumps(value) if spec.kind == "choice" else str(value)
+        if (work := self._known.get(key)) is not None:
+            self.hits += 1
+            self._known.move_to_end(key)
+            return work
+        work = self._known[key] = Compilation(spec, COST + COST_PER_CHAR * len(key[1]))
+        self._bytes += work.cost
+        while self._bytes > CACHE_BYTES and len(self._known) > 1:
+            self._bytes -= self._known.popitem(last=False)[1].cost
+        self._jobs.put(work)
+        if self._threads < THREADS:  # they end with the process: nothing need wait for them
+            self._threads += 1
+            threading.Thread(target=self._work, name="guides", daemon=True).start()
+        return work
+
+    def _work(self) -> None:
+        while True:
+            work = self._jobs.get()
+            try:
+                vocabulary = self._get_vocabulary()
+                work.started = time.monotonic()
+                work.guide = build(vocabulary, work.spec, -(-self._vocab_size // 32) * 4)
+            except InvalidRequest as error:
+                work.error = error
+            except Exception as error:  # of the library: whatever it is, somebody waits for an answer
+                work.error = refused(work.spec, str(error))
+            if work.started is not None:
+                self.compiled += 1
+                self.seconds += time.monotonic() - work.started
+            work.done.set()
+
+    def _get_vocabulary(self) -> Any:
+        with self._building:
+            if self._vocabulary is None:
+                self._vocabulary = make_vocabulary(self._tokenizer, self._vocab_size, self._end_ids)
+            return self._vocabulary
+
+
+class Compilation:
+    """A guide on its way. Others than its thread only read it."""
+
+    def __init__(self, spec: StructuredOutputs, cost: int):
+        self.spec, self.cost = spec, cost
+        self.started: float | None = None  # None: it waits for a thread
+        self.done = threading.Event()
+        self.guide: Guide | None = None
+        self.error: InvalidRequest | None = None
+
+    def poll(self) -> Guide | None:
+        """None: not yet. One that is late goes on, and may be there when it is asked for again."""
+        if self.done.is_set():
+            if self.error is not None:
+                raise InvalidRequest(str(self.error), self.error.param, self.error.code)
+            return self.guide
+        if self.started is not None and time.monotonic() - self.started > DEADLINE:
+            raise InvalidRequest(
+                f"{NAMES[self.spec.kind]} was not compiled within {DEADLINE:g} s: simplify it",
+                "structured_outputs",
+                "structured_output_timeout",
+            )
+        return None
+
+
+class LLGuide:
+    """Guide, by llguidance's matcher. `size`: bytes of a mask."""
+
+    __slots__ = ("_matcher", "_size", "mask")
+
+    def __init__(self, matcher: Any, size: int, mask: bytes | None = None):
+        self._matcher, self._size = matcher, size
+        self.mask = self._compute() if mask is None else mask
+
+    def _compute(self) -> bytes:
+        mask: bytes = self._matcher.compute_bitmask()[: self._size]
+        if self._matcher.is_error() or mask.count(0) == self._size:
+            raise self._error()
+        return mask
+
+    def accept(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            raise self._error()
+        self.mask = self._compute()
+
+    def copy(self) -> LLGuide:
+        return LLGuide(self._matcher.deep_copy(), self._size, self.mask)
+
+    def _error(self) -> GuideError:
+        return GuideError(f"the text can no longer be led along structured_outputs: {shorten(self._matcher.get_error())}")
+
+
+# ---- compiling ----------------------------------------------------------------------------------------
+
+
+def make_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]) -> Any:
+    """Every token's bytes. Ids without a token have none, and are never allowed."""
+    try:
+        from llguidance import LLTokenizer
+    except ImportError:
+        raise InvalidRequest(
+            "structured_outputs need llguidance, which is not installed: pip install llguidance",
+            "structured_outputs",
+            "unsupported_parameter",
+        ) from None
+    if tokenizer is None or tokenizer.pieces.kind == "other" or not end_ids:
+        why = (
+            "this engine runs without one" if tokenizer is None
+            else "this model's text has no end token" if not end_ids
+            else "the tokens of this model's have none of their own"
+        )  # fmt: skip
+        raise InvalidRequest(
+            f"structured_outputs need a tokenizer that gives every token its bytes: {why}",
+            "structured_outputs",
+            "unsupported_parameter",
+        )
+    return LLTokenizer(_Vocabulary(tokenizer, vocab_size, end_ids[0]), eos_token=list(end_ids))  # type: ignore[arg-type]
+
+
+class _Vocabulary:
+    """The attributes llguidance reads off a tokenizer of another's."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_id: int):
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        self.special_token_ids = sorted(id for id in tokenizer.special_ids if id < vocab_size)
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_id, end_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def build(vocabulary: Any, spec: StructuredOutputs, size: int) -> LLGuide:
+    """The guide of a spec, its first mask computed. Raises InvalidRequest."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(vocabulary, grammar_of(spec), log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+    if matcher.is_error():
+        raise refused(spec, matcher.get_error())
+    try:
+        return LLGuide(matcher, size)
+    except GuideError:
+        raise refused(spec, "nothing can match it") from None
+
+
+def grammar_of(spec: StructuredOutputs) -> str:
+    """llguidance's own form. Does not look at the contents."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    if spec.json is not None or spec.json_object:
+        return LLMatcher.grammar_from_json_schema(str(spec.json or ANY_OBJECT), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.regex, 'dws')}/")  # \d is 0-9, not any script's digit
+    if spec.choice is not None:  # a terminal, in capitals: thousands of choices are one automaton
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+    return LLMatcher.grammar_from_lark(compact(spec.grammar or ""))
+
+
+def compact(grammar: str) -> str:
+    """Schemas within a grammar that say nothing of whitespace allow any amount of it, for ever: make them allow none."""
+    parts, at = [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # the library says what is wrong with it
+        schema.setdefault("x-guidance", {"whitespace_flexible": False})
+        parts += [grammar[at : found.end()], json.dumps(schema, ensure_ascii=False)]
+        at = end
+    return "".join([*parts, grammar[at:]])
+
+
+# ---- saying what is wrong ------------------------------------------------------------------------------
+
+
+def refused(spec: StructuredOutputs, why: str) -> InvalidRequest:
+    where = ""
+    if spec.json is not None:
+        with suppress(ValueError, RecursionError):
+            where = locate(json.loads(str(spec.json)), why.replace("Pointer '", "Pointer '#"))
+    if "Enable 'coerce_one_of'" in why:
+        why = "oneOf whose branches could match at the same time is not supported: use anyOf"
+    elif why.startswith("panic"):
+        why = "it is too large"
+    elif why.startswith("Expecting object schema"):
+        why = "a schema is an object"
+    why = why.replace("Unimplemented keys:", "not supported:")
+    at = f" (at {where})" if where else ""
+    return InvalidRequest(
+        f"{NAMES[spec.kind]} cannot be used: {shorten(why)}{at}", "structured_outputs", "invalid_structured_output"
+    )
+
+
+def shorten(text: str) -> str:
+    text = text.replace("<non-verbose/>", "").strip()
+    return text if len(text) <= 600 else f"{text[:500]} ... {text[-80:]}"
+
+
+# How the library's messages quote the value of a keyword.
+QUOTED = {"type": "type: {}", "format": "format: {}", "pattern": "{}\n", "$ref": "'{}'"}
+
+
+def locate(schema: Any, error: str, path: str = "#", names: bool = False) -> str:
+    """JSON pointer to the first place in a schema that an error message speaks of, or nothing. `names`: the keys at this
+    level are a client's names and no keywords."""
+    if isinstance(schema, list):
+        return next((found for i, part in enumerate(schema) if (found := locate(part, error, f"{path}/{i}"))), "")
+    if not isinstance(schema, dict):
+        return ""
+    for name, value in schema.items() if not names else ():
+        if f'"{name}"' in error or (name in QUOTED and isinstance(value, str) and QUOTED[name].format(value) in error):
+            return f"{path}/{name}"
+    for name, value in schema.items():
+        if names or name not in ("enum", "const", "default", "examples"):
+            held = not names and name in ("properties", "patternProperties", "$defs", "definitions")
+            if found := locate(value, error, f"{path}/{name.replace('~', '~0').replace('/', '~1')}", held):
+                return found
+    return ""
