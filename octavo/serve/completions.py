@@ -117,11 +117,14 @@ async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown:
         validate.check_count(name, wanted, 1, 2**63)
     params = replace(_prompt_logprobs(body, params, limits.top_logprobs), n=shape.n, logprobs=shape.top)
     _check_minimum(params, wanted)
-    shape.tools = read_tools(front, body)
+    shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
     ids = validate.truncate(await validate.chat_prompt(front, body, shape.tools), body.truncate_prompt_tokens, headers)
-    return validate.build(front, caller, body, [(None, ids)], params, wanted, timeout, headers, "messages"), shape
+    prepared = validate.build(front, caller, body, [(None, ids)], params, wanted, timeout, headers, "messages")
+    if shape.tools is not None and shape.tools.grammar is not None:
+        prepared.structure = "tools"
+    return prepared, shape
 
 
 async def prepare_completion(

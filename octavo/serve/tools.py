@@ -8,13 +8,14 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.serve import structure
 from octavo.serve.errors import bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import ChatRequest
 from octavo.serve.validate import check_template
 from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tool_prompt import forced_grammar
+from octavo.text.tool_prompt import call_grammar
 from octavo.text.tools import FORMATS, CallDelta, Format, ToolParser, choose_format
 from octavo.types import SamplingParams, StructuredOutputs
 
@@ -65,8 +66,8 @@ def whole_call(name: str, arguments: str) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_tools(front: Front, body: ChatRequest) -> ToolUse | None:
-    """None: there are no tools, or the model is not to call any."""
+def read_tools(front: Front, body: ChatRequest, answer: StructuredOutputs | None = None) -> ToolUse | None:
+    """None: there are no tools, or the model is not to call any. `answer`: what a reply that calls none must match."""
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
             raise bad("tool_choice", "tool_choice is for requests with tools")
@@ -84,9 +85,16 @@ def read_tools(front: Front, body: ChatRequest) -> ToolUse | None:
     specials = special_tags(front.tokenizer, format)
     parallel = body.parallel_tool_calls is not False
     grammar = None
-    if choice != "auto":
-        named = tools if choice == "required" else [tool for tool in tools if tool["function"]["name"] == choice[1]]
-        grammar = forced_grammar(format, named, parallel and choice == "required", specials)
+    if isinstance(choice, tuple):
+        named = [tool for tool in tools if tool["function"]["name"] == choice[1]]
+        grammar = call_grammar(format, named, False, specials)
+    elif choice == "required":
+        grammar = call_grammar(format, tools, parallel, specials)
+    elif answer is not None:
+        schema = answer.json if answer.json is not None else '{"type": "object"}' if answer.json_object else None
+        if schema is None:
+            raise bad(structure.field(body), "with tools, an answer can be held to JSON only: use response_format")
+        grammar = call_grammar(format, tools, parallel, specials, str(schema))
     return ToolUse(tools, format, parallel, grammar, bool(specials))
 
 

@@ -55,8 +55,11 @@ def _written(call: dict[str, Any]) -> str:
     return f"{HERMES.open}\n{json.dumps(said, ensure_ascii=False)}\n{HERMES.close}"
 
 
-def forced_grammar(format: Format, tools: list[dict[str, Any]], parallel: bool, special_ids: dict[str, int]) -> str:
-    """A grammar in llguidance's dialect of Lark for nothing but calls of these tools: one, or with `parallel` one or more.
+def call_grammar(
+    format: Format, tools: list[dict[str, Any]], parallel: bool, special_ids: dict[str, int], answer: str | None = None
+) -> str:
+    """A grammar in llguidance's dialect of Lark for nothing but calls of these tools: one, or with `parallel` one or more; or,
+    where there is one, for an answer that matches a JSON schema.
 
     `special_ids`: which of the format's tags are special tokens, and so must be named by id. Each tool's parameters stand as a
     schema of their own, so that references within them (#/$defs/...) mean what they meant.
@@ -67,15 +70,23 @@ def forced_grammar(format: Format, tools: list[dict[str, Any]], parallel: bool, 
 
     call = f'{tag(format.open)} "\\n" function "\\n" {tag(format.close)}' if format.close else "function"
     rules = [
-        f"start: call ({json.dumps(format.between)} call)*" if parallel else "start: call",
+        "start: calls" if answer is None else "start: calls | answer",
+        f"calls: call ({json.dumps(format.between)} call)*" if parallel else "calls: call",
         f"call: {call}",
         "function: " + " | ".join(f"f{i}" for i in range(len(tools))),
     ]
+    if answer is not None:
+        rules.append(f"answer: %json {_literal(json.loads(answer))}")
     for i, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool["function"]["name"])}, "{format.arguments}": '
-        schema = json.dumps(_schema(tool["function"].get("parameters")), ensure_ascii=False)
+        schema = _literal(_schema(tool["function"].get("parameters")))
         rules.append(f'f{i}: {json.dumps(head)} %json {schema} "}}"')
     return "\n".join(rules)
+
+
+def _literal(schema: Any) -> str:
+    """As JSON in which no %json can be found but the grammar's own."""
+    return json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
 
 
 def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,3 +253,53 @@ def test_odd_calls_in_a_conversation_never_break_the_server(running: Running, me
 
 def test_tools_are_for_chats(running: Running) -> None:
     check_error(running.post("/v1/completions", {"prompt": "x", "tools": [tool()]}), 400, "tools", "unsupported_parameter")
+
+
+# ---- calls that must be made -----------------------------------------------------------------------------
+
+SWITCH = tool("switch", parameters={"type": "object", "properties": {"lamp": {"$ref": "#/$defs/Lamp"}, "on": {"type": "boolean"}},
+              "required": ["lamp", "on"], "$defs": {"Lamp": {"enum": ["left", "right"]}}})  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "switch"}}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_is_made_whatever_the_model_would_say(running: Running, choice: Any, seed: int) -> None:
+    """This model has never seen a letter: all that it says is the grammar's doing."""
+    body = {"messages": HI, "tools": [SWITCH, tool("wait")], "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
+    whole = running.post(CHAT, body).json()["choices"][0]
+    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
+    (function,) = [call["function"] for call in whole["message"]["tool_calls"]]
+    arguments = json.loads(function["arguments"])
+    if function["name"] == "switch":
+        assert arguments["lamp"] in ("left", "right") and type(arguments["on"]) is bool
+    else:
+        assert (function["name"], arguments, choice) == ("wait", {}, "required")
+    chunks = events(running.post(CHAT, {**body, "stream": True}).text)
+    deltas = [call["function"] for e in chunks for call in e["choices"][0]["delta"].get("tool_calls", [])]
+    assert deltas[0]["name"] == function["name"] and "".join(d["arguments"] for d in deltas) == function["arguments"]
+
+
+def test_an_answer_in_a_format_may_come_instead_of_a_call(running: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    seen = set()
+    for seed in range(20):
+        body = {"messages": HI, "tools": [SWITCH], "response_format": format, "seed": seed, "parallel_tool_calls": False}
+        message = running.post(CHAT, body).json()["choices"][0]["message"]
+        if "tool_calls" in message:
+            assert message["content"] is None
+            seen.add("call")
+        else:
+            assert json.loads(message["content"])["a"] in (1, 2)
+            seen.add("answer")
+    assert seen == {"call", "answer"}
+    check_error(running.post(CHAT, {"messages": HI, "tools": [SWITCH], "structured_outputs": {"regex": "a"}}), 400,
+                "structured_outputs")  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_followed_is_refused(running: Running, stream: bool) -> None:
+    bad = tool(parameters={"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}})
+    reply = running.post(CHAT, {"messages": HI, "tools": [bad], "tool_choice": "required", "stream": stream})
+    assert "/$defs/none" in check_error(reply, 400, "tools", "invalid_structured_output")["message"]

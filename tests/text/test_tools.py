@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.text.tool_prompt import forced_grammar, spell_out
+from octavo.text.tool_prompt import call_grammar, spell_out
 from octavo.text.tools import FORMATS, HERMES, LLAMA_JSON, CallDelta, Format, ToolParser, choose_format
 
 NAMES = ("f", "get_weather")
@@ -285,7 +285,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def test_a_grammar_lets_calls_of_the_tools_through_and_nothing_else() -> None:
-    grammar = forced_grammar(HERMES, [WEATHER, CLOCK], True, {})
+    grammar = call_grammar(HERMES, [WEATHER, CLOCK], True, {})
     weather, clock = tagged("get_weather", '{"city": "Paris"}'), tagged("get-time")
     assert read(weather) == ("", [("get_weather", '{"city": "Paris"}')])
     for good in (weather, clock, f"{weather}\n{clock}\n{weather}"):
@@ -294,17 +294,22 @@ def test_a_grammar_lets_calls_of_the_tools_through_and_nothing_else() -> None:
              tagged("get_weather", '{"city": "x", "y": 1}'), tagged("other"), tagged("get-time", '{"x": 1}')]  # fmt: skip
     for bad in wrong:
         assert not accepts(grammar, bad), bad
-    one = forced_grammar(HERMES, [WEATHER, CLOCK], False, {})
+    one = call_grammar(HERMES, [WEATHER, CLOCK], False, {})
     assert accepts(one, clock) and not accepts(one, f"{weather}\n{clock}")
 
 
 def test_a_grammar_in_llamas_words() -> None:
-    grammar = forced_grammar(LLAMA_JSON, [WEATHER, CLOCK], True, {})
+    grammar = call_grammar(LLAMA_JSON, [WEATHER, CLOCK], True, {})
     weather = call("get_weather", '{"city": "Paris"}', "parameters")
     assert accepts(grammar, weather) and accepts(grammar, f"{weather}; {call('get-time', key='parameters')}")
     assert not accepts(grammar, f"<|python_tag|>{weather}")
 
 
 def test_tags_that_are_special_tokens_are_named_by_id() -> None:
-    grammar = forced_grammar(HERMES, [CLOCK], False, {"<tool_call>": 7})
+    grammar = call_grammar(HERMES, [CLOCK], False, {"<tool_call>": 7})
     assert 'call: <[7]> "\\n" function "\\n" "</tool_call>"' in grammar
+
+
+def test_an_answer_may_be_held_to_a_schema_beside_the_calls() -> None:
+    grammar = call_grammar(HERMES, [CLOCK], True, {}, '{"type": "object", "properties": {"a": {"const": "%json {}"}}}')
+    assert accepts(grammar, tagged("get-time")) and accepts(grammar, '{"a": "%json {}"}') and not accepts(grammar, "Hello")
