@@ -34,6 +34,7 @@ COST, COST_PER_CHAR = 64 * 2**10, 160
 LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 NAMES = {"json": "the JSON schema", "regex": "the regex", "choice": "the choice", "grammar": "the grammar", "json_object": "JSON"}
+PRINTABLE = set(range(0x20, 0x7F))  # bytes that a vocabulary must have as tokens; some lack a few control characters
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -162,18 +163,21 @@ def make_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple
             "structured_outputs",
             "unsupported_parameter",
         ) from None
-    if tokenizer is None or tokenizer.pieces.kind == "other" or not end_ids:
-        why = (
-            "this engine runs without one" if tokenizer is None
-            else "this model's text has no end token" if not end_ids
-            else "the tokens of this model's have none of their own"
-        )  # fmt: skip
-        raise InvalidRequest(
-            f"structured_outputs need a tokenizer that gives every token its bytes: {why}",
-            "structured_outputs",
-            "unsupported_parameter",
-        )
-    return LLTokenizer(_Vocabulary(tokenizer, vocab_size, end_ids[0]), eos_token=list(end_ids))  # type: ignore[arg-type]
+    why = ""
+    if tokenizer is None:
+        why = "this engine runs without one"
+    elif not end_ids:
+        why = "this model has no token that ends a text"
+    elif tokenizer.pieces.kind == "other":
+        why = "what this model's tokens stand for depends on their neighbours"
+    else:
+        vocabulary = _Vocabulary(tokenizer, vocab_size, end_ids[0])
+        if vocabulary.bytes.keys() >= PRINTABLE:
+            return LLTokenizer(vocabulary, eos_token=list(end_ids))  # type: ignore[arg-type]
+        why = "this model's tokens cannot spell every character"
+    raise InvalidRequest(
+        f"structured_outputs need a tokenizer that can write anything: {why}", "structured_outputs", "unsupported_parameter"
+    )
 
 
 class _Vocabulary:
@@ -182,13 +186,25 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_id: int):
+        special = tokenizer.special_ids
         self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        self.special_token_ids = sorted(id for id in tokenizer.special_ids if id < vocab_size)
+        self.special_token_ids = sorted(id for id in special if id < vocab_size)
         self.bos_token_id, self.eos_token_id = tokenizer.bos_id, end_id
-        self._tokenizer = tokenizer
+        self.bytes = {token[0]: id for id, token in enumerate(self.tokens) if len(token) == 1 and id not in special}
+        self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Tokens for a text that only one continuation is left for, so that it is cut as the model learned it. Their bytes
+        must be the text's, exactly, though a tokenizer may put a space before a text, or normalise it."""
+        data = text.encode()
+        for before in ("", "\x02"):  # a character that nothing merges with
+            ids = self._encode(before + text, add_special_tokens=False)
+            extra, first = sum(len(self.tokens[id]) for id in ids) - len(data), 0
+            while extra > 0:
+                extra, first = extra - len(self.tokens[ids[first]]), first + 1
+            if b"".join(self.tokens[id] for id in ids[first:]) == data:
+                return ids[first:]
+        return [self.bytes[byte] for byte in data if byte in self.bytes]
 
 
 def build(vocabulary: Any, spec: StructuredOutputs, size: int) -> LLGuide:
