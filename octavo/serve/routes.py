@@ -71,7 +71,8 @@ async def tokenize(exchange: Exchange) -> None:
     else:
         assert body.prompt is not None
         front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)
-        ids = await front.text.run(len(body.prompt), front.tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+        flags = body.add_special_tokens is not False, body.parse_special is not False
+        ids = await front.text.run(len(body.prompt), front.tokenizer.encode, body.prompt, *flags)
     reply = {"tokens": ids, "count": len(ids), "max_model_len": context}
     if body.return_token_strs:
         reply["token_strs"] = [front.tokenizer.token_str(id) for id in ids]
@@ -211,4 +212,4 @@ async def cancel(exchange: Exchange) -> None:
 
 
 async def description(exchange: Exchange) -> None:
-    await exchange.reply(openapi.description(exchange.front.config.name))
+    await exchange.reply(openapi.description(exchange.front.config.name, exchange.front.config.limits))
