@@ -58,7 +58,8 @@ ERROR = {
 
 PART = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
 CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
-CALL = {"type": "object", "required": ["function"], "properties": {"function": {"type": "object", "required": ["name"]}}}
+NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+CALL = {"anyOf": [{"type": "object", "required": ["function"], "properties": {"function": NAMED}}, NAMED]}
 MESSAGE = {
     "anyOf": [
         {
@@ -107,13 +108,13 @@ def bounds(name: str, limits: Limits) -> dict[str, dict[str, Any]]:
         "model": {"enum": [name, None]},
         "temperature": {"minimum": 0, "maximum": 2},
         "top_p": {"minimum": 0, "maximum": 1},
-        "top_k": {"minimum": -1, "maximum": 2**63 - 1},
+        "top_k": {"minimum": -1, "maximum": 2**64 - 1},
         "min_p": {"minimum": 0, "maximum": 1},
         "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
         "stop": {**stop, "maxItems": limits.stops, "items": stop},
         "stop_token_ids": ids,
         "allowed_token_ids": {**ids, "minItems": 1},
-        "min_tokens": {"minimum": 0, "maximum": 2**63 - 1},
+        "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
         "presence_penalty": {"minimum": -2, "maximum": 2},
         "frequency_penalty": {"minimum": -2, "maximum": 2},
         "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},

@@ -247,13 +247,17 @@ def _joined(content: Any, where: str) -> str:
 
 
 def _parsed_arguments(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The API sends a call's arguments as a string of JSON; templates want what it says."""
+    """The API sends a call's arguments as a string of JSON; templates want what it says. They know a call without "function"
+    around it too."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidRequest(f"{where} must be a list of objects", where)
     parsed = []
     for call in calls:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wanted = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise InvalidRequest(f"{where} must be a list of {wanted}", where)
+        if "function" in call and isinstance(function.get("arguments"), str):
             try:
                 function = {**function, "arguments": json.loads(function["arguments"] or "{}")}
             except (ValueError, RecursionError):

@@ -50,7 +50,7 @@ def spell_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 
 
 def _written(call: dict[str, Any]) -> str:
-    function = call["function"] if isinstance(call.get("function"), dict) else call
+    function = call.get("function", call)
     said = {"name": function.get("name"), "arguments": function.get("arguments")}
     return f"{HERMES.open}\n{json.dumps(said, ensure_ascii=False)}\n{HERMES.close}"
 

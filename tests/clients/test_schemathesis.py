@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 # What is left out: requests that are good field by field and bad together (min_tokens above max_tokens) are refused, which it
 # calls a fault; and a client's own deadline of a nanosecond is a 504, which it calls the server's. The latter is checked below.
+# /v1/chat/completions/render takes the requests of its neighbour, and does not look at what only matters for generating.
 LEFT_OUT = "positive_data_acceptance,not_a_server_error"
 
 
@@ -25,16 +26,26 @@ LEFT_OUT = "positive_data_acceptance,not_a_server_error"
 def test_requests_made_from_the_description(tmp_path: Path, mode: str) -> None:
     report = tmp_path / "report.har"
     with server(tmp_path, engine={"max_model_len": 256}) as running:
-        program = [sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json", "--mode", mode, "--seed", "1",
-                   "--phases", "coverage,fuzzing", "--max-examples", "40", "--exclude-checks", LEFT_OUT, "--continue-on-failure",
-                   "--suppress-health-check", "all", "--report", "har", "--report-har-path", str(report)]  # fmt: skip
+        options = {
+            "--mode": mode,
+            "--seed": "1",
+            "--phases": "coverage,fuzzing",
+            "--max-examples": "25",
+            "--exclude-checks": LEFT_OUT,
+            "--exclude-path": "/v1/chat/completions/render" if mode == "negative" else "/none",
+            "--suppress-health-check": "all",
+            "--report": "har",
+            "--report-har-path": str(report),
+        }
+        program = [sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json", "--continue-on-failure"]
+        program += [part for pair in options.items() for part in pair]
         done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
         running.wait(seconds=5)
         assert "Traceback" not in running.log.read_text()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     entries = json.loads(report.read_text())["log"]["entries"]
     statuses = Counter(entry["response"]["status"] for entry in entries)
-    assert statuses[200] > 50 and statuses[400] > 50, statuses
+    assert statuses[200 if mode == "positive" else 400] > 300, statuses
     for entry in entries:
         status, text = entry["response"]["status"], entry["response"]["content"].get("text", "")
         assert status < 500 or (status == 504 and "deadline_exceeded" in text), entry
