@@ -44,6 +44,9 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, flag("--trust-request-chat-template", "Let requests bring chat templates.", "Safety")
     ] = False,
+    tool_parser: Annotated[
+        str, typer.Option(help="How the model writes calls of tools: auto, hermes, llama_json or none.", metavar="NAME")
+    ] = "auto",
     max_queue: Annotated[int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)] = 256,
     max_queue_tokens: Annotated[int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")] = 262_144,
     queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", show_default=True)] = 60.0,
@@ -56,12 +59,15 @@ def serve(
     try:
         from octavo.serve.config import ServeConfig
         from octavo.serve.server import run
+        from octavo.text.tools import FORMATS
     except ImportError as error:
         fail(f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'")
     if metrics_prefix not in ("octavo", "vllm"):
         fail("--metrics-prefix is octavo or vllm")
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         fail("--log-level is debug, info, warning or error")
+    if tool_parser not in ("auto", "none", *FORMATS):
+        fail(f"--tool-parser is auto, {', '.join(FORMATS)} or none")
     logging.getLogger().setLevel(log_level.upper())
     config = ServeConfig(
         model=model,
@@ -76,6 +82,7 @@ def serve(
         allowed_origins=tuple(allowed_origin or ()),
         strict_params=strict_params,
         request_templates=trust_request_chat_template,
+        tool_parser=tool_parser,
         metrics_prefix=metrics_prefix,
         max_queue=max_queue,
         max_queue_tokens=max_queue_tokens,
