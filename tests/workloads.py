@@ -10,7 +10,7 @@ from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.types import Output, Request, SamplingParams
 from tests import oracle
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeDisk, FakeRunner
 
 MAX_LEN = 60
 
@@ -23,15 +23,40 @@ class Trial:
     preemptions: int = 0
     copies: int = 0
     cached: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    misses: int = 0
     settings: dict[str, object] = field(default_factory=dict)
 
 
 def make_engine(
-    num_blocks: int, block_size: int, rows: int, budget: int, depth: int, caching: bool = True, max_len: int = MAX_LEN
+    num_blocks: int,
+    block_size: int,
+    rows: int,
+    budget: int,
+    depth: int,
+    caching: bool = True,
+    max_len: int = MAX_LEN,
+    host: int = 0,
+    disk: FakeDisk | None = None,
+    seed: int = 0,
 ) -> Engine:
-    cache = CacheConfig(block_size, num_blocks, caching)
+    cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
     schedule = ScheduleConfig(rows, budget, max_len, depth)
-    return Engine(Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,)), FakeRunner(num_blocks, block_size))
+    scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,))
+    if scheduler.tiers is not None and disk is not None:
+        scheduler.tiers.on_disk = set(disk.records)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, host, disk, seed))
+
+
+def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
+    """How many host slots, and what disk is behind them."""
+    host = g.choice([0, 0, g.randrange(1, 5), g.randrange(5, 20), 100])
+    if not host or g.random() < 0.4:
+        return host, None
+    sound = g.random() < 0.5
+    rate = 0.0 if sound else 0.25
+    return host, FakeDisk(slowest=g.choice([1, 2, 8]), missing=rate, never=rate, unwritable=rate)
 
 
 def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request]) -> Request:
@@ -58,18 +83,26 @@ def trial(seed: int) -> Trial:
     rows = g.choice([2, 4, 16])
     budget = max(rows, g.choice([2, 7, 16, 64]))
     depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
-    engine = make_engine(blocks, size, rows, budget, depth, caching)
-    scheduler = engine.scheduler
+    dice = random.Random(f"tiers {seed}")  # of their own: what else a seed draws does not change with them
+    host, disk = random_tiers(dice)
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
     for i in range(g.randrange(3, 14)):
         todo.append(random_request(g, i, bases, todo))
     requests = {r.id: r for r in todo}
+    if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
+        earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed)
+        for r in todo:
+            earlier.add(r)
+        run_dry(earlier)
+    engine = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed + 1)
+    scheduler = engine.scheduler
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
     aborted: set[str] = set()
     result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching))
+    result.settings |= dict(host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
     def take(outputs: list[Output]) -> None:
         for out in outputs:
@@ -88,6 +121,8 @@ def trial(seed: int) -> Trial:
         if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:  # few: aborts would hide hangs
             aborted.add(victim := g.choice(list(scheduler.requests)))
             take(engine.abort(victim))
+        if dice.random() < 0.005:
+            scheduler.forget()
         take(engine.step())
         scheduler.check()
         owners: dict[int, str] = {}
@@ -96,6 +131,7 @@ def trial(seed: int) -> Trial:
                 assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, "salts share a block"
         steps += 1
         assert steps < 20_000, "no progress"
+    run_dry(engine)
     scheduler.pool.check([])
     assert len(scheduler.rows) == rows and not scheduler.live and not scheduler.requests
 
@@ -118,4 +154,22 @@ def trial(seed: int) -> Trial:
             assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
+    tiers = count.tiers
+    result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
+    assert count.wasted_tokens <= count.computed_tokens
     return result
+
+
+def run_dry(engine: Engine) -> None:
+    """Until nobody waits and the disk has answered all it was asked."""
+    tiers = engine.scheduler.tiers
+    for _ in range(5000):
+        if engine.idle and not (tiers and tiers.fetching):
+            break
+        engine.step()
+    else:
+        raise AssertionError("no progress")
+    if tiers is not None:
+        tiers.check()
+        assert not any(tiers.pins), "a slot is still pinned though nothing moves"
+        assert len(tiers.ready) + len(tiers.free) == tiers.slots

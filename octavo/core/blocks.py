@@ -36,6 +36,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.index: dict[bytes, int] = {}
         self.evictions = 0
+        self.evicted: list[tuple[int, bytes, array[int]]] = []  # since somebody last cleared it: block, hash, tokens
 
     @property
     def num_cached(self) -> int:
@@ -45,6 +46,9 @@ class BlockPool:
         """A block to write to. Forgets the least recently used cached content if nothing else is left."""
         block, _ = self.free.popitem(last=False)
         if (h := self.hash[block]) is not None:
+            tokens = self.tokens[block]
+            assert tokens is not None
+            self.evicted.append((block, h, tokens))
             self.hash[block] = self.tokens[block] = None
             del self.index[h]
             self.evictions += 1
@@ -70,12 +74,16 @@ class BlockPool:
             self.index[h] = block
             self.hash[block], self.tokens[block] = h, tokens
 
+    def find(self, h: bytes, tokens: array[int]) -> int:
+        """The block of this content, 0 if there is none. Tokens are compared: a colliding hash is a miss, never wrong KV."""
+        block = self.index.get(h, 0)
+        return block if block and self.tokens[block] == tokens else 0
+
     def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
-        """Blocks of the longest known prefix. Tokens are compared, so a colliding hash is a miss and never wrong KV."""
+        """Blocks of the longest known prefix."""
         hit: list[int] = []
         for j, h in enumerate(hashes):
-            block = self.index.get(h)
-            if block is None or self.tokens[block] != tokens[j * self.size : (j + 1) * self.size]:
+            if not (block := self.find(h, tokens[j * self.size : (j + 1) * self.size])):
                 break
             hit.append(block)
         return hit

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.blocks import BlockPool, chain, root
+from octavo.core.tiers import TierCounters, Tiers
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
 from octavo.types import Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
 
@@ -33,6 +34,8 @@ class Counters:
     generated_tokens: int = 0
     copies: int = 0
     preemptions: int = 0
+    wasted_tokens: int = 0  # computed before a preemption and again after it
+    tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
 class Scheduler:
@@ -56,6 +59,10 @@ class Scheduler:
         self.requests: dict[str, list[Sequence]] = {}
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
+        self.tiers: Tiers | None = None
+        if self.caching and cache.host_slots:
+            self.tiers = Tiers(cache.host_slots, cache.block_size, cache.block_bytes, cache.disk)
+            self.count.tiers = self.tiers.count
         self._ids = self._arrivals = 0
 
     @property
@@ -120,6 +127,8 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """A step went wrong on the device: end every request it touched. Others never shared its writes."""
+        if self.tiers is not None:
+            self.tiers.fail(plan)
         touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
         ids = {s.request.id: None for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}
         return [out for request_id in ids for out in self.abort(request_id, "error", error)]
@@ -150,6 +159,10 @@ class Scheduler:
         if not stuck and self.count.preemptions == preemptions:  # a victim does not come straight back
             self._plan_waiting(plan, left)
         self.count.copies += len(plan.copies)
+        if self.tiers is not None:
+            self.tiers.demote(self.pool.evicted, plan)
+            plan.waits = bool(self.tiers.fetching)
+        self.pool.evicted.clear()
         return plan
 
     def _plan_decoding(self, plan: Plan) -> int:
@@ -205,57 +218,74 @@ class Scheduler:
 
     def _plan_waiting(self, plan: Plan, left: int) -> None:
         """Admit in order of arrival. Who shares most of a prompt with one that is being computed waits for that instead of
-        computing it again; those behind it need not wait for it."""
+        computing it again, and who has much of its prompt on disk waits for the disk; those behind need not wait for it."""
         held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
         i = 0
         while i < len(self.waiting) and self.rows and left > 0:
             seq = self.waiting[i]
+            if self.tiers is not None and seq.asked == self.tiers.news:  # the disk has brought nothing since it looked
+                i += 1
+                continue
             if held and self.pool.size < len(seq.tokens):
                 self._extend_hashes(seq, 1)
             if seq.hashes and seq.hashes[0] in held:
                 i += 1
                 continue
-            hits = self._match(seq)
-            if hits is None:
-                held.add(seq.hashes[0])
+            found = self._match(seq, plan)
+            if found is None:
+                if seq.asked <= 0:
+                    held.add(seq.hashes[0])
                 i += 1
                 continue
-            used = self._admit(seq, hits, left, plan)
+            used = self._admit(seq, *found, left, plan)
             if used == 0:
                 break
             left -= used
 
-    def _match(self, seq: Sequence) -> list[int] | None:
-        """Blocks of its prompt that the prefix cache has. None: most of the rest will be there soon."""
+    def _match(self, seq: Sequence, plan: Plan) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Blocks of its prompt that the prefix cache has, 0 for one that a lower tier has, and (logical block, host slot) of
+        those. None: most of the rest will be there soon."""
         if not self.caching or self._missing_prompt_logprobs(seq):
-            return []
+            return [], []
         size = self.pool.size
         full = (len(seq.tokens) - 1) // size  # always leave a token to compute
         self._extend_hashes(seq, full)
-        hits = self.pool.match(seq.hashes[:full], seq.tokens)
+        hits, loads = self.pool.match(seq.hashes[:full], seq.tokens), list[tuple[int, int]]()
+        if self.tiers is not None:
+            loads = self.tiers.extend(hits, seq.hashes[:full], seq.tokens, self.pool, self.computing)
         soon = len(hits)
         while soon < full and seq.hashes[soon] in self.computing:
             soon += 1
-        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else hits
+        if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size:
+            return None
+        if self.tiers is not None and self.tiers.ask(seq, len(hits), full, self.pool, plan):
+            return None
+        return hits, loads
 
-    def _admit(self, seq: Sequence, hits: list[int], left: int, plan: Plan) -> int:
-        """Give the sequence a row, the blocks the prefix cache has and those its first chunk needs. 0: no room."""
+    def _admit(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], left: int, plan: Plan) -> int:
+        """Give the sequence a row, the blocks the prefix cache has, those to load into and those its first chunk needs.
+        Tokens of the budget that it takes; loads take as many as could be computed in their time. 0: no room."""
         size, pool = self.pool.size, self.pool
         known = len(seq.tokens) - (seq.forks > 0)  # forks stop one short: each child computes the last token itself
         cached = len(hits) * size
         num = min(known - cached, left)
         need = -(-(cached + num) // size) - len(hits)
-        if need > len(pool.free) - sum(pool.refs[b] == 0 for b in hits):
+        if need + len(loads) > len(pool.free) - sum(pool.refs[b] == 0 for b in hits if b):
             return 0
         self.waiting.remove(seq)
-        seq.table = [pool.share(b) for b in hits]  # pinned before anything is evicted
+        seq.table = [pool.share(b) if b else 0 for b in hits]  # pinned before anything is evicted
+        for j, slot in loads:
+            assert self.tiers is not None
+            self.tiers.load(slot, block := pool.take(), plan)
+            seq.table[j] = block
         seq.table += [pool.take() for _ in range(need)]
         seq.status, seq.row = Status.RUNNING, self.rows.pop()
         seq.computed = seq.planned = cached
-        seq.published = len(hits)
+        seq.published = loads[0][0] if loads else len(hits)  # what is loaded counts when the step is committed
         self.prefilling.append(seq)
-        for h in seq.hashes[len(hits) :]:
+        for h in seq.hashes[seq.published :]:
             self.computing.setdefault(h, seq.id)
+        self.count.wasted_tokens += max(min(seq.lost, known) - cached, 0)
         if seq.preemptions == 0:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
@@ -263,7 +293,7 @@ class Scheduler:
         plan.rows.append(self._new_row(seq))
         if num > 0:
             self._schedule(seq, num, plan)
-        return max(num, 1)
+        return max(num, 1) + (self.tiers.costs.in_tokens(len(loads)) if self.tiers is not None else 0)
 
     def _fork(self, plan: Plan) -> None:
         """A prompt computed but for its last token splits: each child shares the table and goes its own way."""
@@ -296,6 +326,8 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
         """Fold in what a step produced. Results for a sequence that was preempted or ended meanwhile are dropped."""
+        if self.tiers is not None:
+            self.tiers.commit(plan, result)
         out: list[Output] = []
         live, size, count, caching = self.live, self.pool.size, self.count, self.caching
         for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
@@ -368,6 +400,12 @@ class Scheduler:
         tokens, table = seq.tokens[:], list(seq.table)
         return NewRow(seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, seq.params)
 
+    def forget(self) -> None:
+        """Empty the cache in every tier but the disk: as if the engine had just started."""
+        self.pool.forget()
+        if self.tiers is not None:
+            self.tiers.forget()
+
     def _release(self, seq: Sequence) -> None:
         """Give back row and blocks. Steps in flight may still write there: the device does things in order."""
         for b in reversed(seq.table):  # tail first: prefixes outlive suffixes in the cache
@@ -381,6 +419,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue's head. Its full blocks stay findable until their memory is needed."""
+        seq.lost, seq.asked = seq.computed, -1
         self._release(seq)
         seq.status, seq.epoch, seq.preemptions = Status.WAITING, seq.epoch + 1, seq.preemptions + 1
         self.count.preemptions += 1
@@ -420,5 +459,7 @@ class Scheduler:
         assert sorted(s.id for f in self.requests.values() for s in f) == sorted(self.live)
         alive = {s.id for s in running}
         assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
+        if self.tiers is not None:
+            self.tiers.check()
         used = sum(r > 0 for r in self.pool.refs)
         assert used + len(self.pool.free) == self.pool.num_blocks
