@@ -2,7 +2,8 @@
 so any mistake in blocks, copies, rows or order changes the tokens. Its results are computed at launch and read later.
 
 Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as many steps as its dice say,
-and may fail, lose a record or never answer: then the fetch is reported late."""
+and may fail, lose a record or never answer: then the fetch is reported late. A step may fail before it does anything, or
+after all of it."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ from tests import oracle
 
 Entries = list[tuple[int, int] | None]
 PATIENCE = 12  # steps
+
+
+class Planted(Exception):
+    """A step fails because the test wants it to."""
 
 
 @dataclass
@@ -36,6 +41,7 @@ class FakeDisk:
     missing: float = 0.0
     never: float = 0.0
     unwritable: float = 0.0
+    lists: float = 0.1  # part of the steps after which it tells what it has
 
 
 @dataclass
@@ -56,10 +62,15 @@ class FakeRunner:
         self.owner = [0] * host_slots  # who came into the slot last: late work for others is not done
         self.disk, self.dice = disk, random.Random(seed)
         self.ticks = 0
+        self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
         self.saves: list[tuple[int, Save, int]] = []  # due, what, owner
         self.fetches: list[tuple[int, Fetch, bool]] = []  # due, what, whether it ever comes
 
     def launch(self, plan: Plan) -> Handle:
+        fails = self.failures > 0 and self.dice.random() < self.failing
+        self.failures -= fails
+        if fails and self.dice.random() < 0.5:
+            raise Planted("launch")
         stored = [(slot, self._own(slot), list(self.kv[block])) for block, slot in plan.stores]
         self._apply(plan)
         tokens: list[list[int]] = []
@@ -91,6 +102,8 @@ class FakeRunner:
             result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
 
         def finish(result: StepResult) -> None:
+            if fails:
+                raise Planted("wait")
             for slot, owner, entries in stored:
                 if self.owner[slot] == owner:
                     self.host[slot] = entries
@@ -119,6 +132,8 @@ class FakeRunner:
     def _disk_news(self) -> list[DiskNews]:
         self.ticks += 1
         news = []
+        if self.disk is not None and self.dice.random() < self.disk.lists:
+            news.append(DiskNews("listed", hashes=frozenset(self.disk.records)))
         for job in [s for s in self.saves if s[0] <= self.ticks]:
             _, save, owner = job
             if self.owner[save.slot] == owner and self.host[save.slot] is self.empty:

@@ -55,8 +55,8 @@ def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
     if not host or g.random() < 0.4:
         return host, None
     sound = g.random() < 0.5
-    rate = 0.0 if sound else 0.25
-    return host, FakeDisk(slowest=g.choice([1, 2, 8]), missing=rate, never=rate, unwritable=rate)
+    rate = 0.0 if sound else g.choice([0.25, 0.5])
+    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, g.choice([0.1, 1.0]))
 
 
 def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request]) -> Request:
@@ -96,7 +96,10 @@ def trial(seed: int) -> Trial:
             earlier.add(r)
         run_dry(earlier)
     engine = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed + 1)
-    scheduler = engine.scheduler
+    scheduler, runner = engine.scheduler, engine.runner
+    assert isinstance(runner, FakeRunner)
+    if dice.random() < 0.3:  # few, like the aborts
+        runner.failing, runner.failures = 0.1, 2
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
@@ -113,6 +116,7 @@ def trial(seed: int) -> Trial:
                 logprobs[out.request_id] = out.prompt_logprobs
             if out.finish_reason is not None:
                 ended[key] = out.finish_reason
+                assert out.finish_reason != "error" or (out.error or "").startswith("Planted"), out.error
 
     steps = 0
     while todo or not engine.idle:
@@ -140,7 +144,7 @@ def trial(seed: int) -> Trial:
             key = (r.id, index)
             want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN)
             assert key in ended, f"{key} never ended"
-            if r.id in aborted:
+            if r.id in aborted or ended[key] == "error":
                 have = got.get(key, [])
                 assert have == want[: len(have)], f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
             else:
@@ -149,7 +153,7 @@ def trial(seed: int) -> Trial:
                 stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and not r.params.ignore_eos)
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
             result.sequences += 1
-        if r.params.prompt_logprobs is not None and r.id not in aborted:
+        if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":
             have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
             assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
     count = scheduler.count
@@ -163,7 +167,7 @@ def trial(seed: int) -> Trial:
 def run_dry(engine: Engine) -> None:
     """Until nobody waits and the disk has answered all it was asked."""
     tiers = engine.scheduler.tiers
-    for _ in range(5000):
+    for _ in range(20_000):
         if engine.idle and not (tiers and tiers.fetching):
             break
         engine.step()
