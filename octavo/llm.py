@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,23 +26,29 @@ from octavo.collect import Collector
 from octavo.config import ModelConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
 from octavo.memory import (
     BLOCK_SIZE,
+    DISK_GIB,
     MemoryPlan,
     activation_bytes,
+    available_memory,
     kv_budget,
     parameter_count,
     size_pool,
+    size_tiers,
     step_tokens,
     weight_bytes,
 )
 from octavo.model.checkpoint import Checkpoint
+from octavo.model.fingerprint import fingerprint
 from octavo.model.load import load_model
 from octavo.ops import select
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
+from octavo.runner.tiers import STAGE_BYTES, Tiers
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, SamplingParams, check_real, check_whole
@@ -54,7 +61,7 @@ Read: TypeAlias = tuple[str | None, list[int], str]  # its text, if it had any; 
 
 # Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
 HARMLESS = {
-    "trust_remote_code", "swap_space", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
+    "trust_remote_code", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
     "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
     "async_scheduling", "hf_token", "generation_config", "max_logprobs",
 }  # fmt: skip
@@ -82,6 +89,9 @@ class LLM:
         block_size: int | None = None,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
+        swap_space: float | None = None,
+        kv_disk_path: str | Path | None = None,
+        kv_disk_gib: float = DISK_GIB,
         enforce_eager: bool = False,
         depth: int | None = None,
         progress: bool | Callable[[float], None] = True,
@@ -96,10 +106,15 @@ class LLM:
         check_whole("max_num_seqs", max_num_seqs, 1)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
+        check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
+        check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
+        if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
+            raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
+        self._close: Callable[[], object] | None = None
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
         block_size = block_size or BLOCK_SIZE[self.device.type]
@@ -127,22 +142,56 @@ class LLM:
         schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
         activations = activation_bytes(self.config, schedule, dtype_name)
         kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
+        if on_gpu and (swap_space or kv_disk_path is not None):
+            kv_bytes -= STAGE_BYTES
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
         )
         self.schedule = replace(schedule, max_model_len=max_model_len)
-        self.cache = replace(cache, prefix_caching=enable_prefix_caching)
-        self.memory = MemoryPlan(
-            weight_bytes(self.model), activations, self.config.kv_bytes_per_token(kv_name), block_size, cache.num_blocks
-        )
+        kv_token = self.config.kv_bytes_per_token(kv_name)
+        spare = available_memory(torch.device("cpu"))[0] - (0 if on_gpu else cache.num_blocks * block_size * kv_token)
+        host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare)
+        self.cache = replace(cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token)
         kv = KVStore(self.config, self.cache, self.model.kv_dtype, self.device)
+        tiers = None
+        if host_blocks:
+            disk = self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name) if kv_disk_path is not None else None
+            tiers = self._make_tiers(kv, host_blocks, disk)
+        if tiers is None:
+            host_blocks = disk_bytes = 0
+        self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
+        self.memory = MemoryPlan(
+            weight_bytes(self.model), activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
+        )
         graphs = ops.name == "triton" and on_gpu and not enforce_eager
-        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers)
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
+        if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
+            scheduler.tiers.on_disk = set(tiers.disk.sweep())
         self.engine = Engine(scheduler, self.runner)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
+
+    def _open_disk(self, directory: Path, limit: int, kv: KVStore, kv_name: str) -> Disk:
+        """What is on disk is this model's if the weights, the kernels and the layout of KV are the same."""
+        form = f"{kv_name} {'x'.join(map(str, kv.tensor.shape[1:]))}"
+        name = fingerprint(self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name)
+        return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
+
+    def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None) -> Tiers | None:
+        try:
+            tiers = Tiers(kv, slots, disk)
+        except (NotEnoughMemory, RuntimeError) as error:
+            log.warning("going on without a second tier of KV: %s", error)
+            return None
+        self._close = weakref.finalize(self, tiers.close)  # what waits to be written is, at the interpreter's end too
+        return tiers
+
+    def close(self) -> None:
+        """Write to disk what is on its way there and end the threads that do it. Nothing to do without a disk."""
+        if self._close is not None:
+            self._close()
 
     # ---- whole answers -----------------------------------------------------------------------------
 
@@ -209,8 +258,8 @@ class LLM:
         return Stream(self, self._submit(read, sampling_params or SamplingParams(), arrival))
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prompt, as if the engine had just started."""
-        self.engine.scheduler.pool.forget()
+        """Forget every cached prompt, as if the engine had just started: what is on disk can be found again."""
+        self.engine.scheduler.forget()
 
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""

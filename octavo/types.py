@@ -179,7 +179,7 @@ class Sequence:
     forks: int = 0  # children still to fork once the prompt is computed but for one token
     cached: int = 0  # prompt positions served by the prefix cache at first admission
     preemptions: int = 0
-    lost: int = 0  # positions that were computed when it was last preempted
+    lost: int = 0  # positions it had when it was preempted last
     asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
 

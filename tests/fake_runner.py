@@ -64,7 +64,7 @@ class FakeRunner:
         self.ticks = 0
         self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
         self.saves: list[tuple[int, Save, int]] = []  # due, what, owner
-        self.fetches: list[tuple[int, Fetch, bool]] = []  # due, what, whether it ever comes
+        self.fetches: list[tuple[int, Fetch, int, bool]] = []  # due, what, owner, whether it ever comes
 
     def launch(self, plan: Plan) -> Handle:
         fails = self.failures > 0 and self.dice.random() < self.failing
@@ -121,9 +121,9 @@ class FakeRunner:
     def _ask_disk(self, plan: Plan) -> None:
         assert self.disk is not None or not (plan.saves or plan.fetches), "there is no disk"
         for fetch in plan.fetches:
-            self._own(fetch.slot)
+            owner = self._own(fetch.slot)
             comes = self.dice.random() >= self.disk.never  # type: ignore[union-attr]
-            self.fetches.append((self._due() if comes else self.ticks + PATIENCE, fetch, comes))
+            self.fetches.append((self._due() if comes else self.ticks + PATIENCE, fetch, owner, comes))
         self.saves += [(self._due(), save, self.owner[save.slot]) for save in plan.saves]
 
     def _due(self) -> int:
@@ -146,13 +146,14 @@ class FakeRunner:
                 news.append(DiskNews("saved", save.hash))
         for job in [f for f in self.fetches if f[0] <= self.ticks]:
             self.fetches.remove(job)
-            _, fetch, comes = job
+            _, fetch, owner, comes = job
             tokens, entries = self.disk.records.get(fetch.hash, ([], []))  # type: ignore[union-attr]
             if not comes or tokens != list(fetch.tokens) or self.dice.random() < self.disk.missing:  # type: ignore[union-attr]
                 why = "late" if not comes else "fault"
                 news.append(DiskNews("missed", fetch.hash, fetch.ticket, why, 3.0 if not comes else 0.0))
             else:
-                self.host[fetch.slot] = list(entries)
+                if self.owner[fetch.slot] == owner:  # not so if the step that asked for it failed
+                    self.host[fetch.slot] = list(entries)
                 news.append(DiskNews("fetched", fetch.hash, fetch.ticket, seconds=self.dice.random() / 4))
         return news
 

@@ -160,7 +160,6 @@ def trial(seed: int) -> Trial:
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
     tiers = count.tiers
     result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
-    assert count.wasted_tokens <= count.computed_tokens
     return result
 
 

@@ -34,7 +34,7 @@ class Counters:
     generated_tokens: int = 0
     copies: int = 0
     preemptions: int = 0
-    wasted_tokens: int = 0  # computed before a preemption and again after it
+    recomputed_tokens: int = 0  # computed again by those who were preempted
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
@@ -231,10 +231,12 @@ class Scheduler:
             if seq.hashes and seq.hashes[0] in held:
                 i += 1
                 continue
-            found = self._match(seq, plan)
+            found = self._match(seq)
             if found is None:
-                if seq.asked <= 0:
-                    held.add(seq.hashes[0])
+                held.add(seq.hashes[0])
+                i += 1
+                continue
+            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, len(found[0]), self.pool, plan):
                 i += 1
                 continue
             used = self._admit(seq, *found, left, plan)
@@ -242,10 +244,13 @@ class Scheduler:
                 break
             left -= used
 
-    def _match(self, seq: Sequence, plan: Plan) -> tuple[list[int], list[tuple[int, int]]] | None:
+    def _may_match(self, seq: Sequence) -> bool:
+        return self.caching and not self._missing_prompt_logprobs(seq)
+
+    def _match(self, seq: Sequence) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Blocks of its prompt that the prefix cache has, 0 for one that a lower tier has, and (logical block, host slot) of
         those. None: most of the rest will be there soon."""
-        if not self.caching or self._missing_prompt_logprobs(seq):
+        if not self._may_match(seq):
             return [], []
         size = self.pool.size
         full = (len(seq.tokens) - 1) // size  # always leave a token to compute
@@ -256,11 +261,7 @@ class Scheduler:
         soon = len(hits)
         while soon < full and seq.hashes[soon] in self.computing:
             soon += 1
-        if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size:
-            return None
-        if self.tiers is not None and self.tiers.ask(seq, len(hits), full, self.pool, plan):
-            return None
-        return hits, loads
+        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else (hits, loads)
 
     def _admit(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], left: int, plan: Plan) -> int:
         """Give the sequence a row, the blocks the prefix cache has, those to load into and those its first chunk needs.
@@ -285,11 +286,12 @@ class Scheduler:
         self.prefilling.append(seq)
         for h in seq.hashes[seq.published :]:
             self.computing.setdefault(h, seq.id)
-        self.count.wasted_tokens += max(min(seq.lost, known) - cached, 0)
         if seq.preemptions == 0:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
+        else:
+            self.count.recomputed_tokens += max(seq.lost - cached, 0)
         plan.rows.append(self._new_row(seq))
         if num > 0:
             self._schedule(seq, num, plan)
@@ -419,7 +421,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue's head. Its full blocks stay findable until their memory is needed."""
-        seq.lost, seq.asked = seq.computed, -1
+        seq.lost, seq.asked = seq.planned, -1
         self._release(seq)
         seq.status, seq.epoch, seq.preemptions = Status.WAITING, seq.epoch + 1, seq.preemptions + 1
         self.count.preemptions += 1

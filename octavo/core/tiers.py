@@ -130,12 +130,12 @@ class Tiers:
             hits.append(block)
         return loads
 
-    def ask(self, seq: Sequence, hits: int, full: int, pool: BlockPool, plan: Plan) -> bool:
+    def ask(self, seq: Sequence, hits: int, pool: BlockPool, plan: Plan) -> bool:
         """Have the disk read what follows the first `hits` blocks of a sequence, once. Whether it should wait for news."""
         if not self.disk:
             return False
         hashes, wanted, coming, here = seq.hashes, list[int](), 0, 0
-        for j in range(hits, full):
+        for j in range(hits, (len(seq.tokens) - 1) // self.size):
             h = hashes[j]
             if h in self.ready or h in pool.index:
                 here += 1
