@@ -30,6 +30,7 @@ from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
 from octavo.memory import (
     BLOCK_SIZE,
     DISK_GIB,
+    STAGING,
     MemoryPlan,
     activation_bytes,
     available_memory,
@@ -48,7 +49,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
-from octavo.runner.tiers import STAGE_BYTES, Tiers
+from octavo.runner.tiers import Tiers
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, SamplingParams, check_real, check_whole
@@ -114,7 +115,7 @@ class LLM:
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
-        self._close: Callable[[], object] | None = None
+        self._close: weakref.finalize[[], LLM] | None = None
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
         block_size = block_size or BLOCK_SIZE[self.device.type]
@@ -141,9 +142,8 @@ class LLM:
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
         schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
         activations = activation_bytes(self.config, schedule, dtype_name)
-        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
-        if on_gpu and (swap_space or kv_disk_path is not None):
-            kv_bytes -= STAGE_BYTES
+        staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
+        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations + staging)
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
         )
@@ -156,7 +156,7 @@ class LLM:
         tiers = None
         if host_blocks:
             disk = self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name) if kv_disk_path is not None else None
-            tiers = self._make_tiers(kv, host_blocks, disk)
+            tiers = self._make_tiers(kv, host_blocks, disk, staging)
         if tiers is None:
             host_blocks = disk_bytes = 0
         self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
@@ -167,7 +167,7 @@ class LLM:
         self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers)
         scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
         if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
-            scheduler.tiers.on_disk = set(tiers.disk.sweep())
+            scheduler.tiers.on_disk = set(tiers.disk.known)
         self.engine = Engine(scheduler, self.runner)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
@@ -179,9 +179,9 @@ class LLM:
         name = fingerprint(self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name)
         return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
 
-    def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None) -> Tiers | None:
+    def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None, staging: int) -> Tiers | None:
         try:
-            tiers = Tiers(kv, slots, disk)
+            tiers = Tiers(kv, slots, disk, staging)
         except (NotEnoughMemory, RuntimeError) as error:
             log.warning("going on without a second tier of KV: %s", error)
             return None
@@ -189,8 +189,12 @@ class LLM:
         return tiers
 
     def close(self) -> None:
-        """Write to disk what is on its way there and end the threads that do it. Nothing to do without a disk."""
-        if self._close is not None:
+        """Write to disk what an engine that is idle has in its cache, as far as it fits into host memory at once, and end the
+        threads that do it. Nothing to do without a disk."""
+        if self._close is not None and self._close.alive:
+            if self.engine.idle:
+                plan = self.engine.scheduler.flush()
+                self.engine.scheduler.commit(plan, self.runner.launch(plan).wait())
             self._close()
 
     # ---- whole answers -----------------------------------------------------------------------------

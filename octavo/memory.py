@@ -19,6 +19,7 @@ from octavo.model.base import CausalLM, build
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
+STAGING = {"cuda": 2**27, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
 DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
 DISK_GIB = 16.0  # of a disk, likewise
 CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
@@ -159,11 +160,12 @@ def size_tiers(swap_space: float | None, disk_path: object, disk_gib: float, blo
     host, disk = int(gib * 2**30), int(disk_gib * 2**30) if disk_path is not None else 0
     if host > free:
         raise NotEnoughMemory(
-            f"swap_space {gib:g} GiB is more than the {max(free, 0) / 2**30:.1f} GiB of memory that are left: use at most that"
+            f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the {max(free, 0) / 2**30:.1f} GiB of memory that are left: "
+            "use at most that"
         )
     if 0 < host < block_bytes or (disk and not host):
         raise InvalidRequest(
-            f"swap_space {gib:g} GiB holds no KV block of {block_bytes / 2**20:.1f} MiB: use more"
+            f"swap_space ({gib:g} GiB, --kv-host-gib) holds no KV block of {block_bytes / 2**20:.1f} MiB: use more"
             + (", which what comes from disk passes through" if disk else ", or 0 for none"),
             "swap_space",
         )

@@ -160,7 +160,7 @@ class Scheduler:
             self._plan_waiting(plan, left)
         self.count.copies += len(plan.copies)
         if self.tiers is not None:
-            self.tiers.demote(self.pool.evicted, plan)
+            self.tiers.demote(self.pool, plan)
             plan.waits = bool(self.tiers.fetching)
         self.pool.evicted.clear()
         return plan
@@ -377,7 +377,8 @@ class Scheduler:
         full = seq.computed // size
         self._extend_hashes(seq, full)
         for j in range(seq.published, full):
-            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size])
+            parent = seq.hashes[j - 1] if j else b""
+            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size], parent)
             self.computing.pop(seq.hashes[j], None)
         seq.published = full
 
@@ -401,6 +402,14 @@ class Scheduler:
     def _new_row(self, seq: Sequence) -> NewRow:
         tokens, table = seq.tokens[:], list(seq.table)
         return NewRow(seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, seq.params)
+
+    def flush(self) -> Plan:
+        """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
+        self.count.steps += 1
+        plan = Plan(self.count.steps)
+        if self.tiers is not None and self.tiers.disk:
+            self.tiers.flush(self.pool, plan)
+        return plan
 
     def forget(self) -> None:
         """Empty the cache in every tier but the disk: as if the engine had just started."""

@@ -19,7 +19,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from octavo.core.blocks import BlockPool
+from octavo.core.blocks import BlockPool, Content
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
 
 LINK_RATE, DISK_RATE = 10e9, 1e9  # bytes a second, until something was measured
@@ -178,21 +178,39 @@ class Tiers:
 
     # ---- down: what leaves the device --------------------------------------------------------------
 
-    def demote(self, evicted: list[tuple[int, bytes, array[int]]], plan: Plan) -> None:
-        """Contents that the plan evicts from the device move here, and from here to the disk as soon as it has time."""
-        for block, h, tokens in evicted:
-            if h in self.ready:
-                self.ready.move_to_end(h)
-            elif h not in self.filling:
-                slot = self._take()
-                if slot is None:
-                    self.count.dropped += 1
-                    continue
-                self._fill(slot, h, tokens)
-                plan.stores.append((block, slot))
-                self.count.stores += 1
-                if self.disk and h not in self.on_disk:
-                    plan.saves.append(Save(slot, h, tokens))
+    def demote(self, pool: BlockPool, plan: Plan) -> None:
+        """Contents that the plan evicts from the device move here, and from here to the disk as soon as it has time. On disk
+        a block is of no use without those before it, which may never leave the device: they are copied with it."""
+        for content in pool.evicted:
+            if content.hash in self.ready:
+                self.ready.move_to_end(content.hash)
+            elif content.hash not in self.filling and self._store(content, plan) and self.disk:
+                before = pool.content(content.parent)
+                while before and not self._below(before.hash) and self._store(before, plan):
+                    before = pool.content(before.parent)
+
+    def flush(self, pool: BlockPool, plan: Plan) -> None:
+        """At the end: what the device alone has goes to disk, the most recently used first, as much as fits in here."""
+        for block in reversed(pool.free):
+            content = pool.content(pool.hash[block] or b"")
+            if content and not self._below(content.hash) and len(plan.stores) < self.slots:
+                self._store(content, plan)
+
+    def _below(self, h: bytes) -> bool:
+        return h in self.ready or h in self.filling or h in self.on_disk
+
+    def _store(self, content: Content, plan: Plan) -> bool:
+        block, h, tokens, _ = content
+        slot = self._take()
+        if slot is None:
+            self.count.dropped += 1
+            return False
+        self._fill(slot, h, tokens)
+        plan.stores.append((block, slot))
+        self.count.stores += 1
+        if self.disk and h not in self.on_disk:
+            plan.saves.append(Save(slot, h, tokens))
+        return True
 
     # ---- what became of it -------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import stat
 import struct
 import time
@@ -60,12 +61,18 @@ class Disk:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (probe := self._new_path()).touch()
             probe.unlink()
+            total = shutil.disk_usage(directory).total
         except OSError as error:
             raise InvalidRequest(
                 f"KV cannot be kept in {directory} ({error.strerror}): name a directory that can be written to", "kv_disk_path"
             ) from error
+        if limit > total:
+            raise InvalidRequest(
+                f"kv_disk_gib {limit / 2**30:g} is more than all of the {total / 2**30:.1f} GiB that {directory} is on",
+                "kv_disk_gib",
+            )
         self.used = 0
-        self.sweep()
+        self.known = self.sweep()  # at the start
 
     # ---- one record --------------------------------------------------------------------------------
 

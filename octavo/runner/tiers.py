@@ -32,7 +32,6 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-STAGE_BYTES = 2**27  # of device memory, in two halves: one is filled while the other drains
 READERS = 8  # threads, and no more than cores
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
@@ -42,7 +41,8 @@ QUIET = 60.0  # seconds between two warnings of one kind
 
 
 class Tiers:
-    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None):
+    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0):
+        """`staging`: bytes of device memory for stores on their way; a block each way is the least."""
         self.kv, self.disk, self.slots = kv.tensor, disk, slots
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
@@ -52,7 +52,7 @@ class Tiers:
         self._owner = [0] * slots
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
-        self._stage = _Stage(self) if cuda else None
+        self._stage = _Stage(self, staging) if cuda else None
         self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
         self._bell = threading.Event()
         self._pending: dict[int, Fetch] = {}  # fetches that have no news yet
@@ -212,12 +212,12 @@ class Tiers:
 
 
 class _Stage:
-    """The way from the device to page-locked memory: see the head of this file."""
+    """The way from the device to page-locked memory, in two halves: one is filled while the other drains."""
 
-    def __init__(self, tiers: Tiers):
+    def __init__(self, tiers: Tiers, staging: int):
         kv = tiers.kv
         self.kv, self.host = kv, tiers.host
-        self.half = max(STAGE_BYTES // 2 // tiers.block_bytes, 1)  # blocks
+        self.half = max(staging // 2 // tiers.block_bytes, 1)  # blocks
         self.buffers = [torch.empty((self.half, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
         self.drained = [torch.cuda.Event() for _ in range(2)]  # the half may be filled again
         self.stream = torch.cuda.Stream(kv.device)

@@ -115,6 +115,9 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     prefill_tokens: int = 0  # planned so far, by kind
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
+    recomputed_tokens: int = 0
+    tiers: dict[str, int] = {}  # what happened in the tiers below the device, and where they stand; empty: there are none
+    tier_misses: dict[str, int] = {}  # by reason
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
