@@ -135,7 +135,8 @@ def test_the_cache_can_be_emptied_while_steps_are_in_flight() -> None:
     engine.scheduler.check()
 
 
-def test_a_step_that_fails_leaves_nothing_to_be_found() -> None:
+@pytest.mark.parametrize("when", ["launch", "wait"])
+def test_a_step_that_fails_leaves_nothing_to_be_found(when: str) -> None:
     """Its loads may not have happened: who comes next must not read what it was to write."""
     engine = small(host=20)
     a, b = request("a"), request("b")
@@ -144,9 +145,9 @@ def test_a_step_that_fails_leaves_nothing_to_be_found() -> None:
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
     engine.add(Request("failing", a.prompt, a.params))
-    runner.failing, runner.failures = 1.0, 1
+    runner.failing, runner.failures, runner.dice = 1.0, 1, random.Random(10 if when == "launch" else 1)
     (out,) = engine.step()
-    assert out.finish_reason == "error"
+    assert out.finish_reason == "error" and out.error == f"Planted: {when}"
     engine.scheduler.check()
     answer(engine, a)
 
