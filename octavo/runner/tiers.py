@@ -114,7 +114,7 @@ class Tiers:
         if self._pending and time.monotonic() - self._progress > PATIENCE:
             self._warn("late", f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead")
             for fetch in self._pending.values():
-                self._own(fetch.slot)
+                self._own(fetch.slot)  # who has not begun to read it need not
                 out.append(DiskNews("missed", fetch.hash, fetch.ticket, "late", PATIENCE))
             self._pending.clear()
         return out

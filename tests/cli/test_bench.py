@@ -1,4 +1,4 @@
-"""`octavo bench batching`: counts what arrived, and ends with a line of JSON."""
+"""`octavo bench batching` and `octavo bench tiers`: counts what arrived, and ends with a line of JSON."""
 
 from __future__ import annotations
 
@@ -81,3 +81,14 @@ def test_tokens_that_did_not_arrive_are_not_counted(tiny: str) -> None:
 def test_a_bench_that_fails_is_an_error(octavo: Octavo, tiny: str) -> None:
     result = octavo("bench", "batching", tiny, "--max-model-len", 44, "--max-tokens", 20)
     assert result.exit_code == 2 and "tokens arrived" in result.stderr
+
+
+def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    args = ["--tokens", 200, "--repeat", 2, "--kv-host-gib", 0.01, "--kv-disk", tmp_path, "--kv-disk-gib", 0.5]
+    result = octavo("bench", "tiers", tiny, *args)
+    assert result.exit_code == 0
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r["same_tokens"] is True and r["disk_misses"] == {}
+    assert r["host_cached_tokens"] == r["disk_cached_tokens"] == 192
+    assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
+    assert "host memory" in result.stdout and "All ways gave the same tokens" in result.stdout
