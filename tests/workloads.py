@@ -51,8 +51,8 @@ def make_engine(
 
 def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
     """How many host slots, and what disk is behind them."""
-    host = g.choice([0, 0, g.randrange(1, 5), g.randrange(5, 20), 100])
-    if not host or g.random() < 0.4:
+    host = g.choice([0, g.randrange(1, 5), g.randrange(5, 20), 100])
+    if not host or g.random() < 0.3:
         return host, None
     sound = g.random() < 0.5
     rate = 0.0 if sound else g.choice([0.25, 0.5])

@@ -55,7 +55,7 @@ BUGS = {
     "content is not loaded": ("tiers", "        plan.loads.append((slot, block))\n", ""),
     "a failed step's stores count": ("tiers", "self._end(plan, False)", "self._end(plan, True)"),
     "a failed step's fetches are awaited": ("tiers", "            if self.fetching.pop(fetch.ticket, None):\n", "            if False:\n"),
-    "an evicted content is not stored": ("tiers", "                plan.stores.append((block, slot))\n", ""),
+    "an evicted content is not stored": ("tiers", "        plan.stores.append((block, slot))\n", ""),
     "a slot that a step reads is given away": ("tiers", "            if not self.pins[slot]:\n                del self.ready[h]", "            if True:\n                del self.ready[h]"),
     "the pin of a load stays": ("tiers", "            self.pins[slot] -= 1\n            self._free", "            self._free"),
     "a store counts before its step is committed": ("tiers", "        self.filling[h] = slot\n", "        self.ready[h] = slot\n        self.filling[h] = slot\n"),
@@ -63,7 +63,7 @@ BUGS = {
     "a missed fetch keeps its slot": ("tiers", "            self._settle(fetch.slot, arrived)\n", "            if arrived:\n                self._settle(fetch.slot, arrived)\n"),
     "nobody hears of the disk while nothing runs": ("scheduler", "            plan.waits = bool(self.tiers.fetching)\n", ""),
     "who waits for the disk never looks again": ("tiers", "        self.news += 1\n", ""),
-    "a content is in two slots": ("tiers", "            elif h not in self.filling:\n", "            else:\n"),
+    "a content is in two slots": ("tiers", "elif content.hash not in self.filling and self._store", "elif self._store"),
     "what was forgotten comes back": ("tiers", "        self.filling.clear()\n", ""),
     "asking for more costs what is there": ("tiers", "del wanted[max(self._room() - here, 0) :]", "pass"),
 }  # fmt: skip
