@@ -8,7 +8,8 @@
 On a GPU a store is two copies: into a staging buffer on the step's own stream, at the speed of device memory, and from there
 to the host on a stream of its own, while the step computes. A load waits for the store that filled its slot and then runs on
 the step's stream. A slot changes owner with everything that comes into it, under the slot's lock; a thread touches a slot only
-under that lock and only if its owner is the one it was asked for. Knows slots and hashes; who wants them, core knows.
+under that lock and only if its owner is the one it was asked for. Threads never call CUDA, which would break a graph that is
+being captured: they are told of a slot once its store is over. Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +63,7 @@ class Tiers:
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self._fetches: queue.SimpleQueue[tuple[Fetch, int] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
+        self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         if disk is not None:
@@ -80,15 +85,15 @@ class Tiers:
             for block, slot in plan.stores:
                 self.host[slot].copy_(self.kv[block])
         for save in plan.saves:
-            if self._saves.qsize() < self.slots:  # more than that cannot still be there when their turn comes
-                self._saves.put((save, self._owner[save.slot]))
-            else:
+            if self._saves.qsize() + len(self._held) < self.slots:
+                self._when_stored(save.slot, partial(self._saves.put, (save, self._owner[save.slot])))
+            else:  # it could not still be there when its turn comes
                 self._tell(DiskNews("unsaved", save.hash, why="behind"))
         if plan.fetches and not self._pending:
             self._progress = time.monotonic()
         for fetch in plan.fetches:
             self._pending[fetch.ticket] = fetch
-            self._fetches.put((fetch, self._own(fetch.slot)))
+            self._when_stored(fetch.slot, partial(self._fetches.put, (fetch, self._own(fetch.slot))))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
@@ -98,6 +103,8 @@ class Tiers:
 
     def news(self, wait: bool) -> list[DiskNews]:
         """What the disk did since the last call, each fetch once. `wait`: a moment, if there is none yet."""
+        while self._held and self._held[0][0].query():
+            self._held.popleft()[1]()
         if wait and self._pending and not self._news:
             self._bell.wait(LISTEN)
         self._bell.clear()
@@ -118,6 +125,14 @@ class Tiers:
                 out.append(DiskNews("missed", fetch.hash, fetch.ticket, "late", PATIENCE))
             self._pending.clear()
         return out
+
+    def _when_stored(self, slot: int, then: Callable[[], None]) -> None:
+        """At once, or after the next step that finds the latest store into this slot done."""
+        event = self._stage.stored.get(slot) if self._stage is not None else None
+        if event is None or event.query():
+            then()
+        else:
+            self._held.append((event, then))
 
     def _own(self, slot: int) -> int:
         """Something new comes into the slot. Waits for a thread that is copying out of it or into it: a millisecond."""
@@ -142,8 +157,6 @@ class Tiers:
     def _fetch(self, fetch: Fetch, owner: int, buffer: np.ndarray) -> None:
         assert self.disk is not None
         self.disk.read(fetch.hash, fetch.tokens, buffer.data)
-        if self._stage is not None:
-            self._stage.synchronize(fetch.slot)  # what was there before may still be on its way into the slot
         with self._locks[fetch.slot]:
             if self._owner[fetch.slot] == owner:
                 self._bytes[fetch.slot] = buffer
@@ -165,8 +178,6 @@ class Tiers:
 
     def _save(self, save: Save, owner: int, buffer: np.ndarray) -> None:
         assert self.disk is not None
-        if self._stage is not None:
-            self._stage.synchronize(save.slot)
         with self._locks[save.slot]:
             if self._owner[save.slot] != owner:
                 raise Miss("overtaken")
@@ -198,6 +209,10 @@ class Tiers:
 
     def close(self, patience: float = 10.0) -> None:
         """Write what is waiting to be written, within reason, and end the threads."""
+        for event, then in self._held:
+            event.synchronize()
+            then()
+        self._held.clear()
         for _ in self._threads[1:]:
             self._fetches.put(None)
         self._saves.put(None)
@@ -206,7 +221,7 @@ class Tiers:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._threads = []
         if self._stage is not None and self.host.numel():
-            self._stage.stream.synchronize()
+            torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
             self.host = self.host[:0]
 
@@ -248,10 +263,6 @@ class _Stage:
         for event in {self.stored[slot] for slot in slots if slot in self.stored}:
             main.wait_event(event)
 
-    def synchronize(self, slot: int) -> None:
-        if (event := self.stored.get(slot)) is not None:
-            event.synchronize()
-
 
 class Lap:
     """How long a step's loads and the rest of it take on the device, known when the step is over."""
@@ -282,5 +293,7 @@ def _page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if code:
+        with suppress(RuntimeError):  # CUDA tells the next kernel of this too: let it be one that nobody needs
+            torch.zeros(1, device="cuda")
         raise NotEnoughMemory(f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code})")
     return tensor
