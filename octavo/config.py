@@ -69,6 +69,9 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int = 0  # usable blocks (one more is kept for padding)
     prefix_caching: bool = True
+    host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
+    disk: bool = False  # and whether there is a disk behind it
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True)

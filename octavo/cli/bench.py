@@ -180,6 +180,61 @@ def load_shape(engine: EngineOptions, model: str | None) -> LLM:
     return engine.load(SHAPES[model], skip_tokenizer_init=True)
 
 
+TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
+
+
+@app.command()
+@command
+def tiers(
+    model: ModelOrShape = None,
+    tokens: Annotated[int, option("Of each prompt.", None, "N", parser=size, show_default=True)] = 4000,
+    repeat: Annotated[int, option("Prompts.", None, "N", show_default=True, min=1)] = 3,
+    output: Output = None,
+    engine: EngineOptions = TIERS,
+) -> None:
+    """A prompt that was evicted, asked for again: from host memory, after a restart from disk, and computed."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.tiers import OUTPUT, measure
+    from octavo.memory import BLOCK_SIZE
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    with tempfile.TemporaryDirectory(prefix="octavo-kv-") as scratch, bar as progress:
+        engine.kv_disk = engine.kv_disk or Path(scratch)
+        engine.max_model_len = tokens + OUTPUT
+        kind = _kind(engine.device)
+        engine.num_blocks = engine.num_blocks or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
+        task = progress.add_task("measuring", total=3 * repeat)
+        r = measure(lambda: load_shape(engine, model), engine.kv_disk, tokens, repeat, lambda: progress.advance(task))
+    r = {"model": model or "smollm2", **r}
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in (f"{tokens:,} tokens, first token after", "median", "min - max", "sooner", "rate", "the engine chooses it"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"]}
+    for name, key in (("computed", "cold"), ("host memory", "host"), ("disk, after a restart", "disk")):
+        t = r[f"{key}_ttft_s"]
+        more = []
+        if key in speeds:
+            chosen = "yes" if r[f"chooses_{key}"] else "no"
+            more = [f"{r[f'{key}_ratio']['median']:.1f}x", f"{in_bytes(int(speeds[key]))}/s", chosen]
+        table.add_row(name, f"{t['median'] * 1e3:.1f} ms", f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}", *more)
+    console.print(table)
+    link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
+    console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
+    console.print(f"All ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
+    finish(r, output)
+
+
+def _kind(device: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
+
+
 QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_prefix_caching=True)
 
 

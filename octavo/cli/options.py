@@ -104,6 +104,9 @@ class SizeOptions:
         None
     )
     num_blocks: Annotated[int | None, option("KV blocks, instead of as many as fit.", "Memory", "N", parser=size)] = None
+    kv_host_gib: Annotated[float | None, option("Memory for KV that leaves the device.", "Memory", "GiB")] = None
+    kv_disk: Annotated[Path | None, option("Keep KV here too, over restarts.", "Memory", "DIRECTORY")] = None
+    kv_disk_gib: Annotated[float, option("How much of it.", "Memory", "GiB", show_default=True)] = 16.0
     max_num_seqs: Annotated[int, option("Sequences computed at once.", "Scheduling", "N", parser=size, show_default=True)] = 256
     max_num_batched_tokens: Annotated[
         int | None, option("Tokens computed in a step: 2K on a CPU, 16K on a GPU.", "Scheduling", "N", parser=size)
@@ -148,6 +151,9 @@ class EngineOptions(SizeOptions):
             block_size=self.block_size,
             num_gpu_blocks_override=self.num_blocks,
             enable_prefix_caching=not self.no_prefix_caching,
+            swap_space=self.kv_host_gib,
+            kv_disk_path=None if self.kv_disk is None else str(self.kv_disk),
+            kv_disk_gib=self.kv_disk_gib,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             depth=self.depth,

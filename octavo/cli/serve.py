@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 KeysFile = Annotated[Path | None, option("API keys, a TOML file: see docs/serving.md.", "Safety", "FILE")]
 Names = Annotated[list[str] | None, option("Also answer under this host name; may be repeated.", "Safety", "NAME")]
 Origins = Annotated[list[str] | None, option("Let pages of this origin use the server; may be repeated.", "Safety", "URL")]
+TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
 
 @command
@@ -106,12 +107,13 @@ def announce(front: Front, port: int) -> None:
     loaded, config = front.client.model_info(), front.config
     assert loaded is not None
     memory, address = loaded.memory, f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    lower = "".join(f", {in_bytes(memory[k])} {name}" for k, name in TIERS.items() if memory.get(k))
     key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
     grpc = f"gRPC:    {address.removeprefix('http://').rpartition(':')[0]}:{config.grpc_port}\n" if config.grpc_port else ""
     print(
         f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
         f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, "
-        f"KV {in_bytes(memory['kv'])}\n"
+        f"KV {in_bytes(memory['kv'])}{lower}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
         f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
         f"ready:   {address}/v1\n{grpc}"
