@@ -47,7 +47,7 @@ BUGS = {
     "work is paused for who ranks after it": ("scheduler", "if s.rank > seq.rank and self.policy.pauses(seq, s)]", "if s.rank < seq.rank]"),
     "what was paused comes straight back, in the plan that paused it": ("scheduler", "            if seq.rank >= before:\n                break\n            if not self._may_begin", "            if not self._may_begin"),
     "a batch forms while one runs": ("scheduler", "not any(id in self.requests for id in self.batch)", "True"),
-    "a batch forms of nobody": ("scheduler", "return self.form is None or seq.request.id in self.batch", "return self.form is None"),
+    "a batch forms of nobody": ("scheduler", "formed = self.form is None or seq.request.id in self.batch", "formed = self.form is None"),
     "the row is not given back": ("scheduler", "        self.rows.append(seq.row)\n", ""),
     "blocks are not given back": ("scheduler", "            self.pool.drop(b)\n", "            pass\n"),
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
