@@ -249,6 +249,9 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int]  # committing one of these ends it
     status: Status = Status.WAITING
+    dropped: int = 0  # tokens that left its cache (octavo/core/eviction.py): they are gone from `tokens`, too, and off
+    dropped_prompt: int = 0  # `limit` and `prompt_len`, so that all of these count positions. Of them the prompt's
+    mass: list[float] = field(default_factory=list)  # attention that each logical block got, where that decides what leaves
     table: list[int] = field(default_factory=list)  # logical block -> physical block
     hashes: list[bytes] = field(default_factory=list)  # content chain of its full blocks
     published: int = 0  # leading blocks already offered to the prefix cache
@@ -269,6 +272,11 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def prompt_kept(self) -> int:
+        """Leading tokens that are the prompt's."""
+        return self.prompt_len + self.dropped - self.dropped_prompt
 
 
 # ---- one step -----------------------------------------------------------------------------------
@@ -296,10 +304,12 @@ class NewRow(NamedTuple):
     tokens: array[int]
     computed: int
     table: list[int]
-    prompt_len: int
+    prompt_len: int  # leading tokens that are the prompt's
     seed: int
     stop_ids: frozenset[int]
     params: SamplingParams
+    offset: int = 0  # tokens that were dropped: a position of the text is one of the cache and this
+    said: int = 0  # how many of those were generated
 
 
 class Save(NamedTuple):
@@ -327,6 +337,7 @@ class Plan:
     stores: list[tuple[int, int]] = field(default_factory=list)  # block, host slot: before anything overwrites the block
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy on write: from block, to block
     loads: list[tuple[int, int]] = field(default_factory=list)  # host slot, block
+    shifts: list[tuple[int, int]] = field(default_factory=list)  # block, by how many positions its keys move towards the front
     rows: list[NewRow] = field(default_factory=list)
     appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
     items: list[Item] = field(default_factory=list)

@@ -50,6 +50,7 @@ class Row:
     computed: int
     table: list[int]
     seed: int
+    offset: int
 
 
 class FakeRunner:
@@ -91,7 +92,7 @@ class FakeRunner:
             if item.sample:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
                 entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
-                new = [oracle.model(entries, row.seed, plan.masks.get(i))]  # type: ignore[arg-type]
+                new = [oracle.model(entries, row.seed, plan.masks.get(i), row.offset + row.computed)]  # type: ignore[arg-type]
                 row.tokens += new
             tokens.append(new)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
@@ -168,6 +169,9 @@ class FakeRunner:
         assert len({b for _, b in plan.loads}) == len(plan.loads), "two loads to one block"
         for slot, b in plan.loads:
             self.kv[b] = list(self.host[slot])
+        assert len({b for b, _ in plan.shifts}) == len(plan.shifts), "a block moves twice"
+        for b, by in plan.shifts:
+            self.kv[b] = [None if e is None else (e[0], e[1] - by) for e in self.kv[b]]
         assert len({r.row for r in plan.rows}) == len(plan.rows), "a row given out twice"
         for r in plan.rows:
             self.rows[r.row] = self._row(r)
@@ -177,4 +181,4 @@ class FakeRunner:
             table[j : j + 1] = [block]
 
     def _row(self, r: NewRow) -> Row:
-        return Row(list(r.tokens), r.computed, list(r.table), r.seed)
+        return Row(list(r.tokens), r.computed, list(r.table), r.seed, r.offset)

@@ -56,14 +56,18 @@ class BlockPool:
     def take(self) -> int:
         """A block to write to. Forgets the least recently used cached content if nothing else is left."""
         block, _ = self.free.popitem(last=False)
+        self.evictions += self.hash[block] is not None
+        self.withdraw(block)
+        self.refs[block] = 1
+        return block
+
+    def withdraw(self, block: int) -> None:
+        """It is about to be overwritten: what it holds can no longer be found."""
         if (h := self.hash[block]) is not None:
             if content := self.content(h):
                 self.evicted.append(content)
             self.hash[block] = self.tokens[block] = None
             del self.index[h]
-            self.evictions += 1
-        self.refs[block] = 1
-        return block
 
     def share(self, block: int) -> int:
         if self.refs[block] == 0:
