@@ -146,7 +146,8 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
         for r in todo:
             earlier.add(r)
         run_dry(earlier)
-    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, host=host, disk=disk, seed=seed + 1, keep=keep, **modes)
+    tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep)
+    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes)  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
     assert isinstance(runner, FakeRunner)
     if dice.random() < 0.3:  # few, like the aborts

@@ -135,7 +135,7 @@ class Decoder(CausalLM):
             return hidden if batch.last is None else hidden[batch.logit_rows]
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
-            hidden = layer(hidden, batch, kv[:, i], self._angles(i), last)
+            hidden = layer(hidden, batch, kv[:, i], self.angles(i), last)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Decoder(CausalLM):
     def finish_loading(self) -> None:
         pack_weights(self)
         c = self.config
-        layers = [layer.spec(self._angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
+        layers = [layer.spec(self.angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
         gelu = c.activation != "silu"
         self.fused = self.ops.fuse(
             DecoderSpec(layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype)
@@ -163,7 +163,7 @@ class Decoder(CausalLM):
         if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0006
             self.kv_dtype = torch.float16
 
-    def _angles(self, layer: int) -> Tensor:
+    def angles(self, layer: int) -> Tensor:
         local = self.local_rope is not None and self.config.window(layer)
         return cast("Tensor", self.local_rope if local else self.rope)
 

@@ -117,6 +117,11 @@ class Ops(Protocol):
         h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all). Sums are in float32."""
         ...
 
+    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
+        """Turn the keys of some blocks [n] (int64) of kv [N, layers, 2, Hk, B, D], plain numbers, back by this many positions,
+        as if they had been written that much nearer to the front. cos_sin [max_position, 2, D / 2]: what turned them."""
+        ...
+
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """What kv may be made of where activations are of this dtype: plain numbers, or codes (octavo.ops.kv)."""
         ...

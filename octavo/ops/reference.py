@@ -131,6 +131,12 @@ class ReferenceOps:
             out[group.tokens].view(items, num, -1, dim).copy_(result.reshape(items, -1, num, dim).transpose(1, 2))
         return out
 
+    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
+        cos, sin = cos_sin[by] / cos_sin[0, 0]  # YaRN's are scaled: the keys have had that already
+        keys = kv[:, :, 0]
+        for layer in range(kv.shape[1]):  # one at a time: some MB, not the whole cache, exist twice
+            keys[blocks, layer] = rotate(keys[blocks, layer], cos, -sin)
+
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return (torch.float32, torch.bfloat16, torch.float16, *LARGEST)
 

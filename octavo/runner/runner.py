@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,9 +71,10 @@ class Runner:
         device: torch.device,
         graphs: bool = False,
         tiers: Tiers | None = None,
+        evicting: bool = False,
     ):
         self.model, self.kv, self.device, self.tiers = model, kv, device, tiers
-        self.rows = Rows(max_rows, max_len, kv.block_size, device)
+        self.rows = Rows(max_rows, max_len, kv.block_size, device, evicting)
         self.graphs: StepGraphs | None = None
         if graphs:
             from octavo.runner.graphs import StepGraphs
@@ -111,6 +113,7 @@ class Runner:
             return self._sample(plan, list(range(len(items))), rows, logits, lengths, [], tokens)
         up = Upload()
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
+        shifts = up.ints([block for block, _ in plan.shifts])
         changes = self.rows.stage(plan, up)
         size = graphs.mixed_size(items) if graphs is not None and items else None
         laid_out = up.ints(lay_out(items) if graphs is None or size is None else graphs.lay_out(items, size))
@@ -123,6 +126,8 @@ class Runner:
         if plan.loads:
             assert self.tiers is not None
             self.tiers.load(plan.loads)
+        if plan.shifts:
+            self._shift(shipped[shifts].long(), plan.shifts[0][1])
         if lap is not None:
             lap.mark()
         self.rows.apply(changes, shipped)
@@ -151,6 +156,15 @@ class Runner:
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
         return self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
+
+    def _shift(self, blocks: Tensor, by: int) -> None:
+        """Layers that are rotated alike stand together in a few runs: all of them, but for models with two kinds of layers."""
+        kv, angles = self.kv.view, [self.model.angles(i) for i in range(self.model.config.num_layers)]
+        assert isinstance(kv, Tensor)
+        for _, run in groupby(enumerate(angles), key=lambda pair: id(pair[1])):
+            first, *rest = run
+            assert first[1] is not None
+            self.model.ops.shift(kv[:, first[0] : first[0] + 1 + len(rest)], blocks, by, first[1])
 
     def _sample(
         self,
