@@ -293,6 +293,7 @@ class Item(NamedTuple):
     sample: bool
     end: int  # upper bound on start + num: what attention may have to read
     prompt_logprobs: int | None = None  # this many top logprobs for each position computed
+    mass: bool = False  # tell how its attention is spread over the blocks of its cache
 
 
 class NewRow(NamedTuple):
@@ -382,6 +383,7 @@ class StepResult:
     tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # item -> of the token AFTER each position computed
+    mass: dict[int, list[float]] = field(default_factory=dict)  # item -> part of its attention that each logical block got
     seconds: float = 0.0  # the device took for the items; 0: nobody measured
     load_seconds: float = 0.0  # and for the loads
     news: list[DiskNews] = field(default_factory=list)

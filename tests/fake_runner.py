@@ -77,6 +77,7 @@ class FakeRunner:
         self._apply(plan)
         tokens: list[list[int]] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        mass: dict[int, list[float]] = {}
         seen: set[int] = set()
         for i, item in enumerate(plan.items):
             assert item.row not in seen, "a row twice in one plan"
@@ -94,12 +95,14 @@ class FakeRunner:
                 entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
                 new = [oracle.model(entries, row.seed, plan.masks.get(i), row.offset + row.computed)]  # type: ignore[arg-type]
                 row.tokens += new
+                if item.mass:
+                    mass[i] = oracle.attention(entries, self.size)  # type: ignore[arg-type]
             tokens.append(new)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
                 after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
                 prompt_logprobs[i] = [TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)]
         self._ask_disk(plan)
-        result = StepResult(tokens, prompt_logprobs=prompt_logprobs)
+        result = StepResult(tokens, prompt_logprobs=prompt_logprobs, mass=mass)
         if self.host:
             result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
 

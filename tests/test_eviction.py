@@ -124,3 +124,36 @@ def test_what_cannot_be_bounded_is_refused(options: dict[str, Any], why: str) ->
 def test_a_prompt_longer_than_the_budget_is_refused() -> None:
     with pytest.raises(ContextLengthExceeded, match="kv_budget"):
         make().generate([[1] * (BUDGET + 1)], greedy(1), use_tqdm=False)
+
+
+@torch.no_grad()
+def test_mass_is_the_part_of_attention_that_a_block_gets() -> None:
+    """Of one layer and one token: what attention gives where the values of a block are ones and all others zeros."""
+    from octavo.ops import ForwardBatch, Span, Watched
+    from octavo.ops.reference import ReferenceOps
+
+    torch.manual_seed(0)
+    ops, length, width = ReferenceOps(), 29, 4
+    kv, q = torch.randn(9, 2, 2, SIZE, 16), torch.randn(1, 4, 16)
+    table = torch.tensor([[5, 2, 7, 3]], dtype=torch.int32)
+    ints, at = torch.zeros(2, dtype=torch.int32), torch.tensor([length - 1])
+    lengths = torch.tensor([length], dtype=torch.int32)
+    for window in (0, 10):
+        watched = Watched(torch.tensor([0]), lengths, table.long(), torch.zeros(1, width))
+        ops.block_mass(q, kv, watched, 0.25, window)
+        for j in range(width):
+            kv[:, 1] = 0
+            kv[table[0, j], 1] = 1
+            batch = ForwardBatch(at, at, at, ints, lengths, table, ints[:1], ints[:1].long(), [Span(0, 1, length)])
+            assert float(watched.mass[0, j]) == pytest.approx(float(ops.attention(q, kv, batch, 0.25, window).mean()), abs=1e-5)
+        assert float(watched.mass.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_heavy_hitters_say_the_same_at_every_depth(architecture: str) -> None:
+    prompts, params = [PROMPT, PROMPT[:3]], greedy(200)
+    alone = [said(make(architecture, kv_eviction="heavy"), [p], params)[0] for p in prompts]
+    llm = make(architecture, kv_eviction="heavy", depth=3)
+    assert said(llm, prompts, params) == alone
+    assert alone[0] != said(make(architecture), prompts, params)[0], "as if the oldest had left"
+    assert len(llm.engine.scheduler.pool.free) == 60

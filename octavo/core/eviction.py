@@ -11,11 +11,15 @@ A token's position is its place in the cache: what stands behind a block that le
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from octavo.config import CacheConfig
 from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
 POLICIES = ("none", "sinks", "heavy")
+LOOKS = 4  # how often attention is looked at in a block's time: each look costs a pass over the keys in float32
+DECAY = 0.9  # what a look counts for at the next one
 
 
 def check_eviction(cache: CacheConfig, max_model_len: int) -> None:
@@ -40,7 +44,17 @@ def pick(seq: Sequence, cache: CacheConfig) -> int:
     if cache.eviction == "sinks" or not seq.mass:
         return sinks
     middle = range(sinks, max(sinks + 1, blocks - max(blocks // 2, 1)))
-    return min(middle, key=lambda j: seq.mass[j])  # the oldest of equals
+    return min(middle, key=lambda j: seq.mass[j] if j < len(seq.mass) else 1.0)  # the oldest of equals
+
+
+def looks(seq: Sequence, at: int, cache: CacheConfig) -> bool:
+    """Whether position `at` of a sequence is one whose attention counts: for those who will outgrow their budget."""
+    return seq.limit > cache.budget and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
+
+
+def weigh(seq: Sequence, found: list[float]) -> None:
+    """A look at how attention is spread."""
+    seq.mass = [DECAY * before + now for before, now in zip_longest(seq.mass, found, fillvalue=0.0)]
 
 
 def drop(seq: Sequence, j: int, size: int) -> None:

@@ -28,7 +28,7 @@ from operator import attrgetter
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
-from octavo.core.eviction import check_eviction, drop, pick
+from octavo.core.eviction import check_eviction, drop, looks, pick, weigh
 from octavo.core.policy import find_policy
 from octavo.core.tiers import TierCounters, Tiers
 from octavo.core.trace import Recorder
@@ -90,6 +90,7 @@ class Scheduler:
         check_eviction(cache, schedule.max_model_len)
         self.pool, self.cache = BlockPool(cache.num_blocks, cache.block_size), cache
         self.most = sys.maxsize if cache.eviction == "none" else cache.budget  # positions of one sequence
+        self.heavy = cache.eviction == "heavy"
         self.caching, self.schedule = cache.prefix_caching, schedule
         self.vocab_size, self.eos_ids, self.seed = vocab_size, frozenset(eos_ids), seed
         self.policy, self.clock, self.form = find_policy(schedule.policy), clock, former(schedule)
@@ -304,7 +305,8 @@ class Scheduler:
             seq.inflight += 1
             if seq.guide is not None:
                 plan.masks[len(items)] = seq.guide.mask
-            items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1))
+            look = self.heavy and looks(seq, at, self.cache)
+            items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1, None, look))
         return len(items)
 
     def _reserve(self, seq: Sequence, num: int, plan: Plan) -> bool:
@@ -526,6 +528,8 @@ class Scheduler:
             count.computed_tokens += item.num
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 self._take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
+            if item.mass:
+                weigh(seq, result.mass[i])
             reason: str | None = None
             for t in new:
                 seq.tokens.append(t)

@@ -70,6 +70,8 @@ class Layer(nn.Module):
         ops, eps = self.ops, self.config.norm_eps
         qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, eps))
         q = ops.rope_and_cache(qkv, kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
+        if batch.watched is not None:
+            ops.block_mass(q, cast("Tensor", kv), batch.watched, self.config.scale, self.window)
         if last is not None:  # nobody reads what the other tokens would become
             q, hidden, batch = q[batch.logit_rows], hidden[batch.logit_rows], last
         x = ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1)
@@ -130,7 +132,7 @@ class Decoder(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
-        if self.fused is not None:
+        if self.fused is not None and batch.watched is None:
             hidden = self.fused(hidden, batch, kv)
             return hidden if batch.last is None else hidden[batch.logit_rows]
         for i, layer in enumerate(self.layers):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import gather, lay_out, only_last
+from octavo.runner.batch import gather, lay_out, only_last, watch
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
@@ -37,6 +37,7 @@ class StepHandle:
     tokens: Download
     logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
     prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
+    mass: Download | None = None  # of the items that asked, in order: a row each, all layers together
     finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
@@ -55,6 +56,10 @@ class StepHandle:
                 *parts, after = download.wait()
                 gathered.setdefault(i, []).extend(as_records(after.tolist(), parts, [num_top] * len(after)))
             result.prompt_logprobs = gathered
+        if self.mass is not None:
+            (rows,) = self.mass.wait()
+            asked = (i for i, item in enumerate(self.items) if item.mass)
+            result.mass = dict(zip(asked, rows.tolist(), strict=True))
         if self.finish is not None:
             self.finish(result)
         return result
@@ -106,7 +111,8 @@ class Runner:
     def _launch(self, plan: Plan, lap: Lap | None = None) -> StepHandle:
         """The step but for what leaves the device."""
         graphs, items = self.graphs, plan.items
-        if graphs is not None and graphs.decodes(plan):
+        watched = [i for i, item in enumerate(items) if item.mass] if self.rows.evicting else []
+        if graphs is not None and not watched and graphs.decodes(plan):
             if lap is not None:
                 lap.mark()
             rows, logits, lengths, tokens = graphs.decode(plan)
@@ -115,10 +121,10 @@ class Runner:
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
         shifts = up.ints([block for block, _ in plan.shifts])
         changes = self.rows.stage(plan, up)
-        size = graphs.mixed_size(items) if graphs is not None and items else None
+        size = graphs.mixed_size(items) if graphs is not None and items and not watched else None
         laid_out = up.ints(lay_out(items) if graphs is None or size is None else graphs.lay_out(items, size))
         sampled = [i for i, item in enumerate(items) if item.sample]
-        sampled_at = up.ints(sampled)
+        sampled_at, watched_at = up.ints(sampled), up.ints(watched)
         shipped = up.ship(self.device)
 
         if plan.copies:
@@ -147,6 +153,9 @@ class Runner:
             asked = any(item.prompt_logprobs is not None for item in items)
             if sampled and not asked and len(sampled) < first:
                 batch.last = only_last(batch, index, [spans[i] for i in sampled])
+            if watched:
+                width = -(-max(items[i].end for i in watched) // self.kv.block_size)
+                batch.watched = watch(batch, shipped[watched_at].long(), self.rows, width)
             hidden = self.model(batch, self.kv.view)
             self.rows.computed[batch.rows.long()] = batch.seq_lens
             if asked:
@@ -155,7 +164,11 @@ class Runner:
             rows, lengths = batch.rows[index], batch.seq_lens[index]
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
-        return self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
+        handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
+        if watched:
+            assert batch.watched is not None
+            handle.mass = Download(batch.watched.mass / self.model.config.num_layers)
+        return handle
 
     def _shift(self, blocks: Tensor, by: int) -> None:
         """Layers that are rotated alike stand together in a few runs: all of them, but for models with two kinds of layers."""

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo.core import blocks, scheduler, tiers
+from octavo.core import blocks, eviction, scheduler, tiers
 from tests import workloads
 
 BUGS = {
@@ -84,6 +84,24 @@ BUGS = {
 }  # fmt: skip
 
 
+# In workloads whose caches are bounded.
+EVICTION_BUGS = {
+    "what was moved is published": ("scheduler", "        seq.published = NEVER  # until", "        # until"),
+    "shared blocks are moved in place": ("scheduler", "            if pool.refs[old := table[k]] > 1:", "            if pool.refs[old := table[k]] > 99:"),
+    "what is moved can still be found": ("scheduler", "            pool.withdraw(table[k])\n", ""),
+    "keys are not moved": ("scheduler", "            plan.shifts.append((table[k], size))\n", ""),
+    "the device keeps the old table": ("scheduler", "        plan.rows.append(self._new_row(seq))\n        return True\n\n    def _schedule", "        return True\n\n    def _schedule"),
+    "a block leaves while steps are in flight": ("scheduler", "if at >= self.most and seq.inflight:", "if False:"),
+    "the fresh block is not counted": ("scheduler", "if shared + 1 > len(pool.free) +", "if shared > len(pool.free) +"),
+    "the copies are not counted": ("scheduler", "if shared + 1 > len(pool.free) +", "if 1 > len(pool.free) +"),
+    "a block that leaves is not given back": ("scheduler", "pool.drop(table.pop(j))", "table.pop(j)"),
+    "a preempted sequence keeps more than its budget": ("scheduler", "if len(seq.tokens) > self.most:  #", "if False:  #"),
+    "noise repeats": ("scheduler", "            seq.dropped, said,\n", "            0, said,\n"),
+    "the limit stays the text's": ("eviction", "seq.limit, seq.prompt_len = seq.limit - size, seq.prompt_len - size", "seq.prompt_len -= size"),
+    "sinks leave": ("eviction", "        return sinks\n", "        return 0\n"),
+}  # fmt: skip
+
+
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     source = Path(module.__file__ or "").read_text()
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
@@ -98,20 +116,24 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     return copy
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [*BUGS, *EVICTION_BUGS])
 def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, old, new = BUGS[name]
+    where, old, new = (BUGS | EVICTION_BUGS)[name]
     if where == "scheduler":
         monkeypatch.setattr(workloads, "Scheduler", mutated(scheduler, old, new).Scheduler)
     elif where == "tiers":
         monkeypatch.setattr(scheduler, "Tiers", mutated(tiers, old, new).Tiers)
+    elif where == "eviction":
+        copy = mutated(eviction, old, new)
+        for attribute in ("drop", "pick"):
+            monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
     else:
         copy = mutated(blocks, old, new)
         for attribute in ("BlockPool", "chain", "root"):
             monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
     for seed in range(400):
         try:
-            workloads.trial(seed // 2, guided=seed % 2 == 1)
+            workloads.trial(seed // 2, guided=seed % 2 == 1, evict=name in EVICTION_BUGS)
         except Exception:
             return
     pytest.fail("no workload noticed")
