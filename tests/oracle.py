@@ -18,7 +18,8 @@ def model(entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = No
     """The next token after the entries (token, position): what logits, seed and sampler are to a real model. `at`: its place in
     the text, which is what its noise goes by; None: behind the last entry."""
     found = list(entries)
-    digest = hashlib.blake2b(repr((found, seed, len(found) if at is None else at)).encode(), digest_size=8).digest()
+    key = (found, seed) if at in (None, len(found)) else (found, seed, at)
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     allowed = [t for t in range(VOCAB) if mask is None or mask[t // 8] >> t % 8 & 1]
     return allowed[int.from_bytes(digest, "little") % len(allowed)]
 

@@ -288,6 +288,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         },
         str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
         gguf,
+        0 if llm.cache.eviction == "none" else llm.cache.budget,
     )
 
 
