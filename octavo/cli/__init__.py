@@ -32,7 +32,7 @@ app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
 app.command(rich_help_panel="Measure")(simulate.simulate)
-app.add_typer(bench_eviction.app, name="bench", rich_help_panel="Measure")
+app.add_typer(bench_scheduling.app, name="bench", rich_help_panel="Measure")
 
 
 def show_version(wanted: bool) -> None:

@@ -36,7 +36,9 @@ def eviction(
     if unknown := sorted(set(chosen) - set(POLICIES)):
         raise InvalidRequest(f"unknown policy {', '.join(unknown)}: use {', '.join(POLICIES)}", "policies")
     if text <= budget:
-        raise InvalidRequest(f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one", "text")
+        raise InvalidRequest(
+            f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one", "text"
+        )
     engine.max_model_len = text + 1
 
     def load(options: dict[str, Any]) -> Any:
@@ -57,4 +59,6 @@ def eviction(
     console = Console(highlight=False)
     console.width = max(console.width, 110)
     console.print(table)
-    finish({"bench": "eviction", "model": model or "smollm2", "budget": budget, "tokens": tokens, "text": text, "rows": rows}, output)
+    finish(
+        {"bench": "eviction", "model": model or "smollm2", "budget": budget, "tokens": tokens, "text": text, "rows": rows}, output
+    )
