@@ -15,9 +15,9 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import suppress
-from queue import SimpleQueue
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import GuideError, InvalidRequest
@@ -27,11 +27,16 @@ from octavo.types import Guide, StructuredOutputs
 DEADLINE = 5.0  # seconds that one compilation may take
 THREADS = 2
 CACHE_BYTES = 256 * 2**20
-# What a compiled grammar takes cannot be asked. Seen: up to 155 bytes for each of its text, most far less.
-COST, COST_PER_CHAR = 64 * 2**10, 160
-# A step that would take long fails instead: it holds up everybody. With these the worst that was found, grammars that can be
-# read in very many ways, took 21 ms a token; with the library's defaults, two seconds. JSON takes 0.01 to 5 ms.
-LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
+# What a compiled grammar takes cannot be asked. Seen: up to 155 bytes for each character of its text, most far less. And it
+# grows: all copies share one lexer, which remembers every state that a text of theirs has met, some 700 bytes each. Most grammars
+# have few hundred; others meet new ones with each token, until the lexer is full and leads nobody any more. So it is replaced
+# after so many tokens, and at once when one of its texts has failed.
+COST, COST_PER_CHAR, COST_PER_TOKEN = 64 * 2**10, 160, 16 * 2**10
+WORN = 4096
+# Following a text takes the engine's own time, so it holds up everybody: what would take long fails instead. JSON takes 0.01
+# to 5 ms a token; grammars that can be read in very many ways take longer with each, seconds with the library's own limits.
+SLOW = 0.03  # seconds of CPU time for one token
+LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=100_000, verbose_errors=False)
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 NAMES = {"json": "the JSON schema", "regex": "the regex", "choice": "the choice", "grammar": "the grammar", "json_object": "JSON"}
 PRINTABLE = set(range(0x20, 0x7F))  # bytes that a vocabulary must have as tokens; some lack a few control characters
@@ -47,8 +52,8 @@ class Guides:
         self._vocabulary: Any = None  # llguidance's, once there is one
         self._building = threading.Lock()
         self._known: OrderedDict[tuple[str, str], Compilation] = OrderedDict()  # the latest used last
-        self._bytes = 0
-        self._jobs: SimpleQueue[Compilation] = SimpleQueue()
+        self._lock = threading.Lock()  # of what threads write: the counts, and these
+        self._jobs: deque[Compilation] = deque()
         self._threads = 0
 
     def compile(self, spec: StructuredOutputs) -> Guide:
@@ -61,23 +66,30 @@ class Guides:
         """The same spec is compiled once, also when it is asked for again before it is there."""
         value = getattr(spec, spec.kind)
         key = spec.kind, json.dumps(value) if spec.kind == "choice" else str(value)
-        if (work := self._known.get(key)) is not None:
+        work = self._known.pop(key, None)
+        if work is not None and not work.worn:
             self.hits += 1
-            self._known.move_to_end(key)
+            self._known[key] = work
             return work
         work = self._known[key] = Compilation(spec, COST + COST_PER_CHAR * len(key[1]))
-        self._bytes += work.cost
-        while self._bytes > CACHE_BYTES and len(self._known) > 1:
-            self._bytes -= self._known.popitem(last=False)[1].cost
-        self._jobs.put(work)
-        if self._threads < THREADS:  # they end with the process: nothing need wait for them
-            self._threads += 1
-            threading.Thread(target=self._work, name="guides", daemon=True).start()
+        size = sum(one.size for one in self._known.values())
+        while size > CACHE_BYTES and len(self._known) > 1:
+            size -= self._known.popitem(last=False)[1].size
+        with self._lock:
+            self._jobs.append(work)
+            if self._threads < THREADS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="guides", daemon=True).start()
         return work
 
     def _work(self) -> None:
+        """A thread's life: until there is nothing left to do."""
         while True:
-            work = self._jobs.get()
+            with self._lock:
+                if not self._jobs:
+                    self._threads -= 1
+                    return
+                work = self._jobs.popleft()
             try:
                 vocabulary = self._get_vocabulary()
                 work.started = time.monotonic()
@@ -86,9 +98,9 @@ class Guides:
                 work.error = error
             except Exception as error:  # of the library: whatever it is, somebody waits for an answer
                 work.error = refused(work.spec, str(error))
-            if work.started is not None:
+            with self._lock:
                 self.compiled += 1
-                self.seconds += time.monotonic() - work.started
+                self.seconds += time.monotonic() - (work.started or time.monotonic())
             work.done.set()
 
     def _get_vocabulary(self) -> Any:
@@ -105,8 +117,17 @@ class Compilation:
         self.spec, self.cost = spec, cost
         self.started: float | None = None  # None: it waits for a thread
         self.done = threading.Event()
-        self.guide: Guide | None = None
+        self.guide: LLGuide | None = None
         self.error: InvalidRequest | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes it takes, by estimate."""
+        return self.cost + COST_PER_TOKEN * (self.guide.use.tokens if self.guide is not None else 0)
+
+    @property
+    def worn(self) -> bool:
+        return self.guide is not None and (self.guide.use.failed or self.guide.use.tokens > WORN)
 
     def poll(self) -> Guide | None:
         """None: not yet. One that is late goes on, and may be there when it is asked for again."""
@@ -123,13 +144,21 @@ class Compilation:
         return None
 
 
+@dataclass(slots=True)
+class Use:
+    """What all copies of a guide have done together."""
+
+    tokens: int = 0
+    failed: bool = False
+
+
 class LLGuide:
     """Guide, by llguidance's matcher. `size`: bytes of a mask."""
 
-    __slots__ = ("_matcher", "_size", "mask")
+    __slots__ = ("_matcher", "_size", "mask", "use")
 
-    def __init__(self, matcher: Any, size: int, mask: bytes | None = None):
-        self._matcher, self._size = matcher, size
+    def __init__(self, matcher: Any, size: int, use: Use, mask: bytes | None = None):
+        self._matcher, self._size, self.use = matcher, size, use
         self.mask = self._compute() if mask is None else mask
 
     def _compute(self) -> bytes:
@@ -139,14 +168,20 @@ class LLGuide:
         return mask
 
     def accept(self, token: int) -> None:
+        begun = time.thread_time()
+        self.use.tokens += 1
         if not self._matcher.consume_token(token):
             raise self._error()
         self.mask = self._compute()
+        if time.thread_time() - begun > SLOW:
+            self.use.failed = True
+            raise GuideError("structured_outputs take too long to follow: the grammar can be read in too many ways, simplify it")
 
     def copy(self) -> LLGuide:
-        return LLGuide(self._matcher.deep_copy(), self._size, self.mask)
+        return LLGuide(self._matcher.deep_copy(), self._size, self.use, self.mask)
 
     def _error(self) -> GuideError:
+        self.use.failed = True
         return GuideError(f"the text can no longer be led along structured_outputs: {shorten(self._matcher.get_error())}")
 
 
@@ -215,9 +250,10 @@ def build(vocabulary: Any, spec: StructuredOutputs, size: int) -> LLGuide:
     if matcher.is_error():
         raise refused(spec, matcher.get_error())
     try:
-        return LLGuide(matcher, size)
+        return LLGuide(matcher, size, Use())
     except GuideError:
-        raise refused(spec, "nothing can match it") from None
+        why = matcher.get_error()
+        raise refused(spec, "nothing can match it" if not why or "NoExtension" in why else why) from None
 
 
 def grammar_of(spec: StructuredOutputs) -> str:

@@ -11,10 +11,12 @@ import pytest
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
+from octavo.errors import InvalidRequest
 from octavo.serve.engine_process import EngineLoop
-from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, decode_to_engine, decode_to_front, encode
-from octavo.types import Output, SamplingParams, TokenLogprobs
+from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
+from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
 from tests.fake_runner import FakeRunner
+from tests.toy_guide import ToyGuide
 
 
 class FakeLink:
@@ -32,11 +34,11 @@ class FakeLink:
         self.sent.append(message)
 
 
-def run(script: list[Any], depth: int = 1) -> tuple[EngineLoop, list[Any]]:
+def run(script: list[Any], depth: int = 1, guides: Any = None) -> tuple[EngineLoop, list[Any]]:
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200, depth=depth)
     scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
     link = FakeLink(script)
-    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), link)  # type: ignore[arg-type]
+    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), link, guides)  # type: ignore[arg-type]
     loop.run()
     return loop, link.sent
 
@@ -80,6 +82,60 @@ def test_what_can_never_run_is_refused() -> None:
     assert refused.id == "a" and refused.code == "context_length_exceeded"
 
 
+class FakeGuides:
+    """Compiles anything in so many looks at it; refuses "bad"."""
+
+    compiled = hits = seconds = 0
+
+    def __init__(self, looks: int):
+        self.looks = looks
+
+    def start(self, spec: StructuredOutputs) -> FakeGuides:
+        self.spec = spec
+        return self
+
+    def poll(self) -> ToyGuide | None:
+        self.looks -= 1
+        if self.looks > 0:
+            return None
+        if self.spec.regex == "bad":
+            raise InvalidRequest("no such thing", "structured_outputs", "invalid_structured_output")
+        return ToyGuide(1)
+
+
+def guided(id: str, regex: str = "good") -> Add:
+    return add(id, max_tokens=3, structured_outputs=StructuredOutputs(regex=regex))
+
+
+def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None:
+    script = [guided("g"), add("a", max_tokens=6), *[None] * 14]
+    loop, sent = run(script, guides=FakeGuides(9))
+    begun = [id for m in sent if isinstance(m, News) for id in m.begun]
+    ended = [out.request_id for m in sent if isinstance(m, News) for out in m.outputs if out.finish_reason]
+    assert begun == ["a", "g"] and ended[0] == "a" and not loop.held
+    taken = next(i for i, m in enumerate(sent) if isinstance(m, Taken))
+    assert taken < next(i for i, m in enumerate(sent) if isinstance(m, News) and m.begun == ["g"])
+
+
+def test_a_held_request_keeps_an_idle_engine_awake_and_then_lets_it_sleep() -> None:
+    _, sent = run([guided("g"), *[None] * 9], guides=FakeGuides(4))
+    beats = [m for m in sent if isinstance(m, Beat)]
+    assert len(beats) == 2, "when work came and when it was done: not at every look"
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    loop, sent = run([guided("g", "bad"), *[None] * 6], guides=FakeGuides(3))
+    assert [m for m in sent if isinstance(m, Refused)] == [
+        Refused("g", "no such thing", "structured_outputs", "invalid_structured_output")
+    ]
+    assert not loop.held and not loop.engine.scheduler.live
+
+
+def test_a_held_request_can_be_aborted() -> None:
+    loop, sent = run([guided("g"), None, Abort(["g"]), *[None] * 5], guides=FakeGuides(20))
+    assert not loop.held and not [m for m in sent if isinstance(m, (Taken, News))]
+
+
 def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
     _, sent = run([add("a", 5, max_tokens=3), *[None] * 3])
     beats = [m for m in sent if isinstance(m, Beat)]
@@ -89,10 +145,12 @@ def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
 
 
 def test_messages_cross_as_they_are() -> None:
-    for message in (add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1), Abort(["a", "b"]), Shutdown()):
+    shape = StructuredOutputs(json={"type": "object", "properties": {"b": {}, "a": {}}})
+    said = add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1, structured_outputs=shape)
+    for message in (said, Abort(["a", "b"]), Shutdown()):
         assert decode_to_engine(encode(message)) == message
     out = Output("a", 1, [4], [TokenLogprobs(4, -0.5, 1, [(4, -0.5)])], "stop", "x", 3, [None, TokenLogprobs(1, -1.0, 2, [])])
-    for message in (News([out], ["a"], 7), Beat(steps=3), Refused("a", "no", "prompt", None)):
+    for message in (News([out], ["a"], 7), Beat(steps=3), Refused("a", "no", "prompt", None), Taken("a")):
         assert decode_to_front(encode(message)) == message
 
 
