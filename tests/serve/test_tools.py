@@ -216,6 +216,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
                                    "tool_choice.function.name", None),
     "a choice as a list": ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": ["f"]}}},
                            "tool_choice.function.name", None),
+    "strict as a text": ({"tools": [tool(strict="yes")]}, "tools.0.function.strict", None),
     "parallel calls as a text": ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls", None),
 }  # fmt: skip
 
@@ -303,3 +304,15 @@ def test_a_schema_that_cannot_be_followed_is_refused(running: Running, stream: b
     bad = tool(parameters={"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}})
     reply = running.post(CHAT, {"messages": HI, "tools": [bad], "tool_choice": "required", "stream": stream})
     assert "/$defs/none" in check_error(reply, 400, "tools", "invalid_structured_output")["message"]
+
+
+def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
+    """This model would break the rules: it says what it likes, and is stopped when that is against the grammar."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = [tool(parameters=schema, strict=True)]
+    for text in ("Just words", CALL, f"I look.\n{CALL}"):
+        choice = parrot.post(CHAT, said(text, tools=tools)).json()["choices"][0]
+        assert choice["finish_reason"] == ("tool_calls" if "<" in text else "stop")
+    wrong = CALL.replace('"é\\n"', "5")
+    assert parrot.post(CHAT, said(wrong, tools=[tool(parameters=schema)])).json()["choices"][0]["finish_reason"] == "tool_calls"
+    check_error(parrot.post(CHAT, said(wrong, tools=tools)), 400, "tools", "structured_output_failed")
