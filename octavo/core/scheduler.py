@@ -367,7 +367,7 @@ class Scheduler:
                 held.add(seq.hashes[0])
                 i += 1
                 continue
-            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, len(found[0]), self.pool, plan):
+            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, *found, self.pool, plan):
                 i += 1
                 continue
             used = self._admit(seq, *found, left, plan)

@@ -1,6 +1,7 @@
 """What a model's numbers are, in 16 bytes: equal for the same weights in the same format, different for any other.
 
-Every byte counts, so that a fine-tune of one row is another model: 5 ms for 16 GB on an H200, 4 GB/s on a CPU core.
+Every byte counts, so that a fine-tune of one row is another model. That is one pass over the weights, at the speed of a GPU's
+memory or 4 GB/s on a CPU core.
 """
 
 from __future__ import annotations
