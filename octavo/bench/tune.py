@@ -45,7 +45,8 @@ def candidates(form: Format, rows: int) -> list[Any]:
     elif rows <= 128:
         found += [Gemm(tall, n, b, s, r) for n, r in ((64, 2), (64, 3), (128, 1), (128, 2)) for b, s in ((1, 3), (1, 4), (2, 3))]
     else:
-        found += [Gemm(m, n, 1, s, 1) for m, n in ((256, 128), (128, 128), (128, 256), (64, 256)) for s in (3, 4)]
+        shapes = ((256, 128, 1), (256, 64, 2), (128, 128, 1), (128, 128, 2), (128, 64, 2), (128, 256, 1))
+        found += [Gemm(m, n, 1, s, r) for m, n, r in shapes for s in (3, 4)]
     return found
 
 

@@ -35,17 +35,17 @@ ROWS: dict[int, dict[int, Gemv | Gemm]] = {
     INT4.value: {
         1: Gemv(4, 4),
         16: Gemm(16, 64, 2, 4, 3, after=True),
-        32: Gemm(32, 64, 1, 4, 3, after=True),
+        32: Gemm(32, 64, 1, 4, 4, after=True),
         64: Gemm(64, 128, 1, 4, 2),
-        128: Gemm(128, 128, 1, 4, 1),
+        128: Gemm(128, 64, 1, 3, 2),
         DENSE_ROWS: Gemm(256, 128, 1, 3, 1),
     },
     INT8.value: {
         1: Gemv(4, 4),
         16: Gemm(16, 64, 2, 4, 4),
         32: Gemm(32, 64, 2, 4, 3),
-        64: Gemm(64, 128, 2, 4, 2),
-        128: Gemm(128, 128, 2, 4, 1),
+        64: Gemm(64, 128, 1, 4, 3),
+        128: Gemm(128, 128, 1, 4, 2),
         DENSE_ROWS: Gemm(256, 128, 1, 4, 1),
     },
 }
