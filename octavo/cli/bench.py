@@ -226,7 +226,7 @@ def tiers(
     console.print(table)
     link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
     console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
-    console.print(f"All ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
+    console.print(f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
     finish(r, output)
 
 

@@ -116,4 +116,4 @@ def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tm
     assert r["same_tokens"] is True and r["disk_misses"] == {}
     assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
     assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
-    assert "host memory" in result.stdout and "All ways gave the same tokens" in result.stdout
+    assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout
