@@ -216,7 +216,8 @@ def tiers(
         table.add_column(column, justify="left" if not table.columns else "right")
     speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
     chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
-    names = {"cold": "computed", "host": "host memory", "disk": "disk, after a restart", "paged": "disk, in the system's cache"}
+    names = {"cold": "computed", "device": "device's cache", "host": "host memory", "disk": "disk, after a restart",
+             "paged": "disk, in the system's cache"}  # fmt: skip
     for key, name in names.items():
         t = r[f"{key}_ttft_s"]
         more = []

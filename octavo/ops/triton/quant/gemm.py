@@ -41,10 +41,9 @@ def _beside(a, b):
 @triton.jit
 def _scaled(part, info, group, width, LEAST: tl.constexpr):
     scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
-    part *= scale.to(part.dtype)
-    if LEAST:
-        part += least.to(part.dtype)
-    return part
+    if LEAST:  # the two may be far larger than their sum: one rounding, at the end
+        return (part.to(tl.float32) * scale + least).to(part.dtype)
+    return part * scale.to(part.dtype)
 
 
 @triton.jit
