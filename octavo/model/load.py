@@ -20,7 +20,7 @@ import torch
 
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
-from octavo.model import embedded, quant, quantized
+from octavo.model import embedded, foreign, quant, quantized
 from octavo.model.base import CausalLM, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
@@ -66,7 +66,11 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
 
 def _open_directory(path: Path, weights: bool) -> Checkpoint:
     checkpoint = open_directory(path, weights)
-    checkpoint.tensors = quantized.joined(checkpoint.tensors, checkpoint.config, checkpoint.source) if weights else {}
+    if weights:
+        about = checkpoint.config.get("quantization_config")
+        ours = isinstance(about, dict) and about.get("quant_method") == quantized.METHOD
+        join = quantized.joined if ours else foreign.joined
+        checkpoint.tensors = join(checkpoint.tensors, checkpoint.config, checkpoint.source)
     return checkpoint
 
 
