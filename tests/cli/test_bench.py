@@ -102,5 +102,7 @@ def test_kv_formats_are_compared_with_auto(octavo: Octavo, tiny: str) -> None:
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])["formats"]
     assert [r["format"] for r in rows] == ["auto", "int8", "float16"]
-    assert rows[0]["perplexity_ratio"] == 1 and rows[0]["logprob_error"] == 0 < rows[2]["logprob_error"] < rows[1]["logprob_error"]
+    assert (
+        rows[0]["perplexity_ratio"] == 1 and rows[0]["logprob_error"] == 0 < rows[2]["logprob_error"] < rows[1]["logprob_error"]
+    )
     assert rows[2]["kv_bytes_per_token"] * 2 == rows[0]["kv_bytes_per_token"] > rows[1]["kv_bytes_per_token"] * 2
