@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.types import SamplingParams
+    from octavo.types import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 # Read by GNU OpenMP, torch's on Linux, when torch is first imported. Its threads wait for each other by spinning, by default
 # for about a millisecond; on a machine with anything else to do that made a small model 40 times slower. A short spin, then
@@ -27,6 +27,7 @@ _HOME = {
     "CompletionOutput": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.types",
+    "StructuredOutputsParams": "octavo.types",
 }
 
 

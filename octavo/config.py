@@ -69,6 +69,9 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int = 0  # usable blocks (one more is kept for padding)
     prefix_caching: bool = True
+    host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
+    disk: bool = False  # and whether there is a disk behind it
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,8 @@ class ScheduleConfig:
     max_num_batched_tokens: int = 2048  # token budget of one step
     max_model_len: int = 2048
     depth: int = 1  # steps in flight: 1..3
+    policy: str = "fcfs"  # who comes first: octavo/core/policy.py
+    batching: str = "continuous"  # when requests may begin: octavo/core/batching.py
+    max_batch: int = 8  # requests of a batch, where batches form
+    window: float = 0.02  # seconds that a batch forms, in mode "window"
+    target: float = 0.05  # seconds from token to token, in mode "adaptive"

@@ -29,6 +29,12 @@ class KVCapacityExceeded(InvalidRequest):
         super().__init__(message, param="max_tokens", code="kv_capacity_exceeded")
 
 
+class GuideError(OctavoError):
+    """A text cannot go on as its structured_outputs demand: too complex to follow, or a token that was not allowed."""
+
+    code = "structured_output_failed"
+
+
 class ModelError(OctavoError):
     """The model cannot be used as it is: config, weights or tokenizer."""
 

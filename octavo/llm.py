@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,29 +24,40 @@ import torch
 
 from octavo.collect import Collector
 from octavo.config import ModelConfig, ScheduleConfig
+from octavo.core.batching import former
 from octavo.core.engine import Engine
+from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
-from octavo.errors import InvalidRequest, ModelError
+from octavo.core.trace import Recorder
+from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
 from octavo.memory import (
     BLOCK_SIZE,
+    DISK_GIB,
+    STAGING,
     MemoryPlan,
     activation_bytes,
+    available_memory,
     kv_budget,
     parameter_count,
     parse_kv_dtype,
     size_pool,
+    size_tiers,
     step_tokens,
     weight_bytes,
 )
 from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
+from octavo.model.fingerprint import fingerprint
 from octavo.model.load import load_model
 from octavo.ops import select
 from octavo.ops.kv import dtype_name
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
+from octavo.runner.tiers import Tiers
 from octavo.text.chat import encode_chat, select_template
+from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, SamplingParams, check_real, check_whole
 
@@ -57,7 +69,7 @@ Read: TypeAlias = tuple[str | None, list[int], str]  # its text, if it had any; 
 
 # Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
 HARMLESS = {
-    "trust_remote_code", "swap_space", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
+    "trust_remote_code", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
     "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
     "async_scheduling", "hf_token", "generation_config", "max_logprobs",
 }  # fmt: skip
@@ -86,8 +98,17 @@ class LLM:
         block_size: int | None = None,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
+        swap_space: float | None = None,
+        kv_disk_path: str | Path | None = None,
+        kv_disk_gib: float = DISK_GIB,
         enforce_eager: bool = False,
         depth: int | None = None,
+        scheduling_policy: str = "fcfs",
+        batching: str = "continuous",
+        max_batch: int = 8,
+        window_ms: float = 20.0,
+        target_ms: float = 50.0,
+        record_trace: str | Path | None = None,
         progress: bool | Callable[[float], None] = True,
         **options: Any,
     ):
@@ -98,13 +119,23 @@ class LLM:
             log.info("options without effect here: %s", ", ".join(sorted(options)))
         check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
         check_whole("max_num_seqs", max_num_seqs, 1)
+        find_policy(scheduling_policy)
+        former(ScheduleConfig(batching=batching))
+        check_whole("max_batch", max_batch, 1)
+        check_real("window_ms", window_ms, 0, 60_000)
+        check_real("target_ms", target_ms, 0, 60_000, open_low=True)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
+        check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
+        check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
+        if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
+            raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
         kv_asked = parse_kv_dtype(kv_cache_dtype)
+        self._close: weakref.finalize[[], LLM] | None = None
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
         block_size = block_size or BLOCK_SIZE[self.device.type]
@@ -130,25 +161,79 @@ class LLM:
         self.kv_dtype = _pick_kv_dtype(kv_asked, self.model)
         kv_name = dtype_name(self.kv_dtype)
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
-        schedule = ScheduleConfig(max_num_seqs, budget, depth=depth or (2 if on_gpu else 1))
+        schedule = ScheduleConfig(
+            max_num_seqs,
+            budget,
+            depth=depth or (2 if on_gpu else 1),
+            policy=scheduling_policy,
+            batching=batching,
+            max_batch=max_batch,
+            window=window_ms / 1e3,
+            target=target_ms / 1e3,
+        )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
-        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
+        staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
+        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations + staging)
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
         )
         self.schedule = replace(schedule, max_model_len=max_model_len)
-        self.cache = replace(cache, prefix_caching=enable_prefix_caching)
-        self.memory = MemoryPlan(
-            weight_bytes(self.model), activations, self.config.kv_bytes_per_token(kv_name), block_size, cache.num_blocks
-        )
+        kv_token = self.config.kv_bytes_per_token(kv_name)
+        spare = available_memory(torch.device("cpu"))[0] - (0 if on_gpu else cache.num_blocks * block_size * kv_token)
+        host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare)
+        self.cache = replace(cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token)
         kv = KVStore(self.config, self.cache, self.kv_dtype, self.device)
+        tiers = None
+        if host_blocks:
+            disk = self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name) if kv_disk_path is not None else None
+            tiers = self._make_tiers(kv, host_blocks, disk, staging)
+        if tiers is None:
+            host_blocks = disk_bytes = 0
+        self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
+        self.memory = MemoryPlan(
+            weight_bytes(self.model), activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
+        )
         graphs = ops.name == "triton" and on_gpu and not enforce_eager
-        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
-        scheduler = Scheduler(self.cache, self.schedule, self.config.vocab_size, self.eos_ids, seed)
-        self.engine = Engine(scheduler, self.runner)
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers)
+        self.seed = seed
+        self.engine = self.new_engine(self.schedule)
+        if record_trace is not None:
+            self.engine.scheduler.recorder = Recorder(record_trace)
+        self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
+
+    def new_engine(self, schedule: ScheduleConfig) -> Engine:
+        """An engine for this model, nothing cached yet. Only one at a time may run: they share the device's rows and blocks."""
+        scheduler, tiers = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed), self.runner.tiers
+        if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
+            scheduler.tiers.on_disk = set(tiers.disk.known)
+        return Engine(scheduler, self.runner)
+
+    def _open_disk(self, directory: Path, limit: int, kv: KVStore, kv_name: str) -> Disk:
+        """What is on disk is this model's if the weights, the kernels and the layout of KV are the same."""
+        form = f"{kv_name} {'x'.join(map(str, kv.tensor.shape[1:]))}"
+        name = fingerprint(self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name)
+        return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
+
+    def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None, staging: int) -> Tiers | None:
+        try:
+            tiers = Tiers(kv, slots, disk, staging)
+        except (NotEnoughMemory, RuntimeError) as error:
+            log.warning("going on without a second tier of KV: %s", error)
+            return None
+        self._close = weakref.finalize(self, tiers.close)  # what waits to be written is, at the interpreter's end too
+        return tiers
+
+    def close(self) -> None:
+        """Write to disk what an engine that is idle has in its cache, as far as it fits into host memory at once, and end the
+        threads that do it. Nothing to do without a disk."""
+        if self._close is not None and self._close.alive:
+            if self.engine.idle:
+                plan = self.engine.scheduler.flush()
+                self.engine.scheduler.commit(plan, self.runner.launch(plan).wait())
+            self._close()
 
     # ---- whole answers -----------------------------------------------------------------------------
 
@@ -159,15 +244,17 @@ class LLM:
         use_tqdm: bool = True,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: None = None,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt, batched. One set of parameters for all, or one each. Order is kept."""
+        """Complete every prompt, batched. One set of parameters for all, or one each. Order is kept. `priority`: one for each
+        prompt, lower ones come sooner; needs scheduling_policy="priority"."""
         if lora_request is not None:
             raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
         if prompts is None:
             if prompt_token_ids is None:
                 raise InvalidRequest("give prompts: text, token ids, or a list of either", "prompts")
             prompts = prompt_token_ids
-        return self._run([self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm)
+        return self._run([self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -215,13 +302,15 @@ class LLM:
         return Stream(self, self._submit(read, sampling_params or SamplingParams(), arrival))
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prompt, as if the engine had just started."""
-        self.engine.scheduler.pool.forget()
+        """Forget every cached prompt, as if the engine had just started: what is on disk can be found again."""
+        self.engine.scheduler.forget()
 
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
         tokens = max(1, min(64, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
+        recorder, self.engine.scheduler.recorder = self.engine.scheduler.recorder, None
         self.generate([[0] * tokens], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
+        self.engine.scheduler.recorder = recorder
         self.runner.capture()
         self.reset_prefix_cache()
 
@@ -254,17 +343,21 @@ class LLM:
         prompts: list[Read],
         sampling_params: SamplingParams | list[SamplingParams] | None,
         use_tqdm: bool,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         arrival = time.monotonic()
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one each")
+        urgency = [0] * len(prompts) if priority is None else priority
+        if len(urgency) != len(prompts):
+            raise InvalidRequest(f"{len(urgency)} priorities for {len(prompts)} prompts: give one each", "priority")
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
         try:
-            for prompt, p in zip(prompts, each, strict=True):
-                collector = self._submit(prompt, p, arrival)
+            for prompt, p, level in zip(prompts, each, urgency, strict=True):
+                collector = self._submit(prompt, p, arrival, level)
                 mine[collector.request.id] = collector
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
@@ -280,12 +373,15 @@ class LLM:
             log.error("%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error)
         return [done[request_id] for request_id in mine]
 
-    def _submit(self, prompt: Read, params: SamplingParams, arrival: float) -> Collector:
+    def _submit(self, prompt: Read, params: SamplingParams, arrival: float, priority: int = 0) -> Collector:
         text, ids, salt = prompt
         params.validate()
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
-        request = Request(str(self._count), ids, params, arrival, salt)
+        if priority and self.schedule.policy == "fcfs":
+            raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
+        guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
+        request = Request(str(self._count), ids, params, arrival, salt, priority=priority, guide=guide)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)

@@ -1,6 +1,7 @@
 """How much memory a model takes and how many tokens of KV fit beside it. Arithmetic on configs; `octavo plan` prints it.
 
 device memory = weights + activations of the largest step + KV pool + what must stay free
+host memory   = the KV pool's second tier, if there is one
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from octavo.model.base import CausalLM, build
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
+STAGING = {"cuda": 2**27, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
+DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
+DISK_GIB = 16.0  # of a disk, likewise
 CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
 
 
@@ -30,6 +34,16 @@ class MemoryPlan:
     kv_per_token: int
     block_size: int
     num_blocks: int
+    host_blocks: int = 0
+    disk: int = 0  # bytes that KV may take there
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.kv_per_token
+
+    @property
+    def host(self) -> int:
+        return self.host_blocks * self.block_bytes
 
     @property
     def kv(self) -> int:
@@ -151,3 +165,24 @@ def size_pool(
     if num_blocks is None:  # more than every row at full length is of no use but to the prefix cache
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
+
+
+def size_tiers(swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int) -> tuple[int, int]:
+    """(blocks in host memory, bytes on disk), of which `free` bytes of memory must hold the former. What is read from disk
+    passes through host memory, so that a disk alone takes some of that too."""
+    gib = swap_space if swap_space is not None else DISK_PASSAGE if disk_path is not None else 0.0
+    host, disk = int(gib * 2**30), int(disk_gib * 2**30) if disk_path is not None else 0
+    if host > free:
+        raise NotEnoughMemory(
+            f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the {max(free, 0) / 2**30:.1f} GiB of memory that are left: "
+            "use at most that"
+        )
+    if 0 < host < block_bytes or (disk and not host):
+        raise InvalidRequest(
+            f"swap_space ({gib:g} GiB, --kv-host-gib) holds no KV block of {block_bytes / 2**20:.1f} MiB: use more"
+            + (", which what comes from disk passes through" if disk else ", or 0 for none"),
+            "swap_space",
+        )
+    if disk and disk < 2 * block_bytes:
+        raise InvalidRequest(f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB", "kv_disk_gib")
+    return host // block_bytes, disk

@@ -1,20 +1,22 @@
 """The data that every part shares: what is asked, what a step does, what comes back. Data only, no torch.
 
-SamplingParams, Request         what the client asked
+StructuredOutputs, SamplingParams, Request   what the client asked
+Guide                           follows a text that must match something
 Sequence                        one token stream, as the scheduler knows it
-Item, NewRow, Plan              what one step computes: goes down to the runner
-StepResult                      what it produced: comes up from the runner
+Item, NewRow, Save, Fetch, Plan what one step computes and moves: goes down to the runner
+DiskNews, StepResult            what it produced, and what the disk has done meanwhile: comes up from the runner
 Output                          what the engine hands to whoever asked
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from octavo.errors import InvalidRequest
 
@@ -37,6 +39,54 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> Non
     if not ok or value < low or (high is not None and value > high):
         most = "" if high is None else f" and at most {high}"
         raise InvalidRequest(f"{name} must be an integer of at least {low}{most}, got {value!r}", name, "param_out_of_range")
+
+
+@dataclass(slots=True)
+class StructuredOutputs:
+    """What the text must match: exactly one of these. Names are those of vLLM's StructuredOutputsParams."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema; its text once validated, in the client's order
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # in llguidance's dialect of Lark
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """One kind, of the right type. Whether it can be followed is known once it has been compiled."""
+        if self.json_object not in (None, True, False):
+            raise InvalidRequest(f"json_object must be true or false, got {self.json_object!r:.100}", "structured_outputs")
+        self.json_object = self.json_object or None
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs takes exactly one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}",
+                "structured_outputs",
+            )
+        if isinstance(self.json, dict):
+            try:
+                self.json = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(f"json must be a JSON schema: {error}", "structured_outputs") from None
+        for kind in ("json", "regex", "grammar"):
+            value = getattr(self, kind)
+            if value is not None and (not isinstance(value, str) or not value):
+                allowed = "a JSON schema: an object, or its text" if kind == "json" else "a non-empty string"
+                raise InvalidRequest(f"{kind} must be {allowed}, got {value!r:.100}", "structured_outputs")
+        if self.choice is not None:
+            self.choice = list(self.choice) if isinstance(self.choice, (list, tuple)) else []
+            if not self.choice or any(not isinstance(c, str) or not c for c in self.choice):
+                raise InvalidRequest("choice must be a list of non-empty strings, at least one", "structured_outputs")
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
 @dataclass(slots=True)
@@ -64,6 +114,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -113,6 +164,14 @@ class SamplingParams:
                 raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
             for t in self.allowed_token_ids:
                 check_whole("allowed_token_ids", t, 0)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise InvalidRequest("structured_outputs must be a StructuredOutputsParams", "structured_outputs")
+            if self.allowed_token_ids is not None:
+                raise InvalidRequest(
+                    "allowed_token_ids and structured_outputs exclude each other: both say which tokens may come",
+                    "allowed_token_ids",
+                )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are checked once the model is known."""
@@ -130,6 +189,21 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
+class Guide(Protocol):
+    """Follows one text and knows what it may go on with. Compiled from StructuredOutputs (octavo/text/guide.py)."""
+
+    @property
+    def mask(self) -> bytes:
+        """What may come next, the end of the text included: one bit a token, the lowest first, in whole 32-bit words.
+        At least one is set."""
+
+    def accept(self, token: int) -> None:
+        """Go on with a token, which renews the mask. Raises GuideError; the guide is then of no more use."""
+
+    def copy(self) -> Guide:
+        """Another one at the same place of the text."""
+
+
 @dataclass(slots=True)
 class Request:
     """What the client asked, tokenised."""
@@ -139,6 +213,10 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0  # time.monotonic()
     cache_salt: str = ""  # requests of different salts never share blocks
+    priority: int = 0  # lower comes sooner, under the policy of that name
+    deadline: float | None = None  # time.monotonic() by which it should be done
+    key: str = ""  # whose it is: what is shared fairly
+    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------
@@ -155,6 +233,9 @@ def child_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little")
+
+
+Rank = tuple[float, int, int]  # what the policy says, then the order of arrival, then which of the request's completions
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +259,11 @@ class Sequence:
     row: int = -1  # device row while RUNNING
     forks: int = 0  # children still to fork once the prompt is computed but for one token
     cached: int = 0  # prompt positions served by the prefix cache at first admission
+    rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
     preemptions: int = 0
+    lost: int = 0  # positions it had when it was preempted last
+    guide: Guide | None = None  # at the last committed token
+    asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
 
     @property
@@ -217,19 +302,42 @@ class NewRow(NamedTuple):
     params: SamplingParams
 
 
+class Save(NamedTuple):
+    """Write what a host slot holds to disk, some time, if the slot still holds it then."""
+
+    slot: int
+    hash: bytes
+    tokens: array[int]
+
+
+class Fetch(NamedTuple):
+    """Read a block's content from disk into a host slot. News of it comes exactly once, whatever the disk does."""
+
+    ticket: int
+    slot: int
+    hash: bytes
+    tokens: array[int]  # the record must be of these
+
+
 @dataclass(slots=True)
 class Plan:
     """Everything a runner needs for one step, applied in the order of the fields. Never edited after plan() returned it."""
 
     step: int
+    stores: list[tuple[int, int]] = field(default_factory=list)  # block, host slot: before anything overwrites the block
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy on write: from block, to block
+    loads: list[tuple[int, int]] = field(default_factory=list)  # host slot, block
     rows: list[NewRow] = field(default_factory=list)
     appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
     items: list[Item] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)  # item -> what it may sample (Guide.mask); others: anything
+    saves: list[Save] = field(default_factory=list)  # the disk's work begins with the step and ends when it ends
+    fetches: list[Fetch] = field(default_factory=list)
+    waits: bool = False  # the disk was asked for something: its news is wanted, even if there is nothing to compute
 
     @property
     def work(self) -> bool:
-        return bool(self.items or self.rows or self.copies)
+        return bool(self.items or self.rows or self.copies or self.waits)
 
     @property
     def num_tokens(self) -> int:
@@ -245,6 +353,17 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]  # (token, logprob), best first
 
 
+class DiskNews(NamedTuple):
+    """What became of something the disk was asked for."""
+
+    kind: str  # "fetched" | "missed" | "saved" | "unsaved" | "listed"
+    hash: bytes = b""
+    ticket: int = 0  # of the fetch
+    why: str = ""  # it was missed or not saved, in a word
+    seconds: float = 0.0  # that a fetch took while others were read beside it
+    hashes: frozenset[bytes] = frozenset()  # listed: all that there is
+
+
 @dataclass(slots=True)
 class StepResult:
     """One entry an item of the plan, in order."""
@@ -252,6 +371,9 @@ class StepResult:
     tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # item -> of the token AFTER each position computed
+    seconds: float = 0.0  # the device took for the items; 0: nobody measured
+    load_seconds: float = 0.0  # and for the loads
+    news: list[DiskNews] = field(default_factory=list)
 
 
 # ---- what comes out -------------------------------------------------------------------------------
@@ -270,3 +392,4 @@ class Output:
     cached_tokens: int = 0  # with the first and the last output only
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
     error: str | None = None
+    code: str | None = None  # of an error that is the request's own fault: stable, for programs

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.types import Output, Request, SamplingParams
 from tests import oracle
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeDisk, FakeRunner
+from tests.toy_guide import ToyGuide
 
 MAX_LEN = 60
+POLICIES = ["fcfs"] * 4 + ["priority"] * 3 + ["shortest", "deadline", "fair", "prefix"]
+BATCHING = ["continuous"] * 6 + ["adaptive", "window", "static", "none"]
+
+
+class Clock:
+    """Time that passes when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @dataclass
@@ -20,21 +37,51 @@ class Trial:
     """What one workload did: for tests that look at counts."""
 
     sequences: int = 0
+    guided: int = 0
     preemptions: int = 0
     copies: int = 0
     cached: int = 0
+    recomputed: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    misses: int = 0
     settings: dict[str, object] = field(default_factory=dict)
 
 
 def make_engine(
-    num_blocks: int, block_size: int, rows: int, budget: int, depth: int, caching: bool = True, max_len: int = MAX_LEN
+    num_blocks: int,
+    block_size: int,
+    rows: int,
+    budget: int,
+    depth: int,
+    caching: bool = True,
+    max_len: int = MAX_LEN,
+    clock: Clock | None = None,
+    host: int = 0,
+    disk: FakeDisk | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> Engine:
-    cache = CacheConfig(block_size, num_blocks, caching)
-    schedule = ScheduleConfig(rows, budget, max_len, depth)
-    return Engine(Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,)), FakeRunner(num_blocks, block_size))
+    """`options`: ScheduleConfig's. Time stands still but for the clock's owner."""
+    cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
+    schedule, clock = ScheduleConfig(rows, budget, max_len, depth, **options), clock or Clock()
+    scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
+    if scheduler.tiers is not None and disk is not None:
+        scheduler.tiers.on_disk = set(disk.records)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, host, disk, seed), clock.sleep)
 
 
-def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request]) -> Request:
+def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
+    """How many host slots, and what disk is behind them."""
+    host = g.choice([0, g.randrange(1, 5), g.randrange(5, 20), 100])
+    if not host or g.random() < 0.3:
+        return host, None
+    sound = g.random() < 0.5
+    rate = 0.0 if sound else g.choice([0.25, 0.5])
+    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, g.choice([0.1, 1.0]))
+
+
+def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:
     prompt = g.choice(bases)[: g.randrange(0, 30)] + [g.randrange(1, oracle.VOCAB) for _ in range(g.randrange(1, 10))]
     if earlier and g.random() < 0.25:  # exact repeats: the whole prompt is in the cache
         prompt = list(g.choice(earlier).prompt)
@@ -47,10 +94,22 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
         min_tokens=0,
         prompt_logprobs=0 if g.random() < 0.1 else None,
     )
-    return Request(f"r{i}", prompt, params, cache_salt=g.choice(["", "", "", "other"]))
+    guide = g.choice(guides) if guides and g.random() < 0.6 else None
+    return Request(
+        f"r{i}",
+        prompt,
+        params,
+        cache_salt=g.choice(["", "", "", "other"]),
+        priority=g.choice([-2, 0, 0, 0, 1, 5]),
+        deadline=g.choice([None, g.uniform(0, 5)]),
+        key=g.choice(["", "a", "b"]),
+        guide=guide,
+    )
 
 
-def trial(seed: int) -> Trial:
+def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False) -> Trial:
+    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the requests
+    follow guides, several of them the same."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -58,18 +117,33 @@ def trial(seed: int) -> Trial:
     rows = g.choice([2, 4, 16])
     budget = max(rows, g.choice([2, 7, 16, 64]))
     depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
-    engine = make_engine(blocks, size, rows, budget, depth, caching)
-    scheduler = engine.scheduler
+    drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
+    policy, batching = policy or drawn[0], batching or drawn[1]
+    modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
+    dice = random.Random(f"tiers {seed}")  # of their own: what else a seed draws does not change with them
+    host, disk = random_tiers(dice)
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
+    guides = [ToyGuide(g.randrange(1000)) for _ in range(2)] if guided else []
     for i in range(g.randrange(3, 14)):
-        todo.append(random_request(g, i, bases, todo))
+        todo.append(random_request(g, i, bases, todo, guides))
     requests = {r.id: r for r in todo}
+    if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
+        earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed)
+        for r in todo:
+            earlier.add(r)
+        run_dry(earlier)
+    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, host=host, disk=disk, seed=seed + 1, **modes)
+    scheduler, runner = engine.scheduler, engine.runner
+    assert isinstance(runner, FakeRunner)
+    if dice.random() < 0.3:  # few, like the aborts
+        runner.failing, runner.failures = 0.1, 2
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
     aborted: set[str] = set()
-    result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching))
+    result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching, **modes))
+    result.settings |= dict(host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
     def take(outputs: list[Output]) -> None:
         for out in outputs:
@@ -80,42 +154,75 @@ def trial(seed: int) -> Trial:
                 logprobs[out.request_id] = out.prompt_logprobs
             if out.finish_reason is not None:
                 ended[key] = out.finish_reason
+                assert out.finish_reason != "error" or (out.error or "").startswith("Planted"), out.error
 
     steps = 0
     while todo or not engine.idle:
         if todo and g.random() < 0.5:
-            engine.add(todo.pop())
+            request = todo.pop()
+            request.arrival = clock.now
+            engine.add(request)
         if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:  # few: aborts would hide hangs
             aborted.add(victim := g.choice(list(scheduler.requests)))
             take(engine.abort(victim))
+        epochs = {seq.id: seq.epoch for seq in scheduler.running}
+        if dice.random() < 0.005:
+            scheduler.forget()
         take(engine.step())
         scheduler.check()
+        for seq in scheduler.running:
+            assert epochs.get(seq.id, seq.epoch) == seq.epoch, "a victim came straight back, in the plan that it gave way to"
+        if scheduler.form is not None:
+            begun = {seq.request.id for seq in scheduler.live.values() if seq.row >= 0 or seq.preemptions or seq.index}
+            assert len(begun) <= (1 if batching == "none" else scheduler.schedule.max_batch), "two batches at once"
         owners: dict[int, str] = {}
         for seq in scheduler.running:
             for block in seq.table:
                 assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, "salts share a block"
+        clock.sleep(g.choice([0.001, 0.01, 0.1]))
         steps += 1
         assert steps < 20_000, "no progress"
+    run_dry(engine)
     scheduler.pool.check([])
     assert len(scheduler.rows) == rows and not scheduler.live and not scheduler.requests
 
     for r in requests.values():
         for index in range(r.params.n):
             key = (r.id, index)
-            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN)
+            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide)
             assert key in ended, f"{key} never ended"
-            if r.id in aborted:
+            if r.id in aborted or ended[key] == "error":
                 have = got.get(key, [])
                 assert have == want[: len(have)], f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
             else:
                 assert got[key] == want, f"trial {seed} {key} {result.settings}: {got[key]} instead of {want}"
                 length = len(r.prompt) + len(want) == min(len(r.prompt) + (r.params.max_tokens or MAX_LEN), MAX_LEN)
-                stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and not r.params.ignore_eos)
+                ends = not r.params.ignore_eos or r.guide is not None
+                stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and ends)
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
             result.sequences += 1
-        if r.params.prompt_logprobs is not None and r.id not in aborted:
+            result.guided += r.guide is not None
+        if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":
             have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
             assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
+    result.recomputed = count.recomputed_tokens
+    tiers = count.tiers
+    result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
     return result
+
+
+def run_dry(engine: Engine) -> None:
+    """Until nobody waits and the disk has answered all it was asked."""
+    tiers = engine.scheduler.tiers
+    for _ in range(20_000):
+        if engine.idle and not (tiers and tiers.fetching):
+            break
+        engine.step()
+    else:
+        raise AssertionError("no progress")
+    if tiers is not None:
+        tiers.check()
+        assert not any(tiers.pins), "a slot is still pinned though nothing moves"
+        assert len(tiers.ready) + len(tiers.free) == tiers.slots

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from octavo import __version__
-from octavo.cli import bench, chat, complete, doctor, plan, quantize, serve
+from octavo.cli import bench_scheduling, chat, complete, doctor, plan, quantize, serve, simulate
 
 app = typer.Typer(
     name="octavo",
@@ -31,7 +31,8 @@ app.command(rich_help_panel="Generate")(serve.serve)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
-app.add_typer(bench.app, name="bench", rich_help_panel="Measure")
+app.command(rich_help_panel="Measure")(simulate.simulate)
+app.add_typer(bench_scheduling.app, name="bench", rich_help_panel="Measure")
 
 
 def show_version(wanted: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, command, option, size
+from octavo.cli.options import EngineOptions, Model, command, flag, option, size, sizes
 from octavo.cli.screen import in_bytes, short
 from octavo.errors import InvalidRequest
 
@@ -111,7 +111,7 @@ def throughput(
         raise InvalidRequest(f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=None)
-        llm = _load(engine, model)
+        llm = load_shape(engine, model)
         progress.update(task, description="warming up")
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))
@@ -168,7 +168,7 @@ def startup(
     finish({"bench": "startup", "model": model, "runs": runs}, output)
 
 
-def _load(engine: EngineOptions, model: str | None) -> LLM:
+def load_shape(engine: EngineOptions, model: str | None) -> LLM:
     """A model, or a shape's random weights."""
     from octavo.bench.shapes import SHAPES
 
@@ -178,6 +178,63 @@ def _load(engine: EngineOptions, model: str | None) -> LLM:
     if engine.max_model_len is not None:
         engine.max_model_len = min(engine.max_model_len, SHAPES[model]["max_position_embeddings"])
     return engine.load(SHAPES[model], skip_tokenizer_init=True)
+
+
+TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
+
+
+@app.command()
+@command
+def tiers(
+    model: ModelOrShape = None,
+    tokens: Annotated[int, option("Of each prompt.", None, "N", parser=size, show_default=True)] = 4000,
+    repeat: Annotated[int, option("Prompts.", None, "N", show_default=True, min=1)] = 3,
+    output: Output = None,
+    engine: EngineOptions = TIERS,
+) -> None:
+    """A prompt that was evicted, asked for again: from host memory, after a restart from disk, and computed."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.tiers import OUTPUT, measure
+    from octavo.memory import BLOCK_SIZE
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    with tempfile.TemporaryDirectory(prefix="octavo-kv-") as scratch, bar as progress:
+        engine.kv_disk = engine.kv_disk or Path(scratch)
+        engine.max_model_len = tokens + OUTPUT
+        kind = _kind(engine.device)
+        engine.num_blocks = engine.num_blocks or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
+        task = progress.add_task("measuring", total=4 * repeat)
+        r = measure(lambda: load_shape(engine, model), engine.kv_disk, tokens, repeat, lambda: progress.advance(task))
+    r = {"model": model or "smollm2", **r}
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in (f"{tokens:,} tokens, first token after", "median", "min - max", "sooner", "rate", "the engine chooses it"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
+    chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
+    names = {"cold": "computed", "device": "device's cache", "host": "host memory", "disk": "disk, after a restart",
+             "paged": "disk, in the system's cache"}  # fmt: skip
+    for key, name in names.items():
+        t = r[f"{key}_ttft_s"]
+        more = []
+        if key in speeds:
+            more = [f"{r[f'{key}_ratio']['median']:.1f}x", f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
+        table.add_row(name, f"{t['median'] * 1e3:.1f} ms", f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}", *more)
+    console.print(table)
+    link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
+    console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
+    console.print(f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
+    finish(r, output)
+
+
+def _kind(device: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
 
 
 QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_prefix_caching=True)
@@ -317,3 +374,57 @@ def attention(
     console.print(f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
                   f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]")  # fmt: skip
     finish({"bench": "attention", **r}, output)
+
+
+@app.command()
+@command
+def linear(
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="qwen3-0.6b, llama-8b or tinyllama-1.1b.")] = "llama-8b",
+    formats: Annotated[str | None, option("Some formats, with commas between.", None, "A,B,...", "--quant")] = None,
+    rows: Annotated[str | None, option("Numbers of rows, with commas between.", None, "N,...")] = None,
+    tune: Annotated[bool, flag("--tune", "Try ways to cut the GPU's products up instead, and print the fastest.")] = False,
+    output: Output = None,
+) -> None:
+    """A model's matrix products one by one, in each weight format beside plain weights."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench import linear as bench
+    from octavo.bench.shapes import SHAPES
+
+    if shape not in SHAPES:
+        raise InvalidRequest(f"unknown shape {shape}: use {', '.join(SHAPES)}", "shape")
+    chosen = tuple(formats.split(",")) if formats else bench.FORMATS
+    counts = tuple(sizes(rows)) if rows else None
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    if tune:
+        from octavo.bench import tune as tuning
+
+        best = tuning.tune(SHAPES[shape], chosen, counts or tuning.ROWS, console.print)
+        finish({"bench": "linear", "shape": shape, "best": best}, output)
+        return
+    counts = counts or bench.ROWS
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        total = len(bench.products(SHAPES[shape])) * (1 + len(chosen)) * len(counts)
+        task = progress.add_task("measuring", total=total)
+        records = bench.measure(SHAPES[shape], chosen, counts, lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("product", "outputs", "inputs", "rows", "format", "us", "GB/s", "TFLOP/s", "speed"):
+        table.add_column(column, justify="left" if column in ("product", "format") else "right")
+    for r in sorted(records, key=lambda r: (r["rows"], -r["times"])):
+        table.add_row(
+            r["product"], str(r["outputs"]), str(r["inputs"]), str(r["rows"]), r["format"], f"{r['us']:.1f}", f"{r['gb_s']:.0f}",
+            f"{r['tflop_s']:.1f}", f"{r['ratio']:.2f}x",
+        )  # fmt: skip
+    console.print(table)
+    steps = bench.step_ratios(records)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="all products of a step, ms (times as fast as plain weights)")
+    for column in ("format", *map(str, counts)):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for name in ("none", *chosen):
+        table.add_row(name, *(f"{steps[name, n][0] / 1e3:.2f} ({steps[name, n][1]:.2f}x)" for n in counts))
+    console.print(table)
+    finish({"bench": "linear", "shape": shape, "records": records}, output)

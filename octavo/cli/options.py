@@ -104,6 +104,9 @@ class SizeOptions:
         None
     )
     num_blocks: Annotated[int | None, option("KV blocks, instead of as many as fit.", "Memory", "N", parser=size)] = None
+    kv_host_gib: Annotated[float | None, option("Memory for KV that leaves the device.", "Memory", "GiB")] = None
+    kv_disk: Annotated[Path | None, option("Keep KV here too, over restarts.", "Memory", "DIRECTORY")] = None
+    kv_disk_gib: Annotated[float, option("How much of it.", "Memory", "GiB", show_default=True)] = 16.0
     max_num_seqs: Annotated[int, option("Sequences computed at once.", "Scheduling", "N", parser=size, show_default=True)] = 256
     max_num_batched_tokens: Annotated[
         int | None, option("Tokens computed in a step: 2K on a CPU, 16K on a GPU.", "Scheduling", "N", parser=size)
@@ -116,6 +119,19 @@ class EngineOptions(SizeOptions):
 
     depth: Annotated[int | None, option("Steps in flight, 1 to 3: 1 on a CPU, 2 on a GPU.", "Scheduling", "N")] = None
     enforce_eager: Annotated[bool, flag("--enforce-eager", "Use no CUDA graphs.", "Scheduling")] = False
+    scheduling_policy: Annotated[
+        str,
+        option("fcfs, priority, shortest, deadline, fair, prefix; or package.module:Class.", "Scheduling", "NAME", "--policy"),
+    ] = "fcfs"
+    batching: Annotated[str, option("continuous, adaptive, window, static or none.", "Scheduling", "NAME")] = "continuous"
+    max_batch: Annotated[
+        int, option("Requests of a batch (--batching window, static).", "Scheduling", "N", show_default=True)
+    ] = 8
+    window_ms: Annotated[float, option("Time a batch forms (window).", "Scheduling", "X", show_default=True)] = 20.0
+    target_ms: Annotated[float, option("Time from token to token (adaptive).", "Scheduling", "X", show_default=True)] = 50.0
+    record_trace: Annotated[
+        Path | None, option("Write arrivals and lengths here, for octavo simulate.", "Scheduling", "FILE")
+    ] = None
     no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")] = False
     load_format: Annotated[str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")] = "auto"
     tokenizer: Annotated[Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")] = None
@@ -135,10 +151,19 @@ class EngineOptions(SizeOptions):
             block_size=self.block_size,
             num_gpu_blocks_override=self.num_blocks,
             enable_prefix_caching=not self.no_prefix_caching,
+            swap_space=self.kv_host_gib,
+            kv_disk_path=None if self.kv_disk is None else str(self.kv_disk),
+            kv_disk_gib=self.kv_disk_gib,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             depth=self.depth,
             enforce_eager=self.enforce_eager,
+            scheduling_policy=self.scheduling_policy,
+            batching=self.batching,
+            max_batch=self.max_batch,
+            window_ms=self.window_ms,
+            target_ms=self.target_ms,
+            record_trace=None if self.record_trace is None else str(self.record_trace),
         )
 
     def load(self, model: str | dict[str, Any] | None, **more: Any) -> LLM:

@@ -41,6 +41,8 @@ def plan(
         ways: list[str] = []
     except NotEnoughMemory:
         found, ways = None, list(ways_to_fit(shape, case))
+    if found is not None:
+        found = with_tiers(found[0], case, options, on_this_machine=device_memory is None), found[1]
     report = describe(model or EMBEDDED, shape, case, found, ways, wanted)
     if as_json:
         print(json.dumps(report))
@@ -113,12 +115,13 @@ class Case:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
+    staging: int = 0  # bytes that a second tier of KV takes of the device
 
     @classmethod
     def of(cls, shape: Shape, options: SizeOptions, device_memory: int | None) -> Case:
         import torch
 
-        from octavo.memory import BLOCK_SIZE, available_memory, step_tokens
+        from octavo.memory import BLOCK_SIZE, STAGING, available_memory, step_tokens
 
         if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             fail(f"unknown device {options.device!r}: use auto, cpu or cuda")
@@ -141,6 +144,7 @@ class Case:
         return cls(
             kind, free, total, dtype, options.quantization, options.kv_cache_dtype, options.gpu_memory_utilization,
             options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,
+            STAGING[kind] if options.kv_host_gib or options.kv_disk is not None else 0,
         )  # fmt: skip
 
     def weights(self, shape: Shape) -> int:
@@ -165,7 +169,7 @@ class Case:
 
         weights = self.weights(shape)
         activations = self.activations(shape)
-        budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations)
+        budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations + self.staging)
         cache, length = size_pool(
             shape.config,
             self.block_size,
@@ -183,10 +187,23 @@ class Case:
 
         blocks = max(1, -(-((self.max_model_len or 1) - 1) // self.block_size))
         kv = blocks * self.block_size * self.kv_per_token(shape)
-        fixed = self.weights(shape) + self.activations(shape)
+        fixed = self.weights(shape) + self.activations(shape) + self.staging
         if self.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
         return int((fixed + kv + self.total - self.free) / self.utilization) + 1
+
+
+def with_tiers(memory: MemoryPlan, case: Case, options: SizeOptions, on_this_machine: bool) -> MemoryPlan:
+    """The plan with what was asked of host memory and disk, or NotEnoughMemory. Another machine's host memory is not known."""
+    import torch
+
+    from octavo.memory import available_memory, size_tiers
+
+    spare = available_memory(torch.device("cpu"))[0] if on_this_machine else 2**62
+    if case.kind == "cpu":
+        spare = min(spare, case.free) - memory.weights - memory.kv
+    host, disk = size_tiers(options.kv_host_gib, options.kv_disk, options.kv_disk_gib, memory.block_bytes, spare)
+    return replace(memory, host_blocks=host, disk=disk)
 
 
 def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
@@ -273,6 +290,8 @@ def describe(
         "num_blocks": memory.num_blocks,
         "kv_pool": memory.kv,
         "kv_tokens": memory.kv_tokens,
+        "kv_host": memory.host,
+        "kv_disk": memory.disk,
         "max_model_len": context,
         "concurrency": {str(n): memory.concurrency(n) if n <= context else 0 for n in lengths},
     }
@@ -298,6 +317,9 @@ def show(report: dict[str, Any]) -> None:
     if r["fits"]:
         table.add_row("KV pool", in_bytes(r["kv_pool"]), f"{r['num_blocks']:,} blocks of {r['block_size']} tokens")
         table.add_row("tokens in the pool", f"{r['kv_tokens']:,}")
+        for tier, name in (("kv_host", "KV in host memory"), ("kv_disk", "KV on disk")):
+            if r[tier]:
+                table.add_row(name, in_bytes(r[tier]), f"{r[tier] // r['kv_bytes_per_token']:,} tokens")
         table.add_row("longest sequence", f"{r['max_model_len']:,}", f"the model's own limit is {r['model_context']:,}")
     console.print(table)
     if not r["fits"]:

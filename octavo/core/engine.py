@@ -8,15 +8,17 @@ depth 2    plan 1 | launch 1 | plan 2 | launch 2 | wait 1 | commit 1 | plan 3 | 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol
 
 from octavo.core.scheduler import Scheduler
 from octavo.types import Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
+NAP = 0.0005  # seconds between looks at a batch that is still forming
 
 
 class Handle(Protocol):
@@ -43,11 +45,15 @@ class HostTime:
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner):
-        self.scheduler, self.runner = scheduler, runner
+    def __init__(self, scheduler: Scheduler, runner: Runner, sleep: Callable[[float], None] = time.sleep):
+        self.scheduler, self.runner, self.sleep = scheduler, runner, sleep
         self.depth = scheduler.schedule.depth
-        self.inflight: deque[tuple[Plan, Handle]] = deque()
+        self.inflight: deque[tuple[Plan, Handle, float]] = deque()  # and when it was begun
         self.time = HostTime()
+        self.observers: list[Callable[[Plan, float], None]] = []  # told of each step and the seconds it took
+        if scheduler.pace is not None:
+            self.observers.append(scheduler.pace.observe)
+        self._landed = 0.0  # when the latest step did
         self._late: list[Output] = []  # of a step that was interrupted
 
     @property
@@ -69,26 +75,32 @@ class Engine:
         if self._late:
             late, self._late = self._late, []
             return late
-        time, start = self.time, perf_counter()
+        time, clock = self.time, self.scheduler.clock
+        start = clock()
         plan = self.scheduler.plan()
         time.steps += 1
-        time.plan += (planned := perf_counter()) - start
+        time.plan += (planned := clock()) - start
         if plan.work:
             try:
-                self.inflight.append((plan, self.runner.launch(plan)))
+                self.inflight.append((plan, self.runner.launch(plan), start))
             except BaseException as e:
                 return self._fail(plan, e)
-        time.launch += (launched := perf_counter()) - planned
+        elif not self.inflight and self.scheduler.waiting:
+            self.sleep(NAP)
+        time.launch += (launched := clock()) - planned
         if not self.inflight or (len(self.inflight) < self.depth and plan.work):
             return []
-        done, handle = self.inflight.popleft()
+        done, handle, began = self.inflight.popleft()
         try:
             result = handle.wait()
         except BaseException as e:
             return self._fail(done, e)
-        time.wait += (waited := perf_counter()) - launched
+        time.wait += (waited := clock()) - launched
+        for observe in self.observers:
+            observe(done, waited - max(began, self._landed))
+        self._landed = waited
         outputs = self.scheduler.commit(done, result)
-        time.commit += perf_counter() - waited
+        time.commit += clock() - waited
         return outputs
 
     def _fail(self, plan: Plan, e: BaseException) -> list[Output]:

@@ -8,18 +8,49 @@ A sequence is in one of three places while it lives:
 
 plan() fills a token budget: decoding first, then prefilling, then whoever waits. Several plans may be in flight, so a
 plan looks at `planned` (where the sequence will be once they land) and commit() moves `computed` (where it is).
+
+All three are in the order of `Sequence.rank`, which the policy gives (policy.py); batching.py says when requests may begin.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from array import array
-from collections import deque
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import pairwise
+from operator import attrgetter
 
 from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
-from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.types import Item, NewRow, Output, Plan, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
+from octavo.core.policy import find_policy
+from octavo.core.tiers import TierCounters, Tiers
+from octavo.core.trace import Recorder
+from octavo.errors import ContextLengthExceeded, GuideError, InvalidRequest, KVCapacityExceeded
+from octavo.types import (
+    Guide,
+    Item,
+    NewRow,
+    Output,
+    Plan,
+    Rank,
+    Request,
+    Sequence,
+    Status,
+    StepResult,
+    TokenLogprobs,
+    check_real,
+    check_whole,
+    child_seed,
+)
+
+by_rank = attrgetter("rank")
+LAST: Rank = (math.inf, sys.maxsize, 0)
 
 
 @dataclass(slots=True)
@@ -33,11 +64,19 @@ class Counters:
     generated_tokens: int = 0
     copies: int = 0
     preemptions: int = 0
+    recomputed_tokens: int = 0  # computed again by those who were preempted
+    tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
 class Scheduler:
     def __init__(
-        self, cache: CacheConfig, schedule: ScheduleConfig, vocab_size: int, eos_ids: tuple[int, ...] = (), seed: int = 0
+        self,
+        cache: CacheConfig,
+        schedule: ScheduleConfig,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         if schedule.max_num_batched_tokens < schedule.max_num_seqs:
             raise InvalidRequest(
@@ -48,7 +87,10 @@ class Scheduler:
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
         self.caching, self.schedule = cache.prefix_caching, schedule
         self.vocab_size, self.eos_ids, self.seed = vocab_size, frozenset(eos_ids), seed
-        self.waiting: deque[Sequence] = deque()
+        self.policy, self.clock, self.form = find_policy(schedule.policy), clock, former(schedule)
+        self.pace = Pace(schedule.target) if schedule.batching == "adaptive" else None
+        self.batch: set[str] = set()  # requests that may begin, where batches form
+        self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.rows = list(range(schedule.max_num_seqs))  # device rows nobody uses
@@ -56,6 +98,11 @@ class Scheduler:
         self.requests: dict[str, list[Sequence]] = {}
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
+        self.recorder: Recorder | None = None
+        self.tiers: Tiers | None = None
+        if self.caching and cache.host_slots:
+            self.tiers = Tiers(cache.host_slots, cache.block_size, cache.block_bytes, cache.disk)
+            self.count.tiers = self.tiers.count
         self._ids = self._arrivals = 0
 
     @property
@@ -74,8 +121,15 @@ class Scheduler:
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             bad = next(t for t in prompt if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{self.vocab_size - 1}", "prompt")
+        check_whole("priority", request.priority, -(2**31), 2**31 - 1)
+        if request.deadline is not None:
+            check_real("deadline", request.deadline, -math.inf, math.inf)
         params.check_vocabulary(self.vocab_size)
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        guide = None if request.guide is None else request.guide.copy()
+        if params.structured_outputs is not None and guide is None:
+            raise InvalidRequest("structured_outputs come with a guide: compile them first (octavo/text/guide.py)")
+        endless = params.ignore_eos and guide is None  # what a guide leads to its end has ended
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if endless else self.eos_ids)
         if params.min_tokens and params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
             raise InvalidRequest(
                 "allowed_token_ids are all stop tokens, which min_tokens forbids: nothing could be said", "min_tokens"
@@ -97,18 +151,22 @@ class Scheduler:
         self._arrivals += 1
         seed = params.seed if params.seed is not None else child_seed(self.seed, self._arrivals)
         seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
+        seq.guide = guide
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
+        seq.rank = (self.policy.rank(seq) if self.policy.fixed else 0.0, self._arrivals, 0)
+        self.policy.arrived(seq)
         self.live[seq.id] = seq
         self.requests[request.id] = [seq]
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=by_rank)
 
-    def abort(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Output]:
+    def abort(self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None) -> list[Output]:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
         out: list[Output] = []
         for seq in list(self.requests.get(request_id, ())):
             for index in range(seq.index, seq.index + 1 + seq.forks):  # children that were never born end too
-                out.append(Output(request_id, index, [], finish_reason=reason, cached_tokens=seq.cached, error=error))
+                last = Output(request_id, index, [], finish_reason=reason, cached_tokens=seq.cached, error=error, code=code)
+                out.append(last)
             self._end(seq)
         return out
 
@@ -120,6 +178,8 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """A step went wrong on the device: end every request it touched. Others never shared its writes."""
+        if self.tiers is not None:
+            self.tiers.fail(plan)
         touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
         ids = {s.request.id: None for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}
         return [out for request_id in ids for out in self.abort(request_id, "error", error)]
@@ -128,19 +188,27 @@ class Scheduler:
 
     def plan(self) -> Plan:
         self.count.steps += 1
-        plan, left = Plan(self.count.steps), self.schedule.max_num_batched_tokens
+        plan, left = Plan(self.count.steps), self._budget()
+        if not self.policy.fixed and self.rows and self.waiting:
+            self._rank_waiting()
+        if self.form is not None and self.waiting and not any(id in self.requests for id in self.batch):
+            self.batch = {seq.request.id for seq in self.waiting[: self.form(self.waiting, self.clock())]}
+        before = self._make_room(left) if self.policy.pausing and (self.waiting or self.prefilling) else LAST
         preemptions = self.count.preemptions
         self._fork(plan)
         left -= self._plan_decoding(plan)
         stuck = False
         for seq in list(self.prefilling):
+            if self.count.preemptions == preemptions:
+                left = self._plan_waiting(plan, left, min(before, seq.rank))  # who ranks before it
             num = min(len(seq.tokens) - (seq.forks > 0) - seq.planned, left)
             if num <= 0 or seq.status is not Status.RUNNING:
                 continue
             while not self._reserve(seq, num, plan):
-                if self.prefilling[-1] is seq:
+                weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
+                if not weaker:
                     break
-                self._preempt(self.prefilling[-1])
+                self._preempt(self.policy.victim(weaker))
             else:
                 self._schedule(seq, num, plan)
                 left -= num
@@ -148,12 +216,59 @@ class Scheduler:
             stuck = True  # it waits for older work to finish, and nobody younger may take what it waits for
             break
         if not stuck and self.count.preemptions == preemptions:  # a victim does not come straight back
-            self._plan_waiting(plan, left)
+            self._plan_waiting(plan, left, before)
         self.count.copies += len(plan.copies)
+        if self.tiers is not None:
+            self.tiers.demote(self.pool, plan)
+            plan.waits = bool(self.tiers.fetching)
+        self.pool.evicted.clear()
         return plan
 
+    def _budget(self) -> int:
+        """Tokens of a step. Where it adapts to a target: as many of prompts as let those who decode have their next in time."""
+        most = self.schedule.max_num_batched_tokens
+        if self.pace is None or not self.decoding:
+            return most
+        return len(self.decoding) + self.pace.chunk(most - len(self.decoding))
+
+    def _make_room(self, left: int) -> Rank:
+        """Pause running work for those whom the policy lets take its place, before anything is planned: no victim is in the
+        plan. Returns the rank of the first that was paused: it does not come straight back, nor does who ranks after it."""
+        pool, before = self.pool, LAST
+        rows, blocks, left = len(self.rows), len(pool.free), left - len(self.decoding)
+        blocks -= sum(s.planned % pool.size == 0 for s in self.decoding)  # theirs come first
+        for seq in merge(list(self.prefilling), list(self.waiting), key=by_rank):
+            if left <= 0 or seq.rank >= before:
+                break
+            claim = self._claim(seq, left)
+            if claim is None:
+                continue
+            rows, blocks, left = rows - claim[0], blocks - claim[1], left - claim[2]
+            while rows < 0 or blocks < 0:
+                weaker = [s for s in self.running if s.rank > seq.rank and self.policy.pauses(seq, s)]
+                if not weaker or blocks + sum(pool.refs[b] == 1 for s in weaker for b in s.table) < 0:
+                    return before  # to pause them would not help
+                victim, free = self.policy.victim(weaker), len(pool.free)
+                self._preempt(victim)
+                rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
+        return before
+
+    def _claim(self, seq: Sequence, left: int) -> tuple[int, int, int] | None:
+        """Rows, blocks and tokens that its next chunk takes. None: it cannot begin yet."""
+        size, known = self.pool.size, len(seq.tokens) - (seq.forks > 0)
+        if seq.status is Status.RUNNING:
+            num = min(known - seq.planned, left)
+            return 0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num
+        found = self._match(seq) if self._may_begin(seq) else None
+        if found is None:
+            return None
+        hits, _ = found  # what is to be loaded needs a block as what is to be computed does
+        num = min(known - len(hits) * size, left)
+        return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits if b), num
+
     def _plan_decoding(self, plan: Plan) -> int:
-        """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide."""
+        """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide.
+        What a guided one may say depends on its last token: while that is in flight, it sits out."""
         size, refs, items = self.pool.size, self.pool.refs, plan.items
         i = 0
         while i < len(self.decoding):
@@ -162,15 +277,20 @@ class Scheduler:
             at = seq.planned
             if at + 1 >= seq.limit:  # what is in flight reaches the limit
                 continue
+            if seq.guide is not None and seq.inflight:
+                continue
             j = at // size
             if j >= len(seq.table) or refs[seq.table[j]] > 1:
                 while not self._reserve(seq, 1, plan):
-                    victim = (self.prefilling or self.decoding)[-1]  # never in this plan yet, so plans are never edited
+                    weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
+                    victim = self.policy.victim(weaker) if weaker else seq  # not in this plan yet: plans are never edited
                     self._preempt(victim)
                     if victim is seq:
                         return len(items)
             seq.planned = at + 1
             seq.inflight += 1
+            if seq.guide is not None:
+                plan.masks[len(items)] = seq.guide.mask
             items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1))
         return len(items)
 
@@ -198,72 +318,128 @@ class Scheduler:
         seq.inflight += 1
         sample = seq.planned == len(seq.tokens)
         logprobs = seq.params.prompt_logprobs if self._missing_prompt_logprobs(seq) else None
+        if sample and seq.guide is not None:
+            plan.masks[len(plan.items)] = seq.guide.mask
         plan.items.append(Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs))
         if sample:
             self.prefilling.remove(seq)
-            self.decoding.append(seq)
+            insort(self.decoding, seq, key=by_rank)
 
-    def _plan_waiting(self, plan: Plan, left: int) -> None:
-        """Admit in order of arrival. Who shares most of a prompt with one that is being computed waits for that instead of
-        computing it again; those behind it need not wait for it."""
+    def _rank_waiting(self) -> None:
+        """Ranks that change are asked for. What has begun once comes first, in any case."""
+        self.policy.look(self)
+        for seq in self.waiting:
+            if seq.rank[0] > -math.inf:
+                seq.rank = (self.policy.rank(seq), *seq.rank[1:])
+        self.waiting.sort(key=by_rank)
+
+    def _return(self, seq: Sequence) -> None:
+        """To its place in the queue, which for what has begun once is mostly the head."""
+        if not self.policy.fixed:
+            seq.rank = (-math.inf, *seq.rank[1:])
+        insort(self.waiting, seq, key=by_rank)
+
+    def _may_begin(self, seq: Sequence) -> bool:
+        """Its batch has formed, and the disk has brought something since it looked, if it waits for the disk."""
+        formed = self.form is None or seq.request.id in self.batch
+        return formed and (self.tiers is None or seq.asked != self.tiers.news)
+
+    def _plan_waiting(self, plan: Plan, left: int, before: Rank) -> int:
+        """Admit in order, up to this rank. Who shares most of a prompt with one that is being computed waits for that instead
+        of computing it again, and who has much of its prompt on disk waits for the disk; those behind need not wait for it.
+        Returns what is left of the budget."""
         held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
         i = 0
         while i < len(self.waiting) and self.rows and left > 0:
             seq = self.waiting[i]
+            if seq.rank >= before:
+                break
+            if not self._may_begin(seq):
+                i += 1
+                continue
             if held and self.pool.size < len(seq.tokens):
                 self._extend_hashes(seq, 1)
             if seq.hashes and seq.hashes[0] in held:
                 i += 1
                 continue
-            hits = self._match(seq)
-            if hits is None:
+            found = self._match(seq)
+            if found is None:
                 held.add(seq.hashes[0])
                 i += 1
                 continue
-            used = self._admit(seq, hits, left, plan)
+            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, *found, self.pool, plan):
+                i += 1
+                continue
+            used = self._admit(seq, *found, left, plan)
             if used == 0:
                 break
             left -= used
+        return left
 
-    def _match(self, seq: Sequence) -> list[int] | None:
-        """Blocks of its prompt that the prefix cache has. None: most of the rest will be there soon."""
-        if not self.caching or self._missing_prompt_logprobs(seq):
-            return []
+    def cached_tokens(self, seq: Sequence) -> int:
+        """How much of its prompt the prefix cache has, or is about to have."""
+        if not self.caching:
+            return 0
+        size, found = self.pool.size, 0
+        while found < (len(seq.tokens) - 1) // size:
+            self._extend_hashes(seq, found + 1)
+            if seq.hashes[found] not in self.pool.index and seq.hashes[found] not in self.computing:
+                break
+            found += 1
+        return found * size
+
+    def _may_match(self, seq: Sequence) -> bool:
+        return self.caching and not self._missing_prompt_logprobs(seq)
+
+    def _match(self, seq: Sequence) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Blocks of its prompt that the prefix cache has, 0 for one that a lower tier has, and (logical block, host slot) of
+        those. None: most of the rest will be there soon."""
+        if not self._may_match(seq):
+            return [], []
         size = self.pool.size
         full = (len(seq.tokens) - 1) // size  # always leave a token to compute
         self._extend_hashes(seq, full)
-        hits = self.pool.match(seq.hashes[:full], seq.tokens)
+        hits, loads = self.pool.match(seq.hashes[:full], seq.tokens), list[tuple[int, int]]()
+        if self.tiers is not None:
+            loads = self.tiers.extend(hits, seq.hashes[:full], seq.tokens, self.pool, self.computing)
         soon = len(hits)
         while soon < full and seq.hashes[soon] in self.computing:
             soon += 1
-        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else hits
+        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else (hits, loads)
 
-    def _admit(self, seq: Sequence, hits: list[int], left: int, plan: Plan) -> int:
-        """Give the sequence a row, the blocks the prefix cache has and those its first chunk needs. 0: no room."""
+    def _admit(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], left: int, plan: Plan) -> int:
+        """Give the sequence a row, the blocks the prefix cache has, those to load into and those its first chunk needs.
+        Tokens of the budget that it takes; loads take as many as could be computed in their time. 0: no room."""
         size, pool = self.pool.size, self.pool
         known = len(seq.tokens) - (seq.forks > 0)  # forks stop one short: each child computes the last token itself
         cached = len(hits) * size
         num = min(known - cached, left)
         need = -(-(cached + num) // size) - len(hits)
-        if need > len(pool.free) - sum(pool.refs[b] == 0 for b in hits):
+        if need + len(loads) > len(pool.free) - sum(pool.refs[b] == 0 for b in hits if b):
             return 0
         self.waiting.remove(seq)
-        seq.table = [pool.share(b) for b in hits]  # pinned before anything is evicted
+        seq.table = [pool.share(b) if b else 0 for b in hits]  # pinned before anything is evicted
+        for j, slot in loads:
+            assert self.tiers is not None
+            self.tiers.load(slot, block := pool.take(), plan)
+            seq.table[j] = block
         seq.table += [pool.take() for _ in range(need)]
         seq.status, seq.row = Status.RUNNING, self.rows.pop()
         seq.computed = seq.planned = cached
-        seq.published = len(hits)
-        self.prefilling.append(seq)
-        for h in seq.hashes[len(hits) :]:
+        seq.published = loads[0][0] if loads else len(hits)  # what is loaded counts when the step is committed
+        insort(self.prefilling, seq, key=by_rank)
+        for h in seq.hashes[seq.published :]:
             self.computing.setdefault(h, seq.id)
         if seq.preemptions == 0:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
+        else:
+            self.count.recomputed_tokens += max(seq.lost - cached, 0)
         plan.rows.append(self._new_row(seq))
         if num > 0:
             self._schedule(seq, num, plan)
-        return max(num, 1)
+        return max(num, 1) + (self.tiers.costs.in_tokens(len(loads)) if self.tiers is not None else 0)
 
     def _fork(self, plan: Plan) -> None:
         """A prompt computed but for its last token splits: each child shares the table and goes its own way."""
@@ -275,27 +451,32 @@ class Scheduler:
                 child = Sequence(
                     self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids
                 )
-                child.hashes, child.cached = list(seq.hashes), seq.cached
+                child.hashes, child.cached, child.rank = list(seq.hashes), seq.cached, (*seq.rank[:2], index)
+                child.guide = None if seq.guide is None else seq.guide.copy()
                 self.live[child.id] = child
+                self.policy.arrived(child)
                 children.append(child)
             self.requests[seq.request.id] += children
             seq.forks = 0
             self.prefilling.remove(seq)
-            self.decoding.append(seq)
-            for child in children[: len(self.rows)]:
+            insort(self.decoding, seq, key=by_rank)
+            for child in children:
+                if not self.rows:
+                    self._return(child)  # an ordinary request, which finds the prompt in the cache
+                    continue
                 child.status, child.row = Status.RUNNING, self.rows.pop()
                 child.computed = child.planned = seq.computed
                 child.published = seq.published
                 child.table = [self.pool.share(b) for b in seq.table]
-                self.decoding.append(child)
+                insort(self.decoding, child, key=by_rank)
                 plan.rows.append(self._new_row(child))
-            # without a row it is an ordinary request, which finds the prompt in the cache
-            self.waiting.extendleft(c for c in reversed(children) if c.status is Status.WAITING)
 
     # ---- commit ------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
         """Fold in what a step produced. Results for a sequence that was preempted or ended meanwhile are dropped."""
+        if self.tiers is not None:
+            self.tiers.commit(plan, result)
         out: list[Output] = []
         live, size, count, caching = self.live, self.pool.size, self.count, self.caching
         for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
@@ -311,10 +492,16 @@ class Scheduler:
             for t in new:
                 seq.tokens.append(t)
                 length = len(seq.tokens)
-                if t in seq.stop_ids and length - seq.prompt_len >= seq.params.min_tokens:
+                if t in seq.stop_ids and (length - seq.prompt_len >= seq.params.min_tokens or seq.guide is not None):
                     reason = "stop"
                 elif length >= seq.limit:
                     reason = "length"
+            if new and seq.guide is not None:
+                try:
+                    follow(seq.guide, new[-1], ended=reason is not None)
+                except GuideError as e:
+                    out += self.abort(seq.request.id, "error", str(e), e.code)
+                    continue
             if caching and seq.computed >= (seq.published + 1) * size:
                 self._publish(seq)
             if new:
@@ -343,7 +530,8 @@ class Scheduler:
         full = seq.computed // size
         self._extend_hashes(seq, full)
         for j in range(seq.published, full):
-            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size])
+            parent = seq.hashes[j - 1] if j else b""
+            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size], parent)
             self.computing.pop(seq.hashes[j], None)
         seq.published = full
 
@@ -368,6 +556,20 @@ class Scheduler:
         tokens, table = seq.tokens[:], list(seq.table)
         return NewRow(seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, seq.params)
 
+    def flush(self) -> Plan:
+        """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
+        self.count.steps += 1
+        plan = Plan(self.count.steps)
+        if self.tiers is not None and self.tiers.disk:
+            self.tiers.flush(self.pool, plan)
+        return plan
+
+    def forget(self) -> None:
+        """Empty the cache in every tier but the disk: as if the engine had just started."""
+        self.pool.forget()
+        if self.tiers is not None:
+            self.tiers.forget()
+
     def _release(self, seq: Sequence) -> None:
         """Give back row and blocks. Steps in flight may still write there: the device does things in order."""
         for b in reversed(seq.table):  # tail first: prefixes outlive suffixes in the cache
@@ -380,11 +582,12 @@ class Scheduler:
         seq.table, seq.row, seq.inflight, seq.computed, seq.planned = [], -1, 0, 0, 0
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the queue's head. Its full blocks stay findable until their memory is needed."""
+        """Back to the queue. Its full blocks stay findable until their memory is needed."""
+        seq.lost, seq.asked = seq.planned, -1
         self._release(seq)
         seq.status, seq.epoch, seq.preemptions = Status.WAITING, seq.epoch + 1, seq.preemptions + 1
         self.count.preemptions += 1
-        self.waiting.appendleft(seq)
+        self._return(seq)
 
     def _end(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
@@ -393,6 +596,9 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status, seq.epoch = Status.FINISHED, seq.epoch + 1
         del self.live[seq.id]
+        self.policy.ended(seq)
+        if self.recorder is not None:
+            self.recorder.ended(seq)
         family = self.requests[seq.request.id]
         family.remove(seq)
         if not family:
@@ -409,9 +615,12 @@ class Scheduler:
             assert s.inflight or s.planned == s.computed, f"{s.id}: planned drifted from computed"
             assert 0 <= s.inflight <= self.schedule.depth, f"{s.id}: {s.inflight} steps in flight"
             assert s.planned < s.limit, f"{s.id}: planned beyond its limit"
+            assert s.guide is None or s.planned <= len(s.tokens), f"{s.id}: planned beyond what its guide has seen"
             assert s.published <= s.computed // size, f"{s.id}: published blocks that are not computed"
             for j in range(s.planned // size, len(s.table)):
                 assert self.pool.hash[s.table[j]] is None, f"{s.id}: would write to a published block"
+        for queue in (self.waiting, self.prefilling, self.decoding):
+            assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
         for s in self.waiting:
             assert s.status is Status.WAITING and not s.table and s.row == -1 and not s.inflight
         rows = sorted(self.rows + [s.row for s in running])
@@ -420,5 +629,15 @@ class Scheduler:
         assert sorted(s.id for f in self.requests.values() for s in f) == sorted(self.live)
         alive = {s.id for s in running}
         assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
+        if self.tiers is not None:
+            self.tiers.check()
         used = sum(r > 0 for r in self.pool.refs)
         assert used + len(self.pool.free) == self.pool.num_blocks
+
+
+def follow(guide: Guide, token: int, ended: bool) -> None:
+    """The sequence went on with a token that its guide allowed: raises GuideError if it did not."""
+    if not guide.mask[token >> 3] >> (token & 7) & 1:
+        raise GuideError(f"the model gave token {token}, which structured_outputs do not allow here")
+    if not ended:
+        guide.accept(token)

@@ -4,8 +4,8 @@
     for each layer:   hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
     logits = head(norm(hidden))
 
-The sum on the left is called `residual` below and is carried beside the latest addend, so that each addition happens in the
-same kernel as the norm that follows it. It must not know: batching, paging (ops does both), devices, checkpoint files.
+Each addition happens in the matrix product before it (`add`). It must not know: batching, paging (ops does both), devices,
+checkpoint files.
 """
 
 from __future__ import annotations
@@ -65,29 +65,21 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm_weight(hidden) if config.post_norms else None
         self.act_mul = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: ForwardBatch,
-        kv: KV,
-        cos_sin: Tensor,
-        last: ForwardBatch | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual [T, hidden]; kv [N, 2, Hk, B, D]: this layer's. The layer's output is the sum of what it returns."""
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: KV, cos_sin: Tensor, last: ForwardBatch | None = None) -> Tensor:
+        """hidden [T, hidden], whose memory may hold the result; kv [N, 2, Hk, B, D]: this layer's."""
         ops, eps = self.ops, self.config.norm_eps
-        x, residual = ops.add_rms_norm(x, residual, self.attn_norm, eps)
-        q = ops.rope_and_cache(self.qkv(x), kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
+        qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, eps))
+        q = ops.rope_and_cache(qkv, kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
         if last is not None:  # nobody reads what the other tokens would become
-            q, residual, batch = q[batch.logit_rows], residual[batch.logit_rows], last
-        x = self.out(ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1))
-        if self.post_attn_norm is not None:
-            x = ops.rms_norm(x, self.post_attn_norm, eps)
-        x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, eps)
-        x = self.down(self.act_mul(self.gate_up(x)))
-        if self.post_mlp_norm is not None:
-            x = ops.rms_norm(x, self.post_mlp_norm, eps)
-        return x, residual
+            q, hidden, batch = q[batch.logit_rows], hidden[batch.logit_rows], last
+        x = ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1)
+        hidden = self._added(self.out, x, self.post_attn_norm, hidden)
+        x = self.act_mul(self.gate_up(ops.rms_norm(hidden, self.mlp_norm, eps)))
+        return self._added(self.down, x, self.post_mlp_norm, hidden)
+
+    def _added(self, linear: Linear, x: Tensor, norm: Tensor | None, hidden: Tensor) -> Tensor:
+        """hidden + linear(x), normalised before it is added where there is a norm for that."""
+        return linear(x, hidden) if norm is None else self.ops.rms_norm(linear(x), norm, self.config.norm_eps, hidden)
 
     def spec(self, cos_sin: Tensor) -> DecoderLayer:
         """This layer as data, for a backend that computes all of them at once."""
@@ -137,14 +129,14 @@ class Decoder(CausalLM):
         self.fused: Fused | None = None  # all layers in one call, where the backend has that
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
-        x, residual = self.embed(batch.ids), None
+        hidden = self.embed(batch.ids)
         if self.fused is not None:
-            hidden = self.fused(x, batch, kv)
+            hidden = self.fused(hidden, batch, kv)
             return hidden if batch.last is None else hidden[batch.logit_rows]
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
-            x, residual = layer(x, residual, batch, kv[:, i], self._angles(i), last)
-        return self.ops.add_rms_norm(x, residual, self.norm, self.config.norm_eps)[0]
+            hidden = layer(hidden, batch, kv[:, i], self._angles(i), last)
+        return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)

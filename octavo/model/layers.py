@@ -26,9 +26,9 @@ class Linear(Matrix):
         self.parts = dict(parts)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
-        return self.ops.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """[T, in] -> [T, out], plus add, which is gone then"""
+        return self.ops.linear(x, self.weight, self.bias, add)
 
     def slots(self, prefix: str = "", transform: Callable[[Tensor], Tensor] | None = None) -> dict[str, Slot]:
         """Where the parts' tensors go; `transform` is for the weights."""

@@ -67,8 +67,9 @@ class Ops(Protocol):
         """All layers of a decoder as one function, or None where this backend computes them op by op. Called after pack()."""
         ...
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """x [T, in], weight [out, in] (packed or not) -> [T, out]"""
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        """x [T, in], weight [out, in] (packed or not) -> [T, out], plus add [T, out] where given. What add was is gone: its
+        memory may hold the result."""
         ...
 
     def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
@@ -76,13 +77,8 @@ class Ops(Protocol):
         A quantised weight gives float32."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., hidden], weight [hidden] -> like x"""
-        ...
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual (or x, where there is none yet); returns (norm(residual'), residual'). What `residual`
-        was is gone: its memory may be reused."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        """x [..., hidden], weight [hidden] -> like x, plus add where given"""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -40,8 +40,9 @@ class ReferenceOps:
     def pack(self, weight: Any) -> Any:
         return weight
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, dense(weight, x.dtype), bias)
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        out = F.linear(x, dense(weight, x.dtype), bias)
+        return out if add is None else out + add
 
     def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         if isinstance(weight, QuantWeight):
@@ -49,12 +50,9 @@ class ReferenceOps:
         out = F.embedding(ids, weight)
         return out if scale == 1.0 else out * torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = x if residual is None else x + residual
-        return self.rms_norm(residual, weight, eps), residual
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        out = F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+        return out if add is None else out + add
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)

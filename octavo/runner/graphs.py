@@ -68,8 +68,9 @@ class StepGraphs:
     # ---- decode ------------------------------------------------------------------------------------
 
     def decodes(self, plan: Plan) -> bool:
-        """A step that only decodes: one token a row, nothing new, nothing copied."""
-        return bool(plan.items) and not plan.rows and not plan.copies and all(i.num == 1 and i.sample for i in plan.items)
+        """A step that only decodes: one token a row, nothing new, nothing copied or loaded. Stores are done before it."""
+        changed = plan.rows or plan.copies or plan.loads
+        return bool(plan.items) and not changed and all(i.num == 1 and i.sample for i in plan.items)
 
     def decode(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch the step. (rows, logits, lengths, tokens) of its items, valid until the next launch."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import TokenLogprobs
 
-FILTER_ROWS = 64  # sorted at once: sorting takes ten times the memory of what it sorts
+FILTER_ROWS = 64  # sorted at once: sorting takes ten times the memory of what it sorts, unpacking masks twice
 
 
 @dataclass(slots=True)
@@ -30,10 +31,12 @@ class SampleJob:
     penalised: list[int]  # indices of rows
     filtered: list[int]  # top-k, top-p or min-p
     allowed: list[int]
+    masked: list[int]
     slices: dict[str, slice]
 
     @staticmethod
-    def stage(rows: list[int], max_len: int, state: Rows, up: Upload) -> SampleJob:
+    def stage(rows: list[int], max_len: int, state: Rows, up: Upload, masks: dict[int, bytes]) -> SampleJob:
+        """`masks`: what the rows at these indices may say, packed (Guide.mask)."""
         staged = [r for row in rows if (r := state.host[row]) is not None]
         params = [r.params for r in staged]
         bias = [(i, t, b) for i, p in enumerate(params) if p.logit_bias for t, b in p.logit_bias.items()]
@@ -53,8 +56,10 @@ class SampleJob:
             "banned_token": up.ints([x[1] for x in banned]),
             "permitted_row": up.ints([x[0] for x in permitted]),
             "permitted_token": up.ints([x[1] for x in permitted]),
+            "masked": up.ints(list(masks)),
+            "mask": up.ints(np.frombuffer(b"".join(masks.values()), np.int32)),
         }
-        return SampleJob(max_len, penalised, filtered, allowed, slices)
+        return SampleJob(max_len, penalised, filtered, allowed, list(masks), slices)
 
 
 def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops) -> Tensor:
@@ -67,7 +72,7 @@ def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops)
 
 def adjust(logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
     """What the parameters make of float32 logits, before the choice. Overwrites them."""
-    at = {name: shipped[s].long() for name, s in job.slices.items() if name != "bias_value"}
+    at = {name: shipped[s].long() for name, s in job.slices.items() if name not in ("bias_value", "mask")}
     rows = rows.long()
     ints, floats = state.ints[rows], state.floats[rows]
     _, prompt_len, min_tokens, top_k, _, _ = ints.unbind(1)
@@ -83,15 +88,28 @@ def adjust(logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state:
         keep = torch.zeros(len(job.allowed), logits.shape[1], dtype=torch.bool, device=logits.device)
         keep[at["permitted_row"], at["permitted_token"]] = True
         logits[at["allowed"]] = logits[at["allowed"]].masked_fill(~keep, -torch.inf)
+    if job.masked:
+        words = shipped[job.slices["mask"]].view(len(job.masked), -1)
+        for i, packed in zip(at["masked"].split(FILTER_ROWS), words.split(FILTER_ROWS), strict=True):
+            logits[i] = logits[i].masked_fill(~unpack(packed, logits.shape[1]), -torch.inf)
     if len(at["banned_row"]):
-        i = at["banned_row"]
+        i, t = at["banned_row"], at["banned_token"]
         early = lengths[i] - prompt_len[i] < min_tokens[i]
-        kept = logits[i, at["banned_token"]]
-        logits[i, at["banned_token"]] = torch.where(early, -torch.inf, kept)
+        kept = logits[i, t]
+        logits[i, t] = torch.where(early, -torch.inf, kept)
+        if job.masked:  # min_tokens gives way where a mask leaves nothing but the end
+            stuck = logits.amax(1).isneginf()
+            logits[i, t] = torch.where(stuck[i], kept, logits[i, t])
     if job.filtered:
         for i in at["filtered"].split(FILTER_ROWS):
             logits[i] = keep_likely(logits[i], temperature[i], top_k[i], top_p[i], min_p[i])
     return logits
+
+
+def unpack(words: Tensor, count: int) -> Tensor:
+    """Bits [R, count] (bool), of int32 words [R, W], the lowest first."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :count]
 
 
 def penalise(

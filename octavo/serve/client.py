@@ -2,6 +2,7 @@
 
     call = engine.open(requests, ...)          raises ApiError: the queue is full, the engine is not ready
     with call:                                 leaving it ends what is unfinished, within a step
+        await call.taken()                     nothing in it will be refused any more
         async for pieces in call: ...          (which prompt, what is new), as it comes
         await call.done()                      or all at once: then read call.collectors
 
@@ -22,7 +23,7 @@ from octavo.serve import errors
 from octavo.serve.admission import Queue
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
-from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, ToFront
+from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
@@ -52,6 +53,8 @@ class Call:
     def __init__(self, client: EngineClient, id: str, collectors: list[Collector], follow: bool, owner: str, priority: int):
         self.client, self.id, self.collectors, self.owner, self.priority = client, id, collectors, owner, priority
         self.error: ApiError | None = None
+        self.structure: str | None = None  # the client's field that said what the text must match
+        self.compiling = {c.request.id for c in collectors if c.request.params.structured_outputs is not None}
         self.unfinished = len(collectors)
         self.arrival = collectors[0].request.arrival
         self.timers: list[asyncio.TimerHandle] = []
@@ -82,6 +85,13 @@ class Call:
         if not pieces and self.error is not None:
             raise self.error
         return pieces
+
+    async def taken(self) -> None:
+        """What the text must match has been compiled, if it must match something. Raises the call's error."""
+        while self.compiling and self.error is None:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
 
     async def done(self) -> None:
         """All prompts are answered. Raises the call's error."""
@@ -121,7 +131,8 @@ class Call:
         if collector.outputs[out.index].finish_reason is not None:
             return None  # ended by a stop string; the engine had not heard of it yet
         if out.finish_reason in ("error", "abort"):
-            self.fail(errors.step_failed())
+            mine = out.code is not None and out.error is not None
+            self.fail(ApiError(400, out.error or "", out.code, self.structure) if mine else errors.step_failed())
             return None
         stop = collector.take(out)
         if self._follow and collector.news:
@@ -181,19 +192,33 @@ class EngineClient:
         owner: str = "",
         priority: int = 0,
         timeout: float | None = None,
+        structure: str | None = None,
     ) -> Call:
-        """Send requests to the engine. `follow`: the caller wants pieces as they come."""
+        """Send requests to the engine. `follow`: the caller wants pieces as they come. `structure`: see Call."""
         self.model  # noqa: B018  (raises unless ready)
         self.queue.check(len(requests), sum(len(r.prompt) for r in requests), priority)
+        for i, request in enumerate(requests):
+            request.id = f"{id}-{i}"
         collectors = [Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)]
         call = Call(self, id, collectors, follow, owner, priority)
+        call.structure = structure
         for i, (request, collector) in enumerate(zip(requests, collectors, strict=True)):
             if follow:
                 collector.news = []
-            request.id = f"{id}-{i}"
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
-            self.supervisor.send(Add(request.id, request.prompt, request.params, request.arrival, request.cache_salt))
+            self.supervisor.send(
+                Add(
+                    request.id,
+                    request.prompt,
+                    request.params,
+                    request.arrival,
+                    request.cache_salt,
+                    request.priority,
+                    request.deadline,
+                    request.key,
+                )
+            )
         if not self.calls:
             self.supervisor.progress = time.monotonic()  # from now on there is work
         self.calls[id] = call
@@ -259,7 +284,13 @@ class EngineClient:
         elif isinstance(message, Refused):
             found = self.open_requests.get(message.id)
             if found is not None:
-                found[0].fail(ApiError(400, message.message, message.code, message.param))
+                param = found.call.structure if message.param == "structured_outputs" else message.param
+                found.call.fail(ApiError(400, message.message, message.code, param))
+        elif isinstance(message, Taken):
+            found = self.open_requests.get(message.id)
+            if found is not None:
+                found.call.compiling.discard(message.id)
+                found.call.wake()
         elif isinstance(message, Loaded):
             self._loading = asyncio.create_task(self._load_tokenizer(message))
         elif isinstance(message, Ready):

@@ -1,6 +1,7 @@
 """The engine process: builds the model, then steps for ever. The front starts it; it serves one front and ends with it.
 
     main thread    takes messages in, steps, sends news out; sleeps in the socket while there is nothing to do
+    guide threads  compile what structured output asks for (octavo/text/guide.py); the request is held meanwhile
     pulse thread   tells the front every quarter of a second that the process lives and where it stands
 
 The sockets' own queues are inbox and outbox: ZeroMQ moves them in a thread of its own, so sending never waits.
@@ -17,12 +18,14 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from octavo.core.engine import Engine, Handle, Runner
+from octavo.core.tiers import Tiers
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.serve.messages import (
     Abort,
@@ -37,18 +40,21 @@ from octavo.serve.messages import (
     Shutdown,
     Start,
     Stop,
+    Taken,
     ToEngine,
     ToFront,
     decode_to_engine,
     encode,
 )
-from octavo.types import Output, Plan, Request, SamplingParams
+from octavo.types import Guide, Output, Plan, Request, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
+    from octavo.text.guide import Compilation, Guides
 
 log = logging.getLogger(__name__)
 PULSE = 0.25  # seconds
+TICK = 0.002  # seconds between two looks at what is being compiled, while there is nothing else to do
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 PR_SET_PDEATHSIG = 1
 
@@ -69,11 +75,13 @@ class Link:
     def send(self, message: ToFront) -> None:
         self._out.send(encode(message))
 
-    def receive(self, wait: bool) -> ToEngine | None:
-        """The next message; None if there is none and nobody is to wait."""
+    def receive(self, seconds: float | None) -> ToEngine | None:
+        """The next message; None if none comes for so long. `seconds` None: there is time."""
         while True:
+            if seconds and not self._in.poll(seconds * 1000):
+                return None
             try:
-                data = self._in.recv(0 if wait else zmq.NOBLOCK)
+                data = self._in.recv(0 if seconds is None else zmq.NOBLOCK)
             except zmq.Again:
                 return None
             try:
@@ -105,8 +113,9 @@ class Observed:
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, link: Link):
-        self.engine, self.link = engine, link
+    def __init__(self, engine: Engine, link: Link, guides: Guides | None = None):
+        self.engine, self.link, self.guides = engine, link, guides
+        self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         self.observed = engine.runner = Observed(engine.runner)
         self.beat = Beat()
         self._snapshot()
@@ -116,35 +125,60 @@ class EngineLoop:
         engine, told = self.engine, 0.0
         while True:
             rested = False
-            while (message := self.link.receive(wait=engine.idle)) is not None:
+            while (message := self.link.receive(0.0 if not engine.idle else TICK if self.held else None)) is not None:
                 rested = rested or engine.idle
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
+            self._release()
             outputs = engine.step()
             self.send(outputs)
-            now = time.monotonic()
-            if rested or engine.idle or now - told > PULSE:
+            now, resting = time.monotonic(), engine.idle and not self.held
+            if rested or resting or now - told > PULSE:
                 told = now
                 self._snapshot()
-                if rested or engine.idle:
+                if rested or resting:
                     self.link.send(self.beat)
 
     def _take(self, message: ToEngine) -> None:
         engine = self.engine
         if isinstance(message, Add):
-            try:
-                engine.add(Request(message.id, message.prompt, message.params, message.arrival, message.salt))
-            except InvalidRequest as error:
-                self.link.send(Refused(message.id, str(error), error.param, error.code))
+            spec = message.params.structured_outputs
+            if spec is None or self.guides is None:
+                self._add(message)
+            else:
+                self.held[message.id] = message, self.guides.start(spec)
         elif isinstance(message, Abort):
             for id in message.ids:
+                self.held.pop(id, None)
                 engine.abort(id)
-            if engine.idle:
+            if engine.idle and not self.held:
                 self._snapshot()
                 self.link.send(self.beat)
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
+
+    def _add(self, m: Add, guide: Guide | None = None) -> bool:
+        try:
+            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide))
+        except InvalidRequest as error:
+            self.link.send(Refused(m.id, str(error), error.param, error.code))
+            return False
+        return True
+
+    def _release(self) -> None:
+        """Queue the held requests whose guide is there, and refuse those that will have none."""
+        for id, (message, work) in list(self.held.items()):
+            try:
+                guide = work.poll()
+            except InvalidRequest as error:
+                self.link.send(Refused(id, str(error), error.param, error.code))
+            else:
+                if guide is None:
+                    continue
+                if self._add(message, guide):
+                    self.link.send(Taken(id))
+            del self.held[id]
 
     def send(self, outputs: list[Output]) -> None:
         live = self.engine.scheduler.live
@@ -174,7 +208,24 @@ class EngineLoop:
             self.observed.prefill,
             self.observed.decode,
             {name: getattr(self.engine.time, name) for name in HOST_TIMES},
+            count.recomputed_tokens,
+            tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
+            dict(count.tiers.misses),
+            *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else ()),
         )
+
+
+def tier_state(tiers: Tiers) -> dict[str, int]:
+    """Counters, and how many slots of host memory are in which state."""
+    state = {name: value for name, value in asdict(tiers.count).items() if name != "misses"}
+    cached, free = len(tiers.ready), len(tiers.free)
+    return state | {
+        "store_bytes": tiers.count.stores * tiers.block_bytes,
+        "load_bytes": tiers.count.loads * tiers.block_bytes,
+        "slots_cached": cached,
+        "slots_free": free,
+        "slots_busy": tiers.slots - cached - free,
+    }
 
 
 class Pulse(threading.Thread):
@@ -227,7 +278,14 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         str(llm.model_dtype).removeprefix("torch."),
         str(llm.device),
         llm.config.architecture,
-        {"weights": memory.weights, "activations": memory.activations, "kv": memory.kv, "kv_tokens": memory.kv_tokens},
+        {
+            "weights": memory.weights,
+            "activations": memory.activations,
+            "kv": memory.kv,
+            "kv_tokens": memory.kv_tokens,
+            "kv_host": memory.host,
+            "kv_disk": memory.disk,
+        },
         str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
         gguf,
     )
@@ -257,7 +315,7 @@ def main(address: str, stacks: int) -> int:
     context = zmq.Context()
     link, pulse = Link(context, address), Pulse(context, address)
     link.send(Phase("starting"))
-    start = link.receive(wait=True)
+    start = link.receive(None)
     if not isinstance(start, Start):
         return 1
     pulse.start()
@@ -269,9 +327,10 @@ def main(address: str, stacks: int) -> int:
     except OctavoError as error:
         link.send(Failed(str(error)))
         return 2
-    pulse.loop = EngineLoop(llm.engine, link)
+    pulse.loop = EngineLoop(llm.engine, link, llm.guides)
     link.send(Ready())
     pulse.loop.run()
+    llm.close()
     return 0
 
 

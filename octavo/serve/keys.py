@@ -3,7 +3,7 @@
     [[keys]]
     name = "alice"
     key = "a long random text"      # or sha256 = "..." of it, so that the file holds no secret
-    priority = 1                    # when the queue is full, a higher one pushes out a lower one that waits; default 0
+    priority = 1                    # higher comes sooner (--policy priority), and a full queue makes way for it; default 0
     requests_per_minute = 60        # limits are optional
     tokens_per_minute = 100000      # of prompts and replies
     max_concurrency = 8

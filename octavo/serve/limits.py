@@ -16,6 +16,8 @@ class Limits:
     connections: int = 4096  # of gRPC as many again, and calls in all
     messages: int = 4096
     parts: int = 4096  # of all messages together
+    tools: int = 128
+    tool_chars: int = 256 * 2**10  # of all tools, as JSON
     prompts: int = 1024  # in one request
     n: int = 128
     best_of: int = 20
@@ -23,6 +25,7 @@ class Limits:
     stops: int = 4
     stop_chars: int = 1024
     logit_bias: int = 1024
+    structure_bytes: int = 256 * 2**10  # of a schema, a grammar or all choices
     token_ids: int = 4096  # entries of stop_token_ids
     top_logprobs: int = 20
     completion_logprobs: int = 20  # OpenAI allows 5; clients of vLLM ask for more

@@ -24,6 +24,9 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     params: SamplingParams
     arrival: float  # time.monotonic(), the same clock in every process of a machine
     salt: str
+    priority: int = 0
+    deadline: float | None = None  # on the same clock
+    key: str = ""
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -97,6 +100,12 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     code: str | None = None
 
 
+class Taken(msgspec.Struct, tag=True, array_like=True):
+    """Its structured output is compiled, and the request queued: nothing in it will be refused any more."""
+
+    id: str
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """The engine's pulse: where it stands. Counters count from its start."""
 
@@ -115,6 +124,12 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     prefill_tokens: int = 0  # planned so far, by kind
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
+    recomputed_tokens: int = 0
+    tiers: dict[str, int] = {}  # what happened in the tiers below the device, and where they stand; empty: there are none
+    tier_misses: dict[str, int] = {}  # by reason
+    guides_compiled: int = 0
+    guides_cached: int = 0  # asked for and there already, or on the way
+    guide_seconds: float = 0.0  # of compiling
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -123,7 +138,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
-ToFront = Phase | Loaded | Ready | News | Refused | Beat | Failed
+ToFront = Phase | Loaded | Ready | News | Refused | Taken | Beat | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

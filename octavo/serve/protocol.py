@@ -35,6 +35,12 @@ class Common(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None  # these four: what older clients of vLLM send
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None  # seconds in all
@@ -61,6 +67,9 @@ class ChatRequest(OpenAI, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(OpenAI, kw_only=True):
@@ -86,9 +95,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None  # False: special tokens in the prompt are characters, as in a prompt for completions
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -97,18 +108,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int] | None = None
 
 
-# Fields that would change the reply and are not honoured, and the values of them that ask for nothing.
+# Fields that would change the reply and are not honoured where a struct lacks them, and the values of them that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": (),
     "functions": (),
     "function_call": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "use_beam_search": (False,),
     "suffix": ("",),
     "length_penalty": (1, 1.0),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
+from octavo.serve import structure
 from octavo.serve.errors import ApiError, bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
@@ -20,6 +21,7 @@ from octavo.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
+    from octavo.serve.tools import ToolUse
 
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
@@ -37,6 +39,7 @@ class Prepared:
     texts: list[str | None]
     timeout: float | None
     headers: dict[str, str] = field(default_factory=dict)  # what the client should know of how it was read
+    structure: str | None = None  # the field that says what the text must match
 
 
 # ---- before the prompt ----------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def sampling(body: Common, limits: Limits) -> SamplingParams:
         if not all(re.fullmatch(r"\d{1,9}", token) for token in body.logit_bias):
             raise bad("logit_bias", "logit_bias must map token ids to numbers")
         given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
-    return SamplingParams(**given, max_tokens=None)
+    return SamplingParams(**given, max_tokens=None, structured_outputs=structure.read(body, limits))
 
 
 def check_common(front: Front, caller: Caller, body: Common) -> float | None:
@@ -98,6 +101,9 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
         raise bad("cache_salt", f"cache_salt has 1 to {limits.salt_chars} characters", "param_out_of_range")
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise bad("priority", "priority must be a 32-bit integer", "param_out_of_range")
+    if caller.key is not None and (body.priority or 0) < 0:
+        raise bad("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
+                  "priority, which the server's operator sets", "param_out_of_range")  # fmt: skip
     if body.request_id is not None and not (len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)):
         raise bad("request_id", f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -")
     timeout = caller.timeout if body.timeout is None else body.timeout
@@ -135,17 +141,22 @@ def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> lis
 # ---- the prompt -----------------------------------------------------------------------------------------
 
 
-async def chat_prompt(front: Front, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation."""
-    messages = check_messages(body.messages, front.config.limits)
+def check_template(front: Front, body: ChatRequest) -> None:
     if body.chat_template is not None and not front.config.request_templates:
         raise ApiError(403, "this server takes no chat templates from requests", "template_not_allowed", "chat_template")
+
+
+async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """The tokens of a conversation."""
+    messages = check_messages(body.messages, front.config.limits)
+    check_template(front, body)
     try:
         return await front.text.encode_chat(
             front.tokenizer,
             messages,
             front.client.model.max_model_len,
             body.chat_template,
+            tools.tools if tools else None,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),
@@ -232,17 +243,30 @@ def build(
     """Requests for the engine, each with as much room as its prompt leaves."""
     model = front.client.model
     params.check_vocabulary(model.vocab_size)
-    if body.priority is not None:
+    if body.priority is not None and front.config.engine.get("scheduling_policy", "fcfs") == "fcfs":
         headers["x-ignored-params"] = ", ".join(filter(None, (headers.get("x-ignored-params"), "priority")))
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
+    # A key's is the higher the sooner; a request's the lower, as in vLLM.
+    priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
     requests = []
     for _, ids in prompts:
         room = fit(ids, max_tokens, model, param, headers)
         if params.min_tokens > room:
             raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})", "param_out_of_range")
-        requests.append(Request("", ids, replace(params, max_tokens=room), caller.arrival, salt))
+        requests.append(
+            Request(
+                "",
+                ids,
+                replace(params, max_tokens=room),
+                caller.arrival,
+                salt,
+                priority=priority,
+                deadline=None if timeout is None else caller.arrival + timeout,
+                key=caller.owner,
+            )
+        )
     if params.prompt_logprobs is not None:
         entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
         if entries > front.config.limits.logprob_entries:
             raise bad("prompt_logprobs", "so many prompt logprobs are too large a reply", "param_out_of_range")
-    return Prepared(requests, [text for text, _ in prompts], timeout, headers)
+    return Prepared(requests, [text for text, _ in prompts], timeout, headers, structure.field(body))

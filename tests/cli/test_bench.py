@@ -106,3 +106,14 @@ def test_kv_formats_are_compared_with_auto(octavo: Octavo, tiny: str) -> None:
         rows[0]["perplexity_ratio"] == 1 and rows[0]["logprob_error"] == 0 < rows[2]["logprob_error"] < rows[1]["logprob_error"]
     )
     assert rows[2]["kv_bytes_per_token"] * 2 == rows[0]["kv_bytes_per_token"] > rows[1]["kv_bytes_per_token"] * 2
+
+
+def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    args = ["--tokens", 200, "--repeat", 2, "--kv-host-gib", 0.01, "--kv-disk", tmp_path, "--kv-disk-gib", 0.5]
+    result = octavo("bench", "tiers", tiny, *args)
+    assert result.exit_code == 0
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r["same_tokens"] is True and r["disk_misses"] == {}
+    assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
+    assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
+    assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout

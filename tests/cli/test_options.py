@@ -17,7 +17,7 @@ from octavo.errors import ModelError
 from octavo.model import embedded
 
 Octavo = Callable[..., Result]
-COMMANDS = [["chat"], ["complete"], ["plan"], ["doctor"], ["bench", "batching"]]
+COMMANDS = [["chat"], ["complete"], ["plan"], ["doctor"], ["simulate"], ["bench", "batching"], ["bench", "priority"]]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,26 @@ def test_it_says_what_llm_does(
     assert plan["concurrency"] == {n: llm.memory.concurrency(int(n)) for n in plan["concurrency"]}
 
 
+def test_tiers_are_shown_as_llm_makes_them(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    flags = ["--kv-host-gib", 0.01, "--kv-disk", tmp_path, "--kv-disk-gib", 0.5, "--num-blocks", 50]
+    plan = planned(octavo, tiny, "--device", "cpu", *flags)
+    llm = LLM(
+        tiny, device="cpu", progress=False, num_gpu_blocks_override=50, swap_space=0.01, kv_disk_path=tmp_path, kv_disk_gib=0.5
+    )
+    assert (plan["kv_host"], plan["kv_disk"]) == (llm.memory.host, llm.memory.disk) and plan["kv_host"] > 0
+    table = octavo("plan", tiny, "--device", "cpu", *flags).stdout
+    assert "KV in host memory" in table and "KV on disk" in table
+    assert "KV in host memory" not in octavo("plan", tiny, "--device", "cpu").stdout
+    llm.close()
+
+
+def test_a_gpu_gives_up_a_little_for_its_second_tier(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B | {"max_position_embeddings": 2**20}))
+    without, with_tier = (planned(octavo, tmp_path, "--device-memory", "8G", *more) for more in ([], ["--kv-host-gib", 500]))
+    lost = without["kv_pool"] - with_tier["kv_pool"]
+    assert memory.STAGING["cuda"] - 2**21 < lost < memory.STAGING["cuda"] + 2**21 and with_tier["kv_host"] > 499 * 2**30
+
+
 @pytest.mark.parametrize(("model", "padding"), [pytest.param("smollm2", 0.0, marks=embedded.marks), ("TINY", 0.02)])
 def test_quantised_weights_are_counted_but_for_what_packing_pads(octavo: Octavo, tiny: str, model: str, padding: float) -> None:
     """The CPU's kernels round 259 outputs up to whole vectors; real shapes are whole already."""
@@ -136,6 +156,7 @@ def test_where_no_option_helps_alone_all_are_tried_together(octavo: Octavo, tmp_
         (["--dtype", "int3"], "dtype is auto"),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype is auto"),
         (["--device", "tpu"], "unknown device"),
+        (["--device", "cpu", "--kv-host-gib", "100000"], "of memory that are left"),
     ],
 )
 def test_bad_questions_are_refused(octavo: Octavo, tiny: str, args: list[str], message: str) -> None:

@@ -1,9 +1,12 @@
-"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the depth, the forks and the aborts."""
+"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the depth, the forks, the aborts, the
+steps that fail, the policy and the batching mode."""
 
 from __future__ import annotations
 
 import pytest
 
+from octavo.core.batching import MODES
+from octavo.core.policy import POLICIES
 from tests.workloads import trial
 
 TRIALS, PARTS = 1200, 12
@@ -16,10 +19,28 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
     assert sum(t.copies for t in total) > 30, "the workloads no longer exercise copy on write"
     assert sum(t.cached for t in total) > 1000, "the workloads no longer exercise the prefix cache"
+    assert sum(t.host_tokens for t in total) > 100, "the workloads no longer exercise host memory"
+    assert sum(t.disk_tokens for t in total) > 10, "the workloads no longer exercise the disk"
+    assert sum(t.misses for t in total) > 5, "the workloads no longer exercise a disk that fails"
+
+
+@pytest.mark.parametrize("batching", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
+    total = [trial(seed, policy, batching) for seed in range(20_000, 20_012)]
+    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_guided_workloads_equal_the_oracle(part: int) -> None:
+    total = [trial(seed, guided=True) for seed in range(part, TRIALS // 3, PARTS)]
+    assert sum(t.guided for t in total) > 100
+    assert sum(t.preemptions for t in total) > 5, "the workloads no longer exercise preemption"
+    assert {t.settings["depth"] for t in total if t.guided} == {1, 2, 3}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_random_workloads_equal_the_oracle(part: int) -> None:
     for seed in range(10_000 + part * 1000, 10_000 + (part + 1) * 1000):
-        trial(seed)
+        trial(seed, guided=seed % 3 == 0)

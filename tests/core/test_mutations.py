@@ -1,4 +1,4 @@
-"""Plants bugs in the scheduler and the block pool, one at a time, and demands that the random workloads notice each.
+"""Plants bugs in the scheduler, the block pool and the tiers' index, one at a time, and demands that the random workloads notice each.
 
 A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves any more.
 """
@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo.core import blocks, scheduler
+from octavo.core import blocks, scheduler, tiers
 from tests import workloads
 
 BUGS = {
@@ -28,29 +28,59 @@ BUGS = {
         "            plan.copies.append((old, table[j]))\n",
     ),
     "blocks are published when planned": ("scheduler", "full = seq.computed // size", "full = min(seq.planned, len(seq.tokens)) // size"),
-    "the published count survives preemption": ("scheduler", "        seq.published = len(hits)\n", ""),
+    "the published count survives preemption": ("scheduler", "        seq.published = loads[0][0] if loads else len(hits)", "        pass"),
     "the whole prompt is matched": ("scheduler", "full = (len(seq.tokens) - 1) // size", "full = len(seq.tokens) // size"),
-    "hits are not pinned": ("scheduler", "[pool.share(b) for b in hits]", "list(hits)"),
-    "hits are counted as free": ("scheduler", "len(pool.free) - sum(pool.refs[b] == 0 for b in hits)", "len(pool.free)"),
+    "hits are not pinned": ("scheduler", "[pool.share(b) if b else 0 for b in hits]", "list(hits)"),
+    "hits are counted as free": ("scheduler", "len(pool.free) - sum(pool.refs[b] == 0 for b in hits if b)", "len(pool.free)"),
     "the hash forgets what came before": ("scheduler", "hashes.append(chain(parent, ", "hashes.append(chain(b'', "),
     "the salt is ignored": ("blocks", "if salt else b", "if False else b"),
     "the limit ignores steps in flight": ("scheduler", "if at + 1 >= seq.limit:", "if len(seq.tokens) >= seq.limit:"),
     "children fork a position early": ("scheduler", "q.computed == len(q.tokens) - 1]", "q.computed >= len(q.tokens) - 2]"),
     "children fork while steps are in flight": ("scheduler", "if q.forks and not q.inflight and q.computed", "if q.forks and q.planned"),
     "children share a seed": ("scheduler", "seed = child_seed(seq.seed, index)", "seed = seq.seed"),
-    "children of a full device are forgotten": ("scheduler", "if c.status is Status.WAITING)", "if False)"),
+    "children of a full device are forgotten": ("scheduler", "                    self._return(child)", "                    pass"),
     "a child is not counted as a holder": ("scheduler", "[self.pool.share(b) for b in seq.table]", "list(seq.table)"),
-    "the victim may already be in the plan": ("scheduler", "(self.prefilling or self.decoding)[-1]", "self.running[0]"),
+    "the victim may already be in the plan": ("scheduler", "weaker = self.decoding[i:] +", "weaker = self.decoding[: i - 1] +"),
+    "who is planned gives way to who prefills": ("scheduler", "weaker = self.prefilling[self.prefilling.index(seq) + 1 :]", "weaker = [s for s in self.running if s is not seq]"),
+    "a better rank gives way to a worse one": ("scheduler", "[s for s in self.prefilling if s.rank > seq.rank]", "[s for s in self.prefilling if s.rank < seq.rank]"),
+    "who decodes is not kept in order": ("scheduler", "            self.prefilling.remove(seq)\n            insort(self.decoding, seq, key=by_rank)\n\n    def _rank_waiting", "            self.prefilling.remove(seq)\n            self.decoding.append(seq)\n\n    def _rank_waiting"),
+    "work is paused for who ranks after it": ("scheduler", "if s.rank > seq.rank and self.policy.pauses(seq, s)]", "if s.rank < seq.rank]"),
+    "what was paused comes straight back, in the plan that paused it": ("scheduler", "            if seq.rank >= before:\n                break\n            if not self._may_begin", "            if not self._may_begin"),
+    "a batch forms while one runs": ("scheduler", "not any(id in self.requests for id in self.batch)", "True"),
+    "a batch forms of nobody": ("scheduler", "formed = self.form is None or seq.request.id in self.batch", "formed = self.form is None"),
     "the row is not given back": ("scheduler", "        self.rows.append(seq.row)\n", ""),
     "blocks are not given back": ("scheduler", "            self.pool.drop(b)\n", "            pass\n"),
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
-    "prompt logprobs are taken from the cache": ("scheduler", "if not self.caching or self._missing_prompt_logprobs(seq):", "if not self.caching:"),
+    "prompt logprobs are taken from the cache": ("scheduler", "return self.caching and not self._missing_prompt_logprobs(seq)", "return self.caching"),
     "a preempted sequence still holds others up": ("scheduler", "                del self.computing[h]\n", "                pass\n"),
+    "a guided sequence is planned before its token is known": ("scheduler", "if seq.guide is not None and seq.inflight:", "if False:"),
+    "a guide does not move on": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
+    "a guide moves on when a step is planned": ("scheduler", "plan.masks[len(items)] = seq.guide.mask", "plan.masks[len(items)] = seq.guide.mask; seq.guide.accept(seq.tokens[-1])"),
+    "completions share a guide": ("scheduler", "else seq.guide.copy()", "else seq.guide"),
+    "requests share a guide": ("scheduler", "else request.guide.copy()", "else request.guide"),
+    "the first token is not guided": ("scheduler", "if sample and seq.guide is not None:", "if False:"),
+    "masks go to the wrong item": ("scheduler", "plan.masks[len(items)] =", "plan.masks[max(len(items) - 1, 0)] ="),
+    "ignore_eos holds for what a guide has ended": ("scheduler", "params.ignore_eos and guide is None", "params.ignore_eos"),
     "evicted content stays in the index": ("blocks", "            del self.index[h]\n", ""),
     "a shared block stays in the free list": ("blocks", "            del self.free[block]\n", "            pass\n"),
     "a block is freed while somebody holds it": ("blocks", "        if self.refs[block] == 0:\n            self.free[block]", "        if True:\n            self.free[block]"),
     "a published block is published twice": ("blocks", "if h not in self.index and self.hash[block] is None:", "if True:"),
     "padding is handed out": ("blocks", "range(1, num_blocks + 1))\n        self.index", "range(0, num_blocks + 1))\n        self.index"),
+    "blocks to load into are not counted": ("scheduler", "if need + len(loads) > len(pool.free)", "if need > len(pool.free)"),
+    "content is not loaded": ("tiers", "        plan.loads.append((slot, block))\n", ""),
+    "a failed step's stores count": ("tiers", "self._end(plan, False)", "self._end(plan, True)"),
+    "a failed step's fetches are awaited": ("tiers", "            if self.fetching.pop(fetch.ticket, None):\n", "            if False:\n"),
+    "an evicted content is not stored": ("tiers", "        plan.stores.append((block, slot))\n", ""),
+    "a slot that a step reads is given away": ("tiers", "            if not self.pins[slot]:\n                del self.ready[h]", "            if True:\n                del self.ready[h]"),
+    "the pin of a load stays": ("tiers", "            self.pins[slot] -= 1\n            self._free", "            self._free"),
+    "a store counts before its step is committed": ("tiers", "        self.filling[h] = slot\n", "        self.ready[h] = slot\n        self.filling[h] = slot\n"),
+    "a missed fetch counts as arrived": ("tiers", 'arrived = news.kind == "fetched"', "arrived = True"),
+    "a missed fetch keeps its slot": ("tiers", "            self._settle(fetch.slot, arrived)\n", "            if arrived:\n                self._settle(fetch.slot, arrived)\n"),
+    "nobody hears of the disk while nothing runs": ("scheduler", "            plan.waits = bool(self.tiers.fetching)\n", ""),
+    "who waits for the disk never looks again": ("tiers", "        self.news += 1\n", ""),
+    "a content is in two slots": ("tiers", "elif content.hash not in self.filling and self._store", "elif self._store"),
+    "what was forgotten comes back": ("tiers", "        self.filling.clear()\n", ""),
+    "asking for more costs what is there": ("tiers", "del wanted[max(self._room() - here, 0) :]", "pass"),
 }  # fmt: skip
 
 
@@ -73,13 +103,15 @@ def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     where, old, new = BUGS[name]
     if where == "scheduler":
         monkeypatch.setattr(workloads, "Scheduler", mutated(scheduler, old, new).Scheduler)
+    elif where == "tiers":
+        monkeypatch.setattr(scheduler, "Tiers", mutated(tiers, old, new).Tiers)
     else:
         copy = mutated(blocks, old, new)
         for attribute in ("BlockPool", "chain", "root"):
             monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
     for seed in range(400):
         try:
-            workloads.trial(seed)
+            workloads.trial(seed // 2, guided=seed % 2 == 1)
         except Exception:
             return
     pytest.fail("no workload noticed")

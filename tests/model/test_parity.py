@@ -138,9 +138,8 @@ class Recorder:
         self.hooks = [layer.register_forward_hook(self.keep) for layer in layers_of(model)]
 
     def keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, tuple):  # ours: the latest addend and the sum so far
-            output = output[0] + output[1] if len(output) == 2 else output[0]
-        self.outputs.append(output.reshape(-1, output.shape[-1]))
+        output = output[0] if isinstance(output, tuple) else output
+        self.outputs.append(output.reshape(-1, output.shape[-1]).clone())  # ours is overwritten by the next layer
 
     def __enter__(self) -> list[Tensor]:
         return self.outputs

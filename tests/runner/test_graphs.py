@@ -13,6 +13,7 @@ from octavo.model import build, registry
 from octavo.model.load import dummy_weights
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
+from octavo.runner.tiers import Tiers
 from octavo.types import Item, NewRow, Plan, SamplingParams
 from tests import tiny
 from tests.conftest import DEVICE
@@ -93,6 +94,40 @@ def test_what_graphs_hold_equals_the_general_path(kv_dtype: torch.dtype, monkeyp
     assert int(special.rows.computed[special.rows.padding]) == 0
     for name in ("tokens", "table", "ints"):
         torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
+
+
+def test_stores_are_done_before_a_graph_overwrites_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
+    runners = [make_runner(False), make_runner(False)]
+    runners[1].graphs = WithoutCapture(runners[1].model, runners[1].kv, runners[1].rows, 4, 64, 64)
+    for runner in runners:
+        runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
+        runner.tiers = Tiers(runner.kv, 2)
+    first, second = plans()[:2]
+    assert [block for _, _, block in plans()[2].appends] == [10]
+    third = plans()[2]
+    third.stores.append((10, 1))
+    for plan in (first, second, third):
+        results = [runner.launch(plan).wait() for runner in runners]
+        assert results[0].tokens == results[1].tokens
+    assert ("decode", 2) in runners[1].graphs.captured
+    for runner in runners:
+        assert runner.tiers is not None
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        assert runner.tiers.host[1].unique().tolist() == [7.0]
+        assert not (runner.kv.tensor[10] == 7.0).all(), "the step was meant to write to it"
+        runner.tiers.close()
+
+
+def test_a_step_that_loads_is_no_decode_graph_s() -> None:
+    runner = make_runner(False)
+    graphs = WithoutCapture(runner.model, runner.kv, runner.rows, 4, 64, 64)
+    items = [Item(0, 0, 0, None, 1, True, 4)]
+    assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(Plan(1, items=items, stores=[(1, 1)]))
+    assert not graphs.decodes(Plan(1, items=items, loads=[(1, 1)]))
 
 
 def test_sizes_cover_every_count() -> None:

@@ -14,6 +14,7 @@ from octavo.runner import sampler
 from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import NewRow, Plan, SamplingParams
+from tests.toy_guide import pack
 
 VOCAB = 97
 OPS = ReferenceOps()
@@ -26,6 +27,7 @@ def choose(
     prompt_lens: list[int] | None = None,
     seeds: list[int] | None = None,
     stop_ids: frozenset[int] = frozenset(),
+    masks: dict[int, list[int]] | None = None,
 ) -> list[int]:
     """Sample one token a row through the same staging that the runner uses."""
     n = len(params)
@@ -36,7 +38,9 @@ def choose(
     rows = [NewRow(i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]) for i in range(n)]
     up = Upload()
     changes = state.stage(Plan(1, rows=rows), up)
-    job = sampler.SampleJob.stage(list(range(n)), max(map(len, tokens)), state, up)
+    job = sampler.SampleJob.stage(
+        list(range(n)), max(map(len, tokens)), state, up, {i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()}
+    )
     shipped = up.ship(torch.device("cpu"))
     state.apply(changes, shipped)
     lengths, index = torch.tensor([len(t) for t in tokens], dtype=torch.int32), torch.arange(n, dtype=torch.int32)
@@ -175,6 +179,41 @@ def test_stop_ids_wait_for_min_tokens() -> None:
     params = [SamplingParams(temperature=0, min_tokens=2)] * 2
     got = choose(logits, params, tokens=[[1, 2, 3], [1, 2, 3]], prompt_lens=[2, 1], stop_ids=frozenset([8]))
     assert got == [9, 8], "one token said: too early to stop; two said: free to"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(temperature=0), dict(top_k=3), dict(top_p=0.2), dict(min_p=0.9), dict(frequency_penalty=2.0),
+     dict(logit_bias={2: -100, 31: -100, 96: -100})],
+    ids=str,
+)  # fmt: skip
+def test_a_masked_row_says_only_what_it_may(options: dict) -> None:
+    n = 2 * sampler.FILTER_ROWS + 5
+    logits = random_logits(n, seed=5, scale=20)
+    allowed = {i: [2, 31, 96] for i in range(0, n, 2)}
+    params = [SamplingParams(**{"seed": i, "temperature": 5.0, **options}) for i in range(n)]
+    got = choose(logits, params, masks=allowed)
+    assert {got[i] for i in allowed} <= {2, 31, 96}
+    free = [i for i in range(n) if i not in allowed]
+    assert [got[i] for i in free] == choose(logits[free], [params[i] for i in free])
+    assert [choose(logits[i : i + 1], params[i : i + 1], masks={0: allowed[i]})[0] for i in (0, 64, 130)] == [
+        got[i] for i in (0, 64, 130)
+    ]
+
+
+def test_a_mask_of_every_token_alone_chooses_it() -> None:
+    logits = random_logits(VOCAB, seed=8, scale=30)
+    got = choose(logits, [SamplingParams(seed=i) for i in range(VOCAB)], masks={i: [i] for i in range(VOCAB)})
+    assert got == list(range(VOCAB)), "bit k of the mask is token k"
+
+
+def test_min_tokens_gives_way_where_a_mask_leaves_only_the_end() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 8] = 5.0
+    params = [SamplingParams(temperature=0, min_tokens=9)] * 3
+    got = choose(logits, params, stop_ids=frozenset([8, 9]), masks={0: [8], 1: [8, 40]})
+    assert got[:2] == [8, 40], "forced to end; free to go on"
+    assert got[2] not in (8, 9), "not masked"
 
 
 def test_logprobs_are_of_the_model_and_ranked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,10 +12,13 @@ import pytest
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
+from octavo.errors import InvalidRequest
 from octavo.serve.engine_process import EngineLoop
-from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, decode_to_engine, decode_to_front, encode
-from octavo.types import Output, SamplingParams, TokenLogprobs
+from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
+from octavo.serve.metrics import Metrics
+from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
 from tests.fake_runner import FakeRunner
+from tests.toy_guide import ToyGuide
 
 
 class FakeLink:
@@ -23,8 +27,8 @@ class FakeLink:
     def __init__(self, script: list[Any]):
         self.script, self.sent = deque(script), []
 
-    def receive(self, wait: bool) -> Any:
-        while wait and self.script and self.script[0] is None:
+    def receive(self, seconds: float | None) -> Any:
+        while seconds is None and self.script and self.script[0] is None:
             self.script.popleft()  # an idle engine sleeps over those
         return self.script.popleft() if self.script else Shutdown()
 
@@ -32,11 +36,11 @@ class FakeLink:
         self.sent.append(message)
 
 
-def run(script: list[Any], depth: int = 1) -> tuple[EngineLoop, list[Any]]:
+def run(script: list[Any], depth: int = 1, guides: Any = None) -> tuple[EngineLoop, list[Any]]:
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200, depth=depth)
     scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
     link = FakeLink(script)
-    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), link)  # type: ignore[arg-type]
+    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), link, guides)  # type: ignore[arg-type]
     loop.run()
     return loop, link.sent
 
@@ -80,6 +84,60 @@ def test_what_can_never_run_is_refused() -> None:
     assert refused.id == "a" and refused.code == "context_length_exceeded"
 
 
+class FakeGuides:
+    """Compiles anything in so many looks at it; refuses "bad"."""
+
+    compiled = hits = seconds = 0
+
+    def __init__(self, looks: int):
+        self.looks = looks
+
+    def start(self, spec: StructuredOutputs) -> FakeGuides:
+        self.spec = spec
+        return self
+
+    def poll(self) -> ToyGuide | None:
+        self.looks -= 1
+        if self.looks > 0:
+            return None
+        if self.spec.regex == "bad":
+            raise InvalidRequest("no such thing", "structured_outputs", "invalid_structured_output")
+        return ToyGuide(1)
+
+
+def guided(id: str, regex: str = "good") -> Add:
+    return add(id, max_tokens=3, structured_outputs=StructuredOutputs(regex=regex))
+
+
+def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None:
+    script = [guided("g"), add("a", max_tokens=6), *[None] * 14]
+    loop, sent = run(script, guides=FakeGuides(9))
+    begun = [id for m in sent if isinstance(m, News) for id in m.begun]
+    ended = [out.request_id for m in sent if isinstance(m, News) for out in m.outputs if out.finish_reason]
+    assert begun == ["a", "g"] and ended[0] == "a" and not loop.held
+    taken = next(i for i, m in enumerate(sent) if isinstance(m, Taken))
+    assert taken < next(i for i, m in enumerate(sent) if isinstance(m, News) and m.begun == ["g"])
+
+
+def test_a_held_request_keeps_an_idle_engine_awake_and_then_lets_it_sleep() -> None:
+    _, sent = run([guided("g"), *[None] * 9], guides=FakeGuides(4))
+    beats = [m for m in sent if isinstance(m, Beat)]
+    assert len(beats) == 2, "when work came and when it was done: not at every look"
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    loop, sent = run([guided("g", "bad"), *[None] * 6], guides=FakeGuides(3))
+    assert [m for m in sent if isinstance(m, Refused)] == [
+        Refused("g", "no such thing", "structured_outputs", "invalid_structured_output")
+    ]
+    assert not loop.held and not loop.engine.scheduler.live
+
+
+def test_a_held_request_can_be_aborted() -> None:
+    loop, sent = run([guided("g"), None, Abort(["g"]), *[None] * 5], guides=FakeGuides(20))
+    assert not loop.held and not [m for m in sent if isinstance(m, (Taken, News))]
+
+
 def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
     _, sent = run([add("a", 5, max_tokens=3), *[None] * 3])
     beats = [m for m in sent if isinstance(m, Beat)]
@@ -89,10 +147,12 @@ def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
 
 
 def test_messages_cross_as_they_are() -> None:
-    for message in (add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1), Abort(["a", "b"]), Shutdown()):
+    shape = StructuredOutputs(json={"type": "object", "properties": {"b": {}, "a": {}}})
+    said = add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1, structured_outputs=shape)
+    for message in (said, Abort(["a", "b"]), Shutdown()):
         assert decode_to_engine(encode(message)) == message
     out = Output("a", 1, [4], [TokenLogprobs(4, -0.5, 1, [(4, -0.5)])], "stop", "x", 3, [None, TokenLogprobs(1, -1.0, 2, [])])
-    for message in (News([out], ["a"], 7), Beat(steps=3), Refused("a", "no", "prompt", None)):
+    for message in (News([out], ["a"], 7), Beat(steps=3), Refused("a", "no", "prompt", None), Taken("a")):
         assert decode_to_front(encode(message)) == message
 
 
@@ -101,3 +161,35 @@ def test_bad_parameters_do_not_cross() -> None:
     bad.params.temperature = -1.0
     with pytest.raises(msgspec.ValidationError, match="temperature"):
         decode_to_engine(encode(bad))
+
+
+def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
+    schedule = ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
+    cache = CacheConfig(block_size=4, num_blocks=8, host_slots=20, block_bytes=1000)
+    scheduler = Scheduler(cache, schedule, vocab_size=1000)
+    script: list[Any] = []
+    for name, first in (("a", 1), ("b", 100), ("c", 1)):
+        prompt = list(range(first, first + 25))
+        script += [Add(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True), 0.0, ""), *[None] * 4]
+    loop = EngineLoop(Engine(scheduler, FakeRunner(8, 4, 20)), FakeLink(script))  # type: ignore[arg-type]
+    loop.run()
+    beat = loop.beat
+    assert beat.tiers["loads"] > 0 and beat.tiers["load_bytes"] == 1000 * beat.tiers["loads"]
+    assert beat.tiers["host_tokens"] == 4 * beat.tiers["loads"] and beat.cached_tokens == 24
+    assert sum(beat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20
+    assert decode_to_front(encode(beat)) == beat
+
+    metrics = Metrics("octavo", "m")
+    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+        supervisor=SimpleNamespace(beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1),
+        queue=SimpleNamespace(waiting=[], tokens=0),
+        open_requests={},
+        ready=True,
+    )
+    text = metrics.render().decode()
+    assert f'octavo:kv_tier_loads_total{{model_name="m"}} {float(beat.tiers["loads"])}' in text
+    assert 'octavo:kv_disk_misses_total{model_name="m",reason="corrupt"} 3.0' in text
+    assert f'octavo:prefix_cache_tier_hits_total{{model_name="m",tier="host"}} {float(beat.tiers["host_tokens"])}' in text
+    assert f'octavo:kv_host_slots_free{{model_name="m"}} {float(beat.tiers["slots_free"])}' in text
+    metrics.source.client.supervisor.beat = Beat()  # type: ignore[union-attr, attr-defined]
+    assert "kv_tier" not in metrics.render().decode(), "no tiers, nothing to tell"

@@ -32,22 +32,26 @@ class CpuOps(ReferenceOps):
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
             team = workers()
-            return weight if team is None else PackedWeight(weight, team.step.LANES)
+            return weight if team is None or weight.form.float else PackedWeight(weight, team.step.LANES)
         if not torch.backends.mkldnn.is_available() or weight.dtype not in (torch.float32, torch.bfloat16):
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
-    def linear(self, x: Tensor, weight: Tensor | PackedWeight | QuantWeight, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor | PackedWeight | QuantWeight, bias: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
         """A quantised weight is multiplied with x rounded to int8, a scale for each row and 32 inputs."""
         if isinstance(weight, PackedWeight):
             y = product(x.float().contiguous(), weight)
-            return (y if bias is None else y.add_(bias)).to(x.dtype)
+            y = (y if bias is None else y.add_(bias)).to(x.dtype)
+            return y if add is None else y.add_(add)
         if isinstance(weight, QuantWeight) or not weight.is_mkldnn:
-            return super().linear(x, weight, bias)
+            return super().linear(x, weight, bias, add)
         rows = x.shape[0]
         if rows < ROWS:
             x = F.pad(x, (0, 0, 0, ROWS - rows))
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")[:rows]
+        y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")[:rows]
+        return y if add is None else y + add
 
     def embedding(self, ids: Tensor, weight: Tensor | PackedWeight | QuantWeight, scale: float = 1.0) -> Tensor:
         if not isinstance(weight, PackedWeight):

@@ -13,22 +13,33 @@ from torch import Tensor
 from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.triton import attention, fused, gemm, sample
+from octavo.ops.triton import attention, fused, gemm, quant, sample
+from octavo.ops.weight import QuantWeight
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] == 1 and isinstance(weight, Tensor):
-            return gemm.gemv(x, weight, bias)
-        return super().linear(x, weight, bias)
+    def pack(self, weight: Any) -> Any:
+        return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return fused.add_rms_norm(x, None, weight, eps)[0]
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        if isinstance(weight, quant.PackedWeight):
+            return quant.linear(x, weight, bias, add)
+        if x.shape[0] == 1:
+            return gemm.gemv(x, weight, bias, add)
+        if add is None:
+            return super().linear(x, weight, bias)
+        add.addmm_(x, weight.t())  # in the product's own epilogue
+        return add if bias is None else add.add_(bias)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return fused.add_rms_norm(x, residual, weight, eps)
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, quant.PackedWeight):
+            return quant.embedding(ids, weight, scale)
+        return super().embedding(ids, weight, scale)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        return fused.rms_norm(x, weight, eps, add)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return fused.act_mul(gate_up, gelu=False)

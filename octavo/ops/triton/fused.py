@@ -15,32 +15,31 @@ from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 @triton.jit
 def norm_kernel(
-    x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, add, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a token: residual += x, rounded as it is stored, then normalise it."""
+    """One program a token."""
     start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * hidden
     c = tl.arange(0, BLOCK)
     mask = c < hidden
     value = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(residual + row + c, mask=mask, other=0.0).to(tl.float32)
-        tl.store(residual + row + c, value, mask=mask)
-        value = value.to(residual.dtype.element_ty).to(tl.float32)
     factor = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
-    tl.store(out + row + c, value * factor * tl.load(weight + c, mask=mask, other=0.0).to(tl.float32), mask=mask)
+    value *= factor * tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        value = value.to(out.dtype.element_ty).to(tl.float32) + tl.load(add + row + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + c, value, mask=mask)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None) -> Tensor:
     out = torch.empty_like(x)
     tokens, hidden = x.shape
     block = triton.next_power_of_2(hidden)
     norm_kernel[tokens,](
-        x, x if residual is None else residual, weight, out, hidden, eps, residual is not None, block,
+        x, weight, x if add is None else add, out, hidden, eps, add is not None, block,
         num_warps=min(16, max(1, block // 512)), **LAUNCH,
     )  # fmt: skip
-    return out, x if residual is None else residual
+    return out
 
 
 @triton.jit

@@ -16,7 +16,8 @@ from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 @triton.jit
 def gemv_kernel(
-    x, weight, bias, out, outputs, inputs, BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr
+    x, weight, bias, add, out, outputs, inputs,
+    BIAS: tl.constexpr, ADD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: the tiles cover the matrix exactly, nothing needs a mask. The first tile of weights is fetched while the kernel
     that makes x may still run."""
@@ -39,17 +40,19 @@ def gemv_kernel(
     value = tl.sum(acc, 1)
     if BIAS:
         value += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(add + n, mask=n < outputs, other=0.0).to(tl.float32)
     tl.store(out + n, value, mask=n < outputs)
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, in], weight [out, in] -> [1, out]"""
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    """x [1, in], weight [out, in] -> [1, out], written over add where there is one"""
     inputs, outputs = x.shape[1], weight.shape[0]
-    out = x.new_empty(1, outputs)
+    out = x.new_empty(1, outputs) if add is None else add
     step = triton.next_power_of_2(inputs)
     n, k = (8, min(512, step)) if inputs <= 1024 else (2 if outputs <= 8192 else 4, min(1024, step))
     whole = outputs % n == 0 and inputs % k == 0
     gemv_kernel[triton.cdiv(outputs, n),](
-        x, weight, bias, out, outputs, inputs, bias is not None, n, k, whole, num_warps=4, **LAUNCH
+        x, weight, bias, add, out, outputs, inputs, bias is not None, add is not None, n, k, whole, num_warps=4, **LAUNCH
     )
     return out

@@ -1,0 +1,65 @@
+"""From a real run to a cost model: every step's features and seconds, and the line through them; and how well it predicts."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from octavo.core.simulate import FEATURES, Costs, Report, features, replay, requests_of
+from octavo.core.trace import Entry
+from octavo.llm import LLM
+from octavo.types import Plan
+
+
+class Step(NamedTuple):
+    features: tuple[float, ...]
+    seconds: float
+
+
+def record(llm: LLM, trace: list[Entry]) -> tuple[list[Step], Report]:
+    """Play a trace on the model, in real time."""
+    steps: list[Step] = []
+
+    def observe(plan: Plan, seconds: float) -> None:
+        if plan.items:
+            steps.append(Step(features(plan), seconds))
+
+    engine = llm.new_engine(llm.schedule)
+    engine.observers.append(observe)
+    asked, _ = requests_of(trace, llm.config.vocab_size)
+    return steps, replay(engine, asked)
+
+
+def fit(steps: list[Step]) -> Costs:
+    """Least squares on relative errors, so that short steps count as much as long ones: relative to what was predicted the round
+    before, because what was measured would favour too little. No feature may make a step shorter: one that would is left out,
+    and the rest fitted again. Steps that something else on the machine held up, far off the line, do not count."""
+    a, seconds = np.array([step.features for step in steps]), np.array([step.seconds for step in steps])
+    used, weight, kept = list(range(len(FEATURES))), 1 / seconds, np.ones(len(steps), bool)
+    for _ in range(4 * len(FEATURES)):
+        rows = a[kept][:, used] * weight[kept, None]
+        scale = np.maximum(np.abs(rows).max(axis=0), 1e-30)
+        found = np.linalg.lstsq(rows / scale, seconds[kept] * weight[kept], rcond=None)[0] / scale
+        if found.min() < 0:
+            used.pop(int(found.argmin()))
+            continue
+        predicted = np.maximum(a[:, used] @ found, 1e-6)
+        off = np.abs(seconds / predicted - 1)
+        weight, kept = 1 / predicted, off <= max(5 * float(np.median(off)), 0.05)
+    return Costs(**dict.fromkeys(FEATURES, 0.0) | {FEATURES[i]: float(c) for i, c in zip(used, found, strict=True)})
+
+
+def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:
+    """Of all steps together, and of the step in the middle."""
+    predicted = [costs.seconds(step.features) for step in steps]
+    real = [step.seconds for step in steps]
+    each = [abs(p / r - 1) for p, r in zip(predicted, real, strict=True)]
+    return {
+        "steps": len(steps),
+        "real_s": sum(real),
+        "predicted_s": sum(predicted),
+        "total_error": sum(predicted) / sum(real) - 1,
+        "median_step_error": statistics.median(each),
+    }

@@ -1,0 +1,97 @@
+"""`octavo bench batching-modes` and `octavo bench priority`: what scheduling is worth."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
+from octavo.cli.options import EngineOptions, command, option, size
+
+SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, no_prefix_caching=True)
+
+
+@app.command("batching-modes")
+@command
+def batching_modes(
+    model: ModelOrShape = None,
+    modes: Annotated[str, option("Which.", None, "NAME,...", show_default=True)] = "continuous,window,static,none",
+    requests: Annotated[int, option("How many.", None, "N", show_default=True, min=1)] = 64,
+    load: Annotated[float, option("Arrivals, as a multiple of what continuous can do.", None, "X", show_default=True)] = 1.5,
+    longest: Annotated[
+        int, option("Tokens of the longest reply; the shortest has 16.", None, "N", parser=size, show_default=True)
+    ] = 512,
+    output: Output = None,
+    engine: EngineOptions = SMALL,
+) -> None:
+    """Continuous batching against batches that form and run to their end: ragged replies, random arrivals, the same limit."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.scheduling import modes as measure
+
+    names = modes.split(",")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+        llm = load_shape(engine, model)
+        llm.warm_up()
+        progress.update(task, description="measuring", total=1 + len(names))
+        r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("batching", "tok/s", "of continuous", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    for one in r["results"]:
+        part = f"{1 / r['over_' + one['batching']]:.0%}" if f"over_{one['batching']}" in r else ""
+        times = [f"{one[f'{name}_p{q}_ms']:,.0f}" for name in ("ttft", "itl", "e2e") for q in (50, 99)]
+        table.add_row(one["batching"], f"{one['tok_s']:,.0f}", part, *times)
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.print(
+        f"{r['requests']} requests, {r['output_tokens']:,} tokens, {r['requests_a_second']:.1f} a second, "
+        f"{r['batch_limit']} at once"
+    )
+    console.print(table)
+    finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
+
+
+@app.command()
+@command
+def priority(
+    model: ModelOrShape = None,
+    low: Annotated[int, option("Requests that keep it busy.", None, "N", show_default=True, min=1)] = 64,
+    high: Annotated[int, option("Urgent ones among them.", None, "N", show_default=True, min=1)] = 20,
+    tokens: Annotated[int, option("Longest reply of the others.", None, "N", parser=size, show_default=True)] = 128,
+    output: Output = None,
+    engine: EngineOptions = SMALL,
+) -> None:
+    """The time to the first token of urgent requests, idle and under full load, with --policy fcfs and priority."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.scheduling import priority as measure
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+        llm = load_shape(engine, model)
+        llm.warm_up()
+        progress.update(task, description="measuring", total=4)
+        r = measure(llm, low, high, tokens, done=lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("urgent requests", "TTFT p50", "p99 ms", "others finished", "paused or preempted", "recomputed", "seconds"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    table.add_row("on an idle engine", *(f"{r['unloaded_ttft_ms'][q]:,.1f}" for q in ("p50", "p99")), "", "", "", "")
+    for name in ("fcfs", "priority"):
+        one = r[name]
+        table.add_row(
+            f"under full load, {name}", f"{one['ttft_p50_ms']:,.1f}", f"{one['ttft_p99_ms']:,.1f}",
+            f"{one['low_finished']} of {r['low']}", f"{one['preemptions']}", f"{one['recomputed_tokens']:,}",
+            f"{one['seconds']:.1f}",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.print(table)
+    console.print(f"p99 under load is {r['ratio_p99']:.1f} times that of an idle engine (p50: {r['ratio_p50']:.1f})")
+    finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

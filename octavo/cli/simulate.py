@@ -1,0 +1,184 @@
+"""`octavo simulate`: a trace under several policies and batching modes, by a cost model instead of a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import EMBEDDED, EngineOptions, SizeOptions, command, flag, option
+from octavo.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from octavo.core.simulate import Costs
+    from octavo.core.trace import Entry
+    from octavo.llm import LLM
+
+# Short prompts with long replies, long with short, and both: or rows and what they read would always come together.
+CALIBRATION = (
+    "poisson:rate=8,n=24,prompt=4-16,output=32-128,seed=1",
+    "poisson:rate=2,n=16,prompt=300-800,output=8-64,seed=2",
+    "poisson:rate=6,n=32,prompt=16-400,output=16-96,seed=3",
+)
+OTHER = "poisson:rate=3,n=32,prompt=8-200,output=32-160,shared=64,groups=2,seed=4"
+COLUMNS = (
+    ("TTFT p50", "ttft_p50_ms"), ("p99 ms", "ttft_p99_ms"), ("ITL p50", "itl_p50_ms"), ("p99 ms", "itl_p99_ms"),
+    ("E2E p50", "e2e_p50_ms"), ("p99 ms", "e2e_p99_ms"), ("tok/s", "tok_s"), ("preempted", "preemptions"),
+    ("recomputed", "recomputed_tokens"), ("cache hits", "cache_hits"),
+)  # fmt: skip
+SIZES = SizeOptions(max_model_len=2048)
+
+
+@command
+def simulate(
+    trace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="A file of --record-trace, or poisson:rate=4,n=100,prompt=32-512,output=16-256,"
+            "shared=0,groups=1,urgent=0,keys=1,seed=0.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[list[str] | None, option("To compare; may be repeated. Default: fcfs.", None, "NAME")] = None,
+    batching: Annotated[list[str] | None, option("To compare; may be repeated. Default: continuous.", None, "NAME")] = None,
+    max_batch: Annotated[int, option("Requests of a batch (window, static).", None, "N", show_default=True)] = 8,
+    window_ms: Annotated[float, option("Time a batch forms (window).", None, "X", show_default=True)] = 20.0,
+    target_ms: Annotated[float, option("Time from token to token (adaptive).", None, "X", show_default=True)] = 50.0,
+    depth: Annotated[int, option("Steps in flight.", None, "N", show_default=True, min=1, max=3)] = 1,
+    no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.")] = False,
+    costs: Annotated[
+        Path | None, option("What steps cost, from --calibrate. Default: the embedded model on a CPU.", None, "FILE")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        option(f"Run the trace, or a built-in one, on this model ({EMBEDDED}: the embedded one) and fit costs.", None, "MODEL"),
+    ] = None,
+    verify: Annotated[str | None, option("Run the trace on this model too, and compare.", None, "MODEL")] = None,
+    out: Annotated[Path | None, option("Write the costs here (--calibrate).", None, "FILE")] = None,
+    output: Annotated[Path | None, option("Write the result here as JSON.", None, "FILE", "--json")] = None,
+    sizes: SizeOptions = SIZES,
+) -> None:
+    """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""  # noqa: E501
+    from octavo.config import CacheConfig, ScheduleConfig
+    from octavo.core.simulate import EMBEDDED_CPU
+    from octavo.core.simulate import simulate as run
+    from octavo.core.trace import read
+
+    if calibrate is not None:
+        engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
+        traces = [read(one) for one in ([trace] if trace else CALIBRATION)]
+        _finish(_calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out), output)
+        return
+    if trace is None:
+        raise InvalidRequest("give a TRACE: a file, or poisson:rate=4,n=100", "trace")
+    entries, used = read(trace), EMBEDDED_CPU if costs is None else _read_costs(costs)
+    size, rows = sizes.block_size or 16, sizes.max_num_seqs
+    longest = sizes.max_model_len or 2048
+    cache = CacheConfig(size, sizes.num_blocks or 2 * rows * -(-longest // size), not no_prefix_caching)
+    schedule = ScheduleConfig(
+        rows, max(sizes.max_num_batched_tokens or 2048, rows), longest, depth, "fcfs", "continuous", max_batch, window_ms / 1e3,
+        target_ms / 1e3,
+    )  # fmt: skip
+    results = []
+    for name in policy or ["fcfs"]:
+        for mode in batching or ["continuous"]:
+            start = time.perf_counter()
+            found = run(entries, used, cache, replace(schedule, policy=name, batching=mode)).summary()
+            results.append({"policy": name, "batching": mode, **found, "simulated_in_s": time.perf_counter() - start})
+    _table(results)
+    result: dict[str, Any] = {"simulate": trace, "costs": asdict(used), "results": results}
+    if verify is not None:
+        engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
+        engine.scheduling_policy, engine.batching = (policy or ["fcfs"])[0], (batching or ["continuous"])[0]
+        engine.max_batch, engine.window_ms, engine.target_ms = max_batch, window_ms, target_ms
+        result["verify"] = _verify(_load(engine, verify), entries, used, results[0])
+    _finish(result, output)
+
+
+def _finish(result: dict[str, Any], output: Path | None) -> None:
+    line = json.dumps(result)
+    print(line, flush=True)
+    if output is not None:
+        output.write_text(line + "\n")
+
+
+def _load(engine: EngineOptions, model: str) -> LLM:
+    from octavo.cli.bench import load_shape
+
+    llm = load_shape(engine, model)
+    llm.warm_up()
+    return llm
+
+
+def _read_costs(path: Path) -> Costs:
+    from octavo.core.simulate import FEATURES, Costs
+
+    try:
+        found = json.loads(path.read_text())["costs"]
+        return Costs(**{name: float(found[name]) for name in FEATURES})
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} is no file of `octavo simulate --calibrate` ({error!r})", "costs") from None
+
+
+def _calibrate(llm: LLM, traces: list[list[Entry]], other: list[Entry], model: str, out: Path | None) -> dict[str, Any]:
+    from octavo.bench.calibrate import errors, fit, record
+
+    record(llm, traces[-1][:8])  # what is compiled, captured or allocated at its first use
+    steps = [step for trace in traces for step in record(llm, trace)[0]]
+    costs = fit(steps)
+    found = {"calibrated": errors(costs, steps), "another": errors(costs, record(llm, other)[0])}
+    result = {"model": model, "device": llm.device.type, "costs": asdict(costs), "errors": found}
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    _predictions(found)
+    return result
+
+
+def _verify(llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any]) -> dict[str, Any]:
+    from octavo.bench.calibrate import errors, record
+
+    record(llm, trace[:8])
+    steps, report = record(llm, trace)
+    real = {"policy": simulated["policy"], "batching": simulated["batching"], **report.summary()}
+    print("The first of these, on the model:")
+    _table([real])
+    found = errors(costs, steps)
+    _predictions({"this trace": found})
+    return {"real": real, "steps": found}
+
+
+def _table(results: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    levels = list(results[0].get("ttft_p99_ms_by_priority", {}))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("policy", "batching", *(name for name, _ in COLUMNS), *(f"priority {level}" for level in levels)):
+        table.add_column(column, justify="left" if len(table.columns) < 2 else "right")
+    for r in results:
+        shown = [f"{r[key]:.0%}" if key == "cache_hits" else f"{r[key]:,.{_digits(r[key])}f}" for _, key in COLUMNS]
+        shown += [f"{r['ttft_p99_ms_by_priority'][level]:,.0f}" for level in levels]
+        table.add_row(r["policy"], r["batching"], *shown)
+    console = Console(highlight=False)
+    console.width = max(console.width, 160)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.print(table)
+    if levels:
+        console.print("[dim]priority N: p99 of the time to the first token, ms, of requests of this priority[/dim]")
+
+
+def _digits(value: float) -> int:
+    return 1 if 0 < value < 100 and value != int(value) else 0
+
+
+def _predictions(found: dict[str, dict[str, Any]]) -> None:
+    for name, e in found.items():
+        print(
+            f"{name}: {e['steps']} steps took {e['real_s']:.2f} s, predicted {e['predicted_s']:.2f} s ({e['total_error']:+.1%}); "
+            f"a step's error is {e['median_step_error']:.1%} in the median"
+        )

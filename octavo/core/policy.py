@@ -1,0 +1,172 @@
+"""Who comes first: orders of the queue, and who gives way when rows or blocks run out. Knows sequences, no blocks, no time.
+
+A policy is a rank: a number of seconds for each sequence, the lowest comes first. The scheduler does the rest:
+
+    waiting, prefilling and decoding are kept in the order of ranks, and plans are filled from the front
+    whoever needs room takes it from somebody of a higher rank who is not in the plan yet, or gives way itself
+
+So whoever ranks first of all gets on in every step, whatever the policy: no livelock, because the rank of what has begun is not
+changed (but once: under a policy of changing ranks, whoever had to give way comes first from then on).
+Ranks start from the time of arrival and add a bounded number of seconds: what comes much later comes after. No starvation.
+
+A policy of your own is a subclass with a `rank`, given by name: --policy package.module:Class.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from octavo.errors import InvalidRequest
+from octavo.types import Sequence
+
+if TYPE_CHECKING:
+    from octavo.core.scheduler import Scheduler
+
+
+class Policy:
+    """First come, first served, and the base of all others."""
+
+    fixed = True  # ranks never change. Otherwise they are asked for anew as long as a sequence waits to begin
+    pausing = False  # `pauses` may say yes
+
+    def rank(self, seq: Sequence) -> float:
+        """Lower is sooner; equal ranks go by arrival."""
+        return 0.0
+
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+        """May `seq` take the place of `other`, which runs and ranks after it, rather than wait for it to end?"""
+        return False
+
+    def victim(self, weaker: list[Sequence]) -> Sequence:
+        """Who of these gives way. All rank after the one that needs room; any choice is safe."""
+        return max(weaker, key=lambda s: s.rank)
+
+    def look(self, scheduler: Scheduler) -> None:
+        """Before ranks that are not fixed are asked for."""
+
+    def arrived(self, seq: Sequence) -> None: ...
+
+    def ended(self, seq: Sequence) -> None: ...
+
+
+class Priority(Policy):
+    """Lower `Request.priority` first, as in vLLM, pausing what runs where there is no room. One level is worth `ageing` seconds:
+    a request that has waited for so long is not overtaken any more by later ones of the level before its own."""
+
+    pausing = True
+    ageing = 10.0
+
+    def rank(self, seq: Sequence) -> float:
+        return seq.request.arrival + self.ageing * seq.request.priority
+
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+        return seq.request.priority < other.request.priority
+
+    def victim(self, weaker: list[Sequence]) -> Sequence:
+        """Of the lowest priority, the cheapest to bring back."""
+        return max(weaker, key=lambda s: (s.request.priority, -s.planned, s.rank))
+
+
+class Shortest(Policy):
+    """Short prompts first: a prompt lets those pass that come up to `ageing` seconds for each of its tokens later."""
+
+    ageing = 0.01
+
+    def rank(self, seq: Sequence) -> float:
+        return seq.request.arrival + self.ageing * seq.prompt_len
+
+
+class Deadline(Policy):
+    """The earliest deadline first, pausing what has more time. Without one, `patience` seconds from arrival."""
+
+    pausing = True
+    patience = 60.0
+
+    def rank(self, seq: Sequence) -> float:
+        request = seq.request
+        if request.deadline is None:
+            return request.arrival + self.patience
+        return max(request.deadline, request.arrival)  # what is past when it comes does not overtake for ever
+
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+        return seq.request.deadline is not None
+
+
+class Fair(Policy):
+    """As many tokens for each key. A key's counter is what it was given so far; the lowest comes next. Who comes back starts
+    where the least served one stands: idle time earns nothing."""
+
+    fixed = False
+
+    def __init__(self) -> None:
+        self.served: dict[str, int] = {}  # key -> tokens of what has ended
+        self.live: dict[str, int] = {}  # key -> sequences that have not
+        self._turn: dict[int, int] = {}  # Sequence.id -> its key's counter when its turn comes
+
+    def arrived(self, seq: Sequence) -> None:
+        key = seq.request.key
+        if key not in self.live:
+            least = min((self.served[k] for k in self.live), default=max(self.served.values(), default=0))
+            self.served[key] = max(self.served.get(key, 0), least)
+            self.served = {k: v for k, v in self.served.items() if k in self.live or k == key or v > least}
+        self.live[key] = self.live.get(key, 0) + 1
+
+    def ended(self, seq: Sequence) -> None:
+        key = seq.request.key
+        if len(seq.tokens) > seq.prompt_len:  # who never got to speak is charged nothing
+            self.served[key] += self._given(seq, len(seq.tokens))
+        self.live[key] -= 1
+        if not self.live[key]:
+            del self.live[key]
+
+    def _given(self, seq: Sequence, upto: int) -> int:
+        return upto - (seq.prompt_len if seq.index else 0)  # a request's completions share its prompt
+
+    def look(self, scheduler: Scheduler) -> None:
+        counter = dict(self.served)
+        for seq in scheduler.running:
+            counter[seq.request.key] += self._given(seq, seq.planned)
+        self._turn.clear()
+        for seq in sorted(scheduler.waiting, key=lambda s: s.rank[1:]):  # by arrival: each adds to its key's counter
+            self._turn[seq.id] = counter[seq.request.key]
+            counter[seq.request.key] += len(seq.tokens)
+
+    def rank(self, seq: Sequence) -> float:
+        return self._turn[seq.id]
+
+
+class Prefix(Policy):
+    """Those first whose prompt begins with what the cache has or is about to have, so that it is used before it is forgotten.
+    A token found there is worth `ageing` seconds."""
+
+    fixed = False
+    ageing = 0.01
+
+    def look(self, scheduler: Scheduler) -> None:
+        self._cached = scheduler.cached_tokens
+
+    def rank(self, seq: Sequence) -> float:
+        return seq.request.arrival - self.ageing * self._cached(seq)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": Policy, "priority": Priority, "shortest": Shortest, "deadline": Deadline, "fair": Fair, "prefix": Prefix,
+}  # fmt: skip
+
+
+def find_policy(name: str) -> Policy:
+    """By its name, or somebody's own as package.module:Class."""
+    if name in POLICIES:
+        return POLICIES[name]()
+    module, _, attribute = name.partition(":")
+    allowed = f"use {', '.join(POLICIES)}, or package.module:Class for one of your own"
+    if not attribute:
+        raise InvalidRequest(f"unknown scheduling policy {name!r}: {allowed}", "scheduling_policy")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidRequest(f"cannot load the scheduling policy {name!r} ({error}): {allowed}", "scheduling_policy") from None
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise InvalidRequest(f"{name} is not a subclass of octavo.core.policy.Policy", "scheduling_policy")
+    return found()

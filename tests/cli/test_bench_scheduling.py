@@ -1,0 +1,53 @@
+"""`octavo bench batching-modes` and `octavo bench priority` run, count what arrived, and end with a line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from octavo import LLM
+from octavo.bench import scheduling
+from octavo.core.simulate import Report
+from octavo.errors import OctavoError
+
+Octavo = Callable[..., Result]
+
+
+def test_every_mode_plays_the_same_requests(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    args = ["--requests", 6, "--longest", 24, "--max-num-seqs", 2, "--load", 5, "--json", tmp_path / "r.json"]
+    result = octavo("bench", "batching-modes", tiny, *args)
+    assert result.exit_code == 0, result.output
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r == json.loads((tmp_path / "r.json").read_text())
+    assert [one["batching"] for one in r["results"]] == ["continuous", "window", "static", "none"]
+    assert all(one["requests"] == 6 and one["errors"] == 0 for one in r["results"])
+    assert r["batch_limit"] == 2 and r["over_static"] > 0 and "of continuous" in result.stdout
+    steps = {one["batching"]: one["steps"] for one in r["results"]}
+    assert steps["none"] == r["output_tokens"] and steps["continuous"] < steps["none"]
+
+
+def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:
+    result = octavo("bench", "priority", tiny, "--low", 8, "--high", 3, "--tokens", 16, "--max-num-seqs", 2)
+    assert result.exit_code == 0, result.output
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r["fcfs"]["low_finished"] == r["priority"]["low_finished"] == 8
+    assert r["ratio_p99"] > 0 and "under full load, priority" in result.stdout and "8 of 8" in result.stdout
+
+
+def test_replies_are_ragged_and_arrivals_random() -> None:
+    trace = scheduling.arrive(scheduling.ragged(2000), rate=10.0)
+    outputs = [entry.output for entry in trace]
+    assert min(outputs) == 16 and max(outputs) > 500
+    assert 0.3 < sum(n < 50 for n in outputs) / 2000 < 0.36, "as many below 50 as in each other third of the scale"
+    assert trace[-1].arrival == pytest.approx(200, rel=0.1)
+
+
+def test_tokens_that_did_not_arrive_are_not_counted(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tiny, progress=False, max_num_seqs=2)
+    monkeypatch.setattr(scheduling, "replay", lambda engine, asked: Report(tokens=1))
+    with pytest.raises(OctavoError, match="1 of 16 tokens arrived"):
+        scheduling.play(llm, scheduling.ragged(1, 16, 16), llm.schedule)

@@ -1,0 +1,209 @@
+"""When requests may begin: each batching mode alone, under a clock that the test moves; and the pace of prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.core.batching import LAST_CALL, Pace
+from octavo.core.engine import Engine
+from octavo.errors import InvalidRequest
+from octavo.types import Item, Plan
+from tests.core.test_policy import ask
+from tests.workloads import Clock, make_engine
+
+
+def make(batching: str, **options: Any) -> tuple[Engine, Clock]:
+    clock = Clock()
+    return make_engine(200, 4, rows=16, budget=64, depth=1, clock=clock, batching=batching, **options), clock
+
+
+def running(engine: Engine) -> set[str]:
+    return {seq.request.id for seq in engine.scheduler.running}
+
+
+def finish(engine: Engine) -> int:
+    """Steps until all that has begun has ended."""
+    for steps in range(1, 1000):
+        engine.step()
+        engine.scheduler.check()
+        if not engine.scheduler.running:
+            return steps
+    raise AssertionError("no progress")
+
+
+def test_one_after_another() -> None:
+    engine, _ = make("none")
+    for name in "abc":
+        ask(engine, name)
+    seen = []
+    while not engine.idle:
+        engine.step()
+        assert len(running(engine)) <= 1
+        seen += [name for name in running(engine) if name not in seen]
+    assert seen == ["a", "b", "c"]
+
+
+def test_a_window_closes_after_its_time() -> None:
+    engine, clock = make("window", window=0.02)
+    ask(engine, "a")
+    clock.sleep(0.010)
+    ask(engine, "b")
+    engine.step()
+    assert not running(engine)
+    clock.sleep(0.010)
+    engine.step()
+    assert running(engine) == {"a", "b"}
+
+
+def test_a_window_closes_when_it_is_full() -> None:
+    engine, _ = make("window", max_batch=3)
+    for name in "abcde":
+        ask(engine, name)
+    engine.step()
+    assert running(engine) == {"a", "b", "c"}
+
+
+def test_a_batch_runs_to_its_end_while_the_next_is_collected() -> None:
+    engine, clock = make("window", max_batch=2, window=0.02)
+    ask(engine, "short", max_tokens=2)
+    ask(engine, "long", max_tokens=20)
+    engine.step()
+    for name in "abc":
+        ask(engine, name)
+    clock.sleep(1)
+    for _ in range(5):
+        engine.step()
+        assert running(engine) <= {"short", "long"}, "the row of the one that ended stays empty"
+    finish(engine)
+    engine.step()
+    assert running(engine) == {"a", "b"}, "their window is long over: they begin at once"
+
+
+def test_a_static_batch_waits_to_be_full_but_not_for_ever() -> None:
+    engine, clock = make("static", max_batch=3)
+    ask(engine, "a")
+    ask(engine, "b")
+    clock.sleep(LAST_CALL / 2)
+    engine.step()
+    assert not running(engine)
+    ask(engine, "c")
+    engine.step()
+    assert running(engine) == {"a", "b", "c"}
+    finish(engine)
+    ask(engine, "last")
+    engine.step()
+    assert not running(engine)
+    clock.sleep(LAST_CALL)
+    engine.step()
+    assert running(engine) == {"last"}
+
+
+def test_a_batch_that_does_not_fit_at_once_begins_as_there_is_room() -> None:
+    clock = Clock()
+    engine = make_engine(200, 4, rows=16, budget=16, depth=1, clock=clock, batching="static", max_batch=4)
+    for name in "abcd":
+        ask(engine, name, 12, max_tokens=12)
+    engine.step()
+    assert running(engine) < {"a", "b", "c", "d"}
+    ask(engine, "next")
+    for _ in range(3):
+        engine.step()
+    assert running(engine) == {"a", "b", "c", "d"}
+
+
+def test_waiting_for_a_batch_costs_no_processor() -> None:
+    engine, clock = make("static", max_batch=2)
+    ask(engine, "a", max_tokens=1)
+    while not engine.idle:
+        engine.step()
+    assert LAST_CALL <= clock.now < LAST_CALL + 0.01, "the engine slept until the batch was due"
+
+
+def test_an_aborted_batch_makes_way_for_the_next() -> None:
+    engine, _ = make("static", max_batch=2)
+    for name in "abcd":
+        ask(engine, name, max_tokens=30)
+    engine.step()
+    engine.abort("a")
+    engine.abort("b")
+    engine.step()
+    assert running(engine) == {"c", "d"}
+
+
+def test_batches_form_in_the_policys_order() -> None:
+    engine, _ = make("static", max_batch=2, policy="priority")
+    for name, priority in (("a", 3), ("b", 2), ("c", 1), ("d", 0)):
+        ask(engine, name, priority=priority)
+    engine.step()
+    assert running(engine) == {"c", "d"}
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="unknown batching mode 'magic': use continuous, adaptive, window, static, none"):
+        make("magic")
+
+
+# ---- adaptive -----------------------------------------------------------------------------------------------
+
+
+def step_of(prefill: int, decode: int) -> Plan:
+    items = [Item(i, 0, i, None, 1, True, 10) for i in range(decode)]
+    return Plan(1, items=items + ([Item(99, 0, 99, 0, prefill, True, prefill)] if prefill else []))
+
+
+def test_the_chunk_is_what_fits_the_target() -> None:
+    pace = Pace(target=0.050)
+    assert pace.chunk(1000) == Pace.SMALLEST, "nothing is known yet"
+    for _ in range(50):
+        pace.observe(step_of(0, 8), 0.010)
+        pace.observe(step_of(100, 8), 0.030)
+    assert pace.chunk(1000) == pytest.approx(200, abs=1), "10 ms, and 0.2 ms for each token"
+    assert pace.chunk(64) == 64
+    for _ in range(50):
+        pace.observe(step_of(0, 200), 0.060)
+    assert pace.chunk(1000) == Pace.SMALLEST, "the target is out of reach, but prompts get on"
+
+
+def test_the_pace_follows_a_machine_that_changes() -> None:
+    pace = Pace(target=0.050)
+    for slow in (0.0001, 0.001):
+        for _ in range(40):
+            pace.observe(step_of(0, 4), 0.010)
+            pace.observe(step_of(100, 4), 0.010 + 100 * slow)
+        assert pace.chunk(1000) == pytest.approx(0.040 / slow, rel=0.02)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
+    """A runner that takes 5 ms a step, 1 ms a row and 1 ms a prompt token; the budget alone would allow steps of 250 ms."""
+    clock = Clock()
+    engine = make_engine(500, 4, rows=16, budget=256, depth=depth, max_len=400, clock=clock, batching="adaptive", target=0.060)
+    launch, free = engine.runner.launch, 0.0
+
+    def timed(plan: Plan) -> Any:
+        nonlocal free
+        handle = launch(plan)
+        free = max(free, clock.now) + 0.005 + 0.001 * plan.num_tokens
+        due, wait = free, handle.wait
+
+        def land() -> Any:
+            clock.now = max(clock.now, due)
+            return wait()
+
+        handle.wait = land  # type: ignore[method-assign]
+        return handle
+
+    engine.runner.launch = timed  # type: ignore[method-assign]
+    ask(engine, "talker", 4, max_tokens=100)
+    gaps, last = [], 0.0
+    for step in range(100):
+        if step in (10, 20):
+            ask(engine, f"long {step}", 300)
+        for out in engine.step():
+            if out.request_id == "talker":
+                gaps.append(clock.now - last)
+                last = clock.now
+    assert engine.idle or len(gaps) > 90
+    assert max(gaps[1:]) <= 0.060 and max(gaps) > 0.040, "below the target, and not by far"

@@ -1,0 +1,373 @@
+"""Each policy alone: who comes first, who gives way, that nobody starves and nothing goes round in circles."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from octavo.core.engine import Engine
+from octavo.core.policy import POLICIES, Policy, find_policy
+from octavo.errors import InvalidRequest
+from octavo.types import Request, SamplingParams, Sequence
+from tests import oracle
+from tests.workloads import Clock, make_engine
+
+
+def ask(
+    engine: Engine, name: str, length: int = 4, max_tokens: int = 4, prompt: list[int] | None = None, **fields: Any
+) -> Request:
+    """Queue a request that arrives now."""
+    g = random.Random(name)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    request = Request(name, prompt or [g.randrange(1, oracle.VOCAB) for _ in range(length)], params, **fields)
+    request.arrival = engine.scheduler.clock()
+    engine.add(request)
+    return request
+
+
+def drain(engine: Engine, limit: int = 2000) -> list[str]:
+    """Who began, in order. Every token is compared with the oracle's."""
+    begun: list[str] = []
+    asked = {r[0].request.id: r[0].request for r in engine.scheduler.requests.values()}
+    got: dict[str, list[int]] = {}
+    while not engine.idle:
+        for out in engine.step():
+            got.setdefault(out.request_id, []).extend(out.tokens)
+        engine.scheduler.check()
+        for seq in engine.scheduler.running:
+            if seq.request.id not in begun:
+                begun.append(seq.request.id)
+        limit -= 1
+        assert limit > 0, "no progress"
+    for name, request in asked.items():
+        assert got[name] == oracle.generate(request.prompt, request.params, 1)[-len(got[name]) :]
+    return begun
+
+
+def one_row(policy: str, clock: Clock | None = None, **options: Any) -> Engine:
+    return make_engine(100, 4, rows=1, budget=64, depth=1, max_len=200, clock=clock, policy=policy, **options)
+
+
+# ---- orders -------------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served_looks_at_nothing_else() -> None:
+    engine = one_row("fcfs")
+    ask(engine, "long", 40, priority=9)
+    ask(engine, "short", 2, priority=-9, deadline=1.0)
+    assert drain(engine) == ["long", "short"]
+
+
+def test_lower_priorities_come_first_and_equal_ones_by_arrival() -> None:
+    engine = one_row("priority")
+    for name, priority in (("c", 5), ("b", 0), ("d", 5), ("a", -1)):
+        ask(engine, name, priority=priority)
+    assert drain(engine) == ["a", "b", "c", "d"]
+
+
+def test_a_request_that_waited_long_enough_is_not_overtaken() -> None:
+    clock = Clock()
+    engine = one_row("priority", clock)
+    ask(engine, "old", priority=1)
+    clock.sleep(9.9)
+    ask(engine, "just in time")
+    clock.sleep(0.2)
+    ask(engine, "too late")
+    assert drain(engine) == ["just in time", "old", "too late"]
+
+
+def test_short_prompts_come_first_unless_a_long_one_has_waited() -> None:
+    clock = Clock()
+    engine = one_row("shortest", clock)
+    ask(engine, "100", 100)
+    ask(engine, "50", 50)
+    ask(engine, "5", 5)
+    clock.sleep(2.0)  # 100 tokens are worth one second
+    ask(engine, "later", 5)
+    assert drain(engine) == ["5", "50", "100", "later"]
+
+
+def test_the_earliest_deadline_comes_first_and_none_is_a_minute_away() -> None:
+    engine = one_row("deadline")
+    for name, deadline in (("none", None), ("late", 100.0), ("soon", 5.0), ("sooner", 1.0), ("past", -7.0)):
+        ask(engine, name, deadline=deadline)
+    assert drain(engine) == ["past", "sooner", "soon", "none", "late"]
+
+
+def test_keys_take_turns_whoever_asks_more() -> None:
+    engine = one_row("fair")
+    for i in range(6):
+        ask(engine, f"greedy {i}", key="greedy")
+    for i in range(2):
+        ask(engine, f"modest {i}", key="modest")
+    order = drain(engine)
+    assert order[:4] in (
+        ["greedy 0", "modest 0", "greedy 1", "modest 1"],
+        ["modest 0", "greedy 0", "modest 1", "greedy 1"],
+    ), order
+
+
+def test_fair_shares_count_tokens_and_not_requests() -> None:
+    engine = one_row("fair")
+    for i in range(8):
+        ask(engine, f"long {i}", 60, max_tokens=20, key="long")
+        ask(engine, f"short {i}", 6, max_tokens=2, key="short")
+    order = drain(engine)
+    assert order.index("short 7") <= order.index("long 2"), "eight short ones are less than one long one"
+
+
+def test_idle_time_earns_a_key_nothing() -> None:
+    engine = one_row("fair")
+    for i in range(5):
+        ask(engine, f"busy {i}", key="busy")
+    drain(engine)
+    for i in range(3):
+        ask(engine, f"busy again {i}", key="busy")
+    for i in range(3):
+        ask(engine, f"newcomer {i}", key="new")
+    order = drain(engine)
+    assert order.index("busy again 0") <= 1 and order.index("busy again 1") <= 3, "it is not made to wait for what it had before"
+
+
+def test_a_key_pays_for_what_it_was_given_and_for_a_shared_prompt_once() -> None:
+    engine = one_row("fair")
+    ask(engine, "busy", 10, max_tokens=5, key="a")
+    ask(engine, "gave up waiting", 50, key="b")
+    engine.step()
+    engine.abort("gave up waiting")
+    drain(engine)
+    assert engine.scheduler.policy.served == {"a": 15, "b": 0}  # type: ignore[attr-defined]
+    engine.add(Request("three", [1] * 20, SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1), key="c"))
+    while not engine.idle:
+        engine.step()
+    assert engine.scheduler.policy.served["c"] - 15 == 20 + 3 * 4  # type: ignore[attr-defined]
+
+
+def test_what_a_key_had_is_forgotten_once_it_no_longer_matters() -> None:
+    engine = one_row("fair")
+    for i in range(50):
+        ask(engine, f"{i}", key=f"key {i}")
+        drain(engine)
+    assert len(engine.scheduler.policy.served) < 5  # type: ignore[attr-defined]
+
+
+def test_what_the_cache_has_comes_before_what_it_has_not() -> None:
+    engine = one_row("prefix")
+    known = ask(engine, "known", 40).prompt
+    drain(engine)
+    ask(engine, "stranger", 40)
+    ask(engine, "half", prompt=known[:20] + [1] * 20)
+    ask(engine, "same", prompt=[*known[:39], 1])
+    assert drain(engine) == ["same", "half", "stranger"]
+
+
+def test_requests_that_share_a_prompt_come_together() -> None:
+    """Two groups arrive mixed: one is served before the other, whose blocks would push the first one's out."""
+    engine = make_engine(14, 4, rows=1, budget=64, depth=1, max_len=50, policy="prefix")
+    groups = {name: [random.Random(name).randrange(1, 50) for _ in range(40)] for name in "AB"}
+    for i in range(3):
+        for name, prompt in groups.items():
+            ask(engine, f"{name}{i}", prompt=[*prompt, 1 + i], max_tokens=2)
+    assert [name[0] for name in drain(engine)] == list("AAABBB")
+    cached = engine.scheduler.count.cached_tokens
+    engine = make_engine(14, 4, rows=1, budget=64, depth=1, max_len=50)
+    for i in range(3):
+        for name, prompt in groups.items():
+            ask(engine, f"{name}{i}", prompt=[*prompt, 1 + i], max_tokens=2)
+    drain(engine)
+    assert cached > engine.scheduler.count.cached_tokens, "in order of arrival they push each other out"
+
+
+# ---- pausing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_high_priority_request_takes_a_row(depth: int) -> None:
+    engine = make_engine(100, 4, rows=2, budget=64, depth=depth, policy="priority")
+    ask(engine, "low", max_tokens=40, priority=3)
+    ask(engine, "lower", max_tokens=40, priority=4)
+    for _ in range(5):
+        engine.step()
+    ask(engine, "high", max_tokens=3)
+    plan = engine.scheduler.plan()
+    assert {s.request.id for s in engine.scheduler.running} == {"low", "high"}
+    assert [row.seq for row in plan.rows] == [3] and len(plan.items) == 2, "it begins in the very plan that made room for it"
+    assert engine.scheduler.count.preemptions == 1
+    engine.scheduler.check()
+
+
+def test_a_high_priority_request_takes_blocks_and_no_more_than_it_needs() -> None:
+    engine = make_engine(16, 4, rows=8, budget=64, depth=1, policy="priority")
+    for name in "abcd":
+        ask(engine, name, 12, max_tokens=4, priority=1)
+    engine.step()
+    assert not engine.scheduler.waiting
+    ask(engine, "high", 20, max_tokens=2)
+    engine.step()
+    assert "high" in {s.request.id for s in engine.scheduler.running}
+    assert engine.scheduler.count.preemptions == 2, "five blocks are needed; four are free, and the others grow into them"
+    drain(engine)
+
+
+def test_the_victim_is_the_cheapest_to_bring_back_of_the_lowest_priority() -> None:
+    engine = make_engine(100, 4, rows=3, budget=64, depth=1, max_len=200, policy="priority")
+    ask(engine, "low and long", 40, max_tokens=20, priority=2)
+    ask(engine, "low and short", 5, max_tokens=20, priority=2)
+    ask(engine, "shortest", 2, max_tokens=20, priority=1)
+    engine.step()
+    ask(engine, "high")
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.waiting] == ["low and short"]
+
+
+def test_equals_wait_for_each_other() -> None:
+    engine = one_row("priority")
+    ask(engine, "first", max_tokens=10)
+    engine.step()
+    ask(engine, "second", max_tokens=1)
+    drain(engine)
+    assert engine.scheduler.count.preemptions == 0
+
+
+def test_nobody_is_paused_where_it_would_not_help() -> None:
+    engine = make_engine(15, 4, rows=8, budget=64, depth=1, policy="priority")
+    ask(engine, "first", 36, max_tokens=9)  # keeps 9 of 15 blocks, then more
+    ask(engine, "low", 8, max_tokens=3, priority=1)
+    engine.step()
+    ask(engine, "high", 30, max_tokens=2)
+    engine.step()
+    assert engine.scheduler.count.preemptions == 0, "without the first one's blocks there is no room for it"
+    drain(engine)
+
+
+def test_an_urgent_prompt_does_not_wait_for_a_long_one_being_computed() -> None:
+    engine = make_engine(100, 4, rows=4, budget=8, depth=1, max_len=200, policy="priority")
+    ask(engine, "long", 150, priority=1)
+    engine.step()
+    ask(engine, "urgent", 8)
+    plan = engine.scheduler.plan()
+    assert [(item.num, item.sample) for item in plan.items] == [(8, True)], "the whole budget is the urgent one's"
+    assert engine.scheduler.count.preemptions == 0, "there was room: nobody had to be paused"
+
+
+def test_a_deadline_pauses_what_has_more_time_but_its_absence_does_not() -> None:
+    engine = one_row("deadline")
+    ask(engine, "patient", max_tokens=30)
+    engine.step()
+    ask(engine, "also patient")
+    engine.step()
+    assert engine.scheduler.count.preemptions == 0
+    ask(engine, "hurried", deadline=3.0)
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["hurried"]
+    drain(engine)
+
+
+def test_what_is_computed_again_is_counted() -> None:
+    engine = one_row("priority")
+    ask(engine, "low", 10, max_tokens=20, priority=1)
+    for _ in range(4):
+        engine.step()  # 10 of the prompt, and 3 more positions
+    ask(engine, "high", 4, max_tokens=1)
+    drain(engine)
+    count = engine.scheduler.count
+    assert count.preemptions == 1 and count.recomputed_tokens == 1, "13 positions, of which three blocks of four stay findable"
+    assert count.computed_tokens == 10 + 19 + 4 + 1
+
+
+# ---- nobody starves, nothing goes round in circles ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("blocks", [16, 40], ids=["one sequence's worth", "room"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(policy: str, blocks: int, depth: int) -> None:
+    clock = Clock()
+    engine = make_engine(blocks, 4, rows=3, budget=16, depth=depth, clock=clock, policy=policy)
+    names, alive = iter(range(100_000)), 0
+    favoured = random.Random("warm").choices(range(1, 50), k=16)
+    ask(engine, "warm", prompt=favoured)
+    drain(engine)
+    ask(engine, "unloved", 50, max_tokens=10, priority=1, key="greedy")
+    for step in range(4000):
+        while alive < 6:
+            ask(engine, f"{next(names)}", prompt=favoured, max_tokens=5, deadline=clock.now + 1, key=f"new {step}")
+            alive += 1
+        for out in engine.step():
+            alive -= out.finish_reason is not None
+            if out.request_id == "unloved" and out.finish_reason is not None:
+                return
+        engine.scheduler.check()
+        clock.sleep(0.05)  # so that a minute is 1,200 steps
+    pytest.fail("it starved")
+
+
+class Inverted(Policy):
+    """The worst choices that the interface allows: the last to come first, the dearest victims, pausing whoever can be."""
+
+    pausing = True
+
+    def rank(self, seq: Sequence) -> float:
+        return -seq.id
+
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+        return True
+
+    def victim(self, weaker: list[Sequence]) -> Sequence:
+        return max(weaker, key=lambda s: s.planned)
+
+
+class Fickle(Inverted):
+    """Ranks that change with every look."""
+
+    fixed = False
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def rank(self, seq: Sequence) -> float:
+        return self.random.random()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", ["Inverted", "Fickle"])
+def test_any_policy_gets_through_a_finite_workload(name: str, depth: int) -> None:
+    for seed in range(30):
+        g = random.Random(seed)
+        engine = make_engine(g.choice([15, 17, 30]), 4, g.choice([2, 4]), 4, depth, policy=f"{__name__}:{name}")
+        for i in range(12):
+            ask(engine, f"{i}", g.randrange(1, 40), g.randrange(1, 20))
+            if i % 4 == 0:
+                engine.step()
+        drain(engine, limit=5000)
+
+
+# ---- names --------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_of_your_own_is_found_by_its_path() -> None:
+    assert type(find_policy(f"{__name__}:Inverted")) is Inverted
+
+
+@pytest.mark.parametrize(
+    "name,says",
+    [
+        ("best", "unknown scheduling policy 'best': use fcfs, priority"),
+        ("", "unknown scheduling policy"),
+        ("no.such.module:P", "No module named 'no'"),
+        ("octavo.core.policy:Nobody", "has no attribute 'Nobody'"),
+        ("octavo.core.policy:POLICIES", "not a subclass"),
+        (":x", "cannot load"),
+    ],
+)
+def test_what_is_no_policy_is_said_to_be_none(name: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        find_policy(name)
+
+
+@pytest.mark.parametrize("fields", [{"priority": 2**31}, {"priority": 1.5}, {"priority": True}, {"deadline": float("nan")}])
+def test_bad_fields_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(fields))):
+        ask(one_row("priority"), "x", **fields)

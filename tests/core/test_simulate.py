@@ -1,0 +1,141 @@
+"""The simulator: the real scheduler on a clock that is told the time, traces, and what a step costs."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core import trace
+from octavo.core.simulate import FEATURES, Costs, features, percentile, requests_of, simulate
+from octavo.core.trace import BLOCK, Entry, Recorder
+from octavo.errors import InvalidRequest
+from octavo.types import Item, Plan, Request, SamplingParams, Sequence
+
+COSTS = Costs(step=0.010, prefill=0.001, row=0.002, kv=0.0, pairs=0.0)
+CACHE = CacheConfig(16, 1000)
+
+
+def play(entries: list[Entry], cache: CacheConfig = CACHE, **schedule: object) -> dict[str, float]:
+    return simulate(entries, COSTS, cache, ScheduleConfig(8, 256, 2048, **schedule)).summary()  # type: ignore[arg-type]
+
+
+# ---- time ---------------------------------------------------------------------------------------------------
+
+
+def test_a_request_takes_what_its_steps_cost() -> None:
+    found = play([Entry(0.0, prompt=30, output=5)])
+    assert found["ttft_p50_ms"] == pytest.approx(10 + 30 + 2)
+    assert [found["itl_p50_ms"], found["itl_p99_ms"]] == pytest.approx([12, 12])
+    assert found["e2e_p50_ms"] == pytest.approx(42 + 4 * 12)
+    assert found["tok_s"] == pytest.approx(5 / 0.090)
+
+
+def test_two_at_once_share_the_steps() -> None:
+    found = play([Entry(0.0, 10, 5), Entry(0.0, 10, 5)])
+    assert found["ttft_p99_ms"] == pytest.approx(10 + 20 + 4) and found["itl_p50_ms"] == pytest.approx(14)
+
+
+def test_time_passes_while_nobody_asks() -> None:
+    found = play([Entry(0.0, 10, 1), Entry(100.0, 10, 1)])
+    assert found["seconds"] == pytest.approx(100.022) and found["ttft_p99_ms"] == pytest.approx(22)
+
+
+def test_steps_in_flight_hide_nothing_that_the_device_computes() -> None:
+    one, two = (play([Entry(0.0, 10, 50)], depth=depth)["seconds"] for depth in (1, 2))
+    assert one == pytest.approx(two, rel=0.03)
+
+
+def test_a_prefix_that_is_shared_is_computed_once() -> None:
+    common = list(range(100, 110))
+    entries = [Entry(float(i), 10 * BLOCK + 8, 4, [*common, 1000 + i]) for i in range(4)]
+    found = play(entries)
+    assert found["cache_hits"] == pytest.approx(3 * 10 * BLOCK / (4 * (10 * BLOCK + 8)))
+    assert play(entries, cache=CacheConfig(16, 1000, prefix_caching=False))["cache_hits"] == 0
+
+
+def test_a_reply_that_comes_back_in_the_next_prompt_is_found_too() -> None:
+    turns = [Entry(0.0, 24, 24, [1, 2, 3]), Entry(10.0, 56, 8, [1, 2, 3, 4])]
+    assert play(turns)["cache_hits"] == pytest.approx(32 / 80), "two of three blocks: the last of a reply is never computed"
+
+
+def test_policies_and_modes_change_what_they_should() -> None:
+    entries = trace.read("poisson:rate=20,n=80,prompt=20-60,output=20-60,urgent=0.2,seed=3")
+    urgent = {p: play(entries, policy=p)["ttft_p99_ms_by_priority"]["-1"] for p in ("fcfs", "priority")}  # type: ignore[index]
+    assert urgent["priority"] < urgent["fcfs"] / 3
+    speed = {mode: play(entries, batching=mode)["tok_s"] for mode in ("continuous", "static", "none")}
+    assert speed["continuous"] > speed["static"] > speed["none"]
+    adaptive, continuous = (play(entries, batching=mode, target=0.05)["itl_p99_ms"] for mode in ("adaptive", "continuous"))
+    assert adaptive < 60 < continuous
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert [percentile([3.0, 1.0, 2.0], q) for q in (0, 50, 99, 100)] == [1.0, 2.0, 3.0, 3.0]
+
+
+def test_features_tell_prompts_from_rows() -> None:
+    plan = Plan(1, items=[Item(1, 0, 0, None, 1, True, 100), Item(2, 0, 1, 10, 5, False, 15), Item(3, 0, 2, 0, 4, True, 4)])
+    assert dict(zip(FEATURES, features(plan), strict=True)) == {"step": 1, "prefill": 9, "row": 2, "kv": 100, "pairs": 62 + 8}
+
+
+# ---- traces -------------------------------------------------------------------------------------------------
+
+
+def ended(request: Request, output: list[int]) -> Sequence:
+    return Sequence(1, request, 0, array("i", request.prompt + output), len(request.prompt), 10**6, 0, frozenset())
+
+
+def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    recorder = Recorder(file)
+    common, params = list(range(500, 540)), SamplingParams()
+    for i, (prompt, salt) in enumerate([([*common, 1], ""), ([*common, 2], ""), ([*common, 3], "other")]):
+        recorder.ended(ended(Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, key="k"), [7] * 10))
+    recorder.ended(ended(Request("canary", common, params), [7]))
+    recorder.ended(ended(Request("aborted", common, params, 9.0), []))
+    found = trace.read(str(file))
+    assert [(e.arrival, e.prompt, e.output, e.priority, e.key) for e in found] == [(float(i), 41, 10, i, "k") for i in range(3)]
+    assert found[0].blocks[:2] == found[1].blocks[:2] and found[0].blocks[2] != found[1].blocks[2]
+    assert not set(found[0].blocks) & set(found[2].blocks), "who may not share blocks does not share numbers"
+    Recorder(tmp_path / "again").ended(ended(Request("0", [*common, 1], params, 1.0), [7] * 10))
+    assert json.loads((tmp_path / "again").read_text())["blocks"] != found[0].blocks, "numbers mean nothing outside of one run"
+
+
+def test_tokens_are_equal_where_the_trace_says_so() -> None:
+    (a, b), _ = requests_of([Entry(0.0, 40, 5, [1, 2]), Entry(0.0, 40, 5, [1, 3])], 1000)
+    assert a.prompt[:16] == b.prompt[:16] and a.prompt[16:32] != b.prompt[16:32] and a.prompt[32:] != b.prompt[32:]
+    assert len(a.prompt) == 40 and max(a.prompt) < 1000
+
+
+def test_made_up_traces_are_what_they_are_asked_to_be() -> None:
+    found = trace.read("poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4")
+    assert len(found) == 500 and found[0].arrival == 0 and 40 < found[-1].arrival < 60
+    assert {e.prompt for e in found} == set(range(37, 42)) and {e.output for e in found} == {3}
+    assert len({tuple(e.blocks[:2]) for e in found}) == 2 and len({e.key for e in found}) == 4
+    assert 200 < sum(e.priority == -1 for e in found) < 300
+    assert found == trace.read("poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4")
+
+
+@pytest.mark.parametrize("spec", ["poisson:rate=0", "poisson:wat=1", "poisson:n=x", "poisson:prompt=0"])
+def test_a_made_up_trace_that_makes_no_sense_is_refused(spec: str) -> None:
+    with pytest.raises(InvalidRequest):
+        trace.read(spec)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "{}", '{"arrival": 0, "prompt": 0, "output": 1}', '{"arrival": NaN, "prompt": 1, "output": 1}', '"x"']
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "t"
+    file.write_text('{"arrival": 0, "prompt": 1, "output": 1}\n' + line + "\n")
+    with pytest.raises(InvalidRequest, match="line 2"):
+        trace.read(str(file))
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("\n")
+    with pytest.raises(InvalidRequest, match="no requests"):
+        trace.read(str(tmp_path / "t"))

@@ -1,0 +1,88 @@
+"""Priorities, deadlines and keys on their way from a client to the scheduler, and traces of what came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from octavo.serve.messages import Add, decode_to_engine, encode
+from octavo.types import SamplingParams
+from tests.serve.running import Running, check_error, server
+from tests.serve.test_engine_loop import run
+
+KEYS = """
+[[keys]]
+name = "slow"
+key = "slow-0123456789abcdef"
+[[keys]]
+name = "fast"
+key = "fast-0123456789abcdef"
+priority = 7
+"""
+
+
+def test_the_engine_is_told() -> None:
+    message = Add("a", [1, 2], SamplingParams(), 5.0, "salt", -3, 9.5, "alice")
+    assert decode_to_engine(encode(message)) == message
+    loop, _ = run([message])
+    (seq,) = loop.engine.scheduler.live.values()
+    request = seq.request
+    assert (request.priority, request.deadline, request.key, request.cache_salt) == (-3, 9.5, "alice", "salt")
+
+
+@pytest.fixture(scope="module")
+def urgent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    folder = tmp_path_factory.mktemp("urgent")
+    engine = {"scheduling_policy": "priority", "max_num_seqs": 1, "record_trace": str(folder / "trace.jsonl")}
+    with server(folder, engine=engine) as found:
+        yield found, folder / "trace.jsonl"
+
+
+async def urgent_among(url: str, headers: list[dict[str, str]], priorities: list[int]) -> tuple[float, float]:
+    """Seconds that a long request and a short one took which came when the long one was at work."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def ask(tokens: int, which: int) -> float:
+            begun = time.monotonic()
+            body = {"prompt": [9] * 8, "max_tokens": tokens, "ignore_eos": True, "priority": priorities[which]}
+            reply = await http.post("/v1/completions", json=body, headers=headers[which])
+            assert reply.status_code == 200, reply.text
+            assert "x-ignored-params" not in reply.headers
+            return time.monotonic() - begun
+
+        long = asyncio.create_task(ask(150, 0))
+        await asyncio.sleep(0.02)
+        short = asyncio.create_task(ask(2, 1))
+        return await long, await short
+
+
+def test_an_urgent_request_does_not_wait_for_a_long_one(urgent: tuple[Running, Path]) -> None:
+    running, trace = urgent
+    long, short = asyncio.run(urgent_among(running.url, [{}, {}], [0, -1]))
+    assert short < long
+    metrics = running.metrics()
+    assert any(name.startswith("octavo:recomputed_tokens_total") for name in metrics)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert {(e["prompt"], e["output"], e["priority"]) for e in lines} >= {(8, 2, -1), (8, 150, 0)}
+    assert all(e["arrival"] > 0 for e in lines), "the canary is no request"
+
+
+def test_a_key_decides_who_comes_sooner_and_a_request_may_only_come_later(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    engine = {"scheduling_policy": "priority", "max_num_seqs": 1, "record_trace": str(tmp_path / "trace.jsonl")}
+    with server(tmp_path, engine=engine, keys_file=str(tmp_path / "keys.toml")) as running:
+        slow, fast = ({"authorization": f"Bearer {name}-0123456789abcdef"} for name in ("slow", "fast"))
+        body = {"prompt": [9] * 8, "max_tokens": 1, "priority": -1}
+        check_error(running.post("/v1/completions", body, headers=slow), 400, "priority", "param_out_of_range")
+        for headers, priority in ((slow, 2), (fast, 3)):
+            fields = {**body, "priority": priority, "timeout": 50}
+            assert running.post("/v1/completions", fields, headers=headers).status_code == 200
+        lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+        assert [(e["key"], e["priority"]) for e in lines] == [("slow", 2), ("fast", 3 - 7)]
+        assert all(e["deadline"] == pytest.approx(e["arrival"] + 50) for e in lines)

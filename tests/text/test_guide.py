@@ -1,0 +1,356 @@
+"""Guides by llguidance: they allow what matches and nothing else, and what cannot be followed is said to be so."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+import tokenizers
+
+from octavo.errors import GuideError, InvalidRequest
+from octavo.text import Tokenizer
+from octavo.text import guide as module
+from octavo.text.detokenize import BYTE_OF, Detokenizer
+from octavo.text.guide import Guides
+from octavo.types import Guide, StructuredOutputs
+from tests import schemas
+from tests.text.builders import KINDS
+
+PADDING = 40  # ids of a model beyond its tokenizer's
+
+
+@pytest.fixture(scope="module")
+def guides(embedded: Tokenizer) -> Guides:
+    return make(embedded)
+
+
+def make(tokenizer: Tokenizer) -> Guides:
+    return Guides(tokenizer, tokenizer.vocab_size + PADDING, tuple(sorted(tokenizer.end_ids)))
+
+
+def allowed(guide: Guide) -> list[int]:
+    return [i * 8 + k for i, byte in enumerate(guide.mask) if byte for k in range(8) if byte >> k & 1]
+
+
+def accepts(guides: Guides, tokenizer: Tokenizer, text: str, **spec: Any) -> bool:
+    """Whether the text, as it is tokenised, may be written and be the whole text."""
+    guide = guides.compile(StructuredOutputs(**spec)).copy()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(guide):
+            return False
+        guide.accept(token)
+    return not tokenizer.end_ids.isdisjoint(allowed(guide))
+
+
+def walk(guide: Guide, tokenizer: Tokenizer, g: random.Random, most: int = 400) -> str | None:
+    """A text of tokens chosen at random among those allowed. None: it did not come to an end."""
+    guide, text = guide.copy(), Detokenizer(tokenizer, continuing=True)
+    written = ""
+    for _ in range(most):
+        choices = allowed(guide)
+        assert max(choices) < tokenizer.vocab_size, "an id without a token is allowed"
+        token = g.choice(choices)
+        if token in tokenizer.end_ids:
+            return written + text.finish()
+        assert token not in tokenizer.special_ids, "a control token is allowed in the text"
+        written += text.push([token])
+        guide.accept(token)
+    return None
+
+
+# ---- what is allowed --------------------------------------------------------------------------------
+
+
+def test_json_is_what_the_schema_says_and_compact(guides: Guides, embedded: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}},
+              "required": ["a"], "additionalProperties": False}  # fmt: skip
+    for text in ('{"a":1}', '{"a":-20,"b":["x","<|im_end|>"]}'):
+        assert accepts(guides, embedded, text, json=schema) and accepts(guides, embedded, text, json=json.dumps(schema))
+    for text in ('{"a":1.5}', '{"b":[]}', '{"a":1,"c":2}', "[]", '{"a": 1}', '{"a":1} ', '\n{"a":1}', '{"a":1', ""):
+        assert not accepts(guides, embedded, text, json=schema), text
+
+
+def test_whitespace_cannot_be_had_by_the_schema_either(guides: Guides, embedded: Tokenizer) -> None:
+    asking = {"type": "array", "items": {"type": "null"}, "x-guidance": {"whitespace_flexible": True}}
+    assert not accepts(guides, embedded, "[null, null]", json=asking) and accepts(guides, embedded, "[null,null]", json=asking)
+
+
+def test_json_object_is_any_object(guides: Guides, embedded: Tokenizer) -> None:
+    assert accepts(guides, embedded, '{"a":{"b":[1,2.5e3,null,"x"]}}', json_object=True)
+    assert not accepts(guides, embedded, "[1]", json_object=True)
+
+
+@pytest.mark.parametrize(
+    ("regex", "yes", "no"),
+    [
+        (r"\d{3}-\d{4}", "555-1234", "555-123"),
+        (r"^abc$", "abc", "^abc$"),
+        (r"\d+", "12", "١٢"),
+        (r"(?i)yes|no", "YES", "maybe"),
+        (r"a/b\\\"", 'a/b\\"', "a/b"),
+        ("line\nline", "line\nline", "line line"),
+    ],
+)
+def test_regex_matches_the_whole_text(guides: Guides, embedded: Tokenizer, regex: str, yes: str, no: str) -> None:
+    assert accepts(guides, embedded, yes, regex=regex) and not accepts(guides, embedded, no, regex=regex)
+
+
+def test_choice(guides: Guides, embedded: Tokenizer) -> None:
+    choice = ["yes", "yes please", 'a "b"\n\\c', "café 👍", "/x/i"]
+    assert all(accepts(guides, embedded, text, choice=choice) for text in choice)
+    assert not any(accepts(guides, embedded, text, choice=choice) for text in ("y", "yes pleas", "YES", "x", ""))
+    thousands = [f"choice number {i}" for i in range(5000)]
+    assert accepts(guides, embedded, thousands[4321], choice=thousands)
+
+
+def test_grammar_with_schemas_in_it(guides: Guides, embedded: Tokenizer) -> None:
+    schema = '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}'
+    grammar = f'start: "call " NAME %json {schema}\nNAME: /[a-z]+/'
+    assert accepts(guides, embedded, 'call f{"x":1}', grammar=grammar)
+    assert not accepts(guides, embedded, 'call f{ "x" : 1}', grammar=grammar), "whitespace is bounded in there too"
+    own = grammar.replace('"required"', '"x-guidance": {"key_separator": ": "}, "required"')
+    assert accepts(guides, embedded, 'call f{"x": 1}', grammar=own), "who says how it is to be is heard"
+
+
+def test_control_tokens_are_allowed_where_a_grammar_names_them(guides: Guides, embedded: Tokenizer) -> None:
+    (start,) = embedded.encode("<|im_start|>", add_special_tokens=False, allow_special=True)
+    assert allowed(guides.compile(StructuredOutputs(grammar='start: <|im_start|> "x"'))) == [start]
+    assert start not in allowed(guides.compile(StructuredOutputs(grammar='start: "<|im_start|>" "x"')))
+
+
+def test_every_end_token_ends(embedded: Tokenizer) -> None:
+    guide = Guides(embedded, embedded.vocab_size, (0, 2)).compile(StructuredOutputs(choice=["a"]))
+    guide.accept(embedded.encode("a", add_special_tokens=False)[0])
+    assert allowed(guide) == [0, 2]
+
+
+def single_bytes() -> tokenizers.Tokenizer:
+    found = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(sorted(BYTE_OF))}, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    found.add_special_tokens(["<|im_end|>"])
+    return found
+
+
+def normalising() -> tokenizers.Tokenizer:
+    """As Qwen's: e and an accent become one character."""
+    found = KINDS["byte-level"]()
+    found.normalizer = tokenizers.normalizers.NFC()
+    return found
+
+
+WRITING = {
+    **{k: v for k, v in KINDS.items() if k not in ("wordpiece", "metaspace")},
+    "normalising": normalising,
+    "bytes": single_bytes,
+}
+
+
+@pytest.mark.parametrize("kind", WRITING)
+def test_whatever_is_allowed_makes_valid_json_with_every_kind_of_tokenizer(kind: str) -> None:
+    backend = WRITING[kind]()
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>" if backend.token_to_id("</s>") is not None else "<|im_end|>"})
+    guides, g, ended = make(tokenizer), random.Random(kind), 0
+    for _ in range(25):
+        schema = schemas.random_schema(g)
+        text = walk(guides.compile(StructuredOutputs(json=schema)), tokenizer, g)
+        ended += text is not None
+        assert text is None or schemas.valid(schema, json.loads(text)), (schema, text)
+    assert ended > 20
+
+
+def test_copies_go_their_own_ways(guides: Guides, embedded: Tokenizer) -> None:
+    a, b = (embedded.encode(c, add_special_tokens=False)[0] for c in "ab")
+    one = guides.compile(StructuredOutputs(regex="a{2}|b{3}")).copy()
+    other = one.copy()
+    one.accept(a)
+    assert b not in allowed(one) and {a, b} <= set(allowed(other))
+    other.accept(b)
+    assert a not in allowed(other) and other.mask != one.mask
+    with pytest.raises(GuideError):
+        other.accept(a)
+
+
+def test_what_no_token_can_write_fails_when_it_comes_to_it(guides: Guides, embedded: Tokenizer) -> None:
+    assert b"\x04" not in {embedded.token_bytes(id) for id in range(embedded.vocab_size)}
+    with pytest.raises((GuideError, InvalidRequest)):
+        walk(guides.compile(StructuredOutputs(choice=["a\x04b"])), embedded, random.Random(1))
+
+
+# ---- what is refused --------------------------------------------------------------------------------
+
+NESTED = {"type": "object", "properties": {"not": {"type": "array", "items": {"not": {"type": "null"}}}}}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "keyword": (dict(json=NESTED), r'not supported: \["not"\] \(at #/properties/not/items/not\)'),
+    "keyword in a choice": (dict(json={"anyOf": [{}, {"uniqueItems": True}]}), r"\(at #/anyOf/1/uniqueItems\)"),
+    "oneOf that overlaps": (dict(json={"oneOf": [{"type": "object"}, {"type": "object"}]}), "use anyOf"),
+    "type": (dict(json={"properties": {"a/b": {"type": "strin"}}}), r"strin \(at #/properties/a~1b/type\)"),
+    "format": (dict(json={"items": {"type": "string", "format": "zip"}}), r"zip \(at #/items/format\)"),
+    "pattern": (dict(json={"items": {"type": "string", "pattern": "(?=x)"}}), r"look-ahead.*\(at #/items/pattern\)"),
+    "missing reference": (dict(json={"items": {"$ref": "#/$defs/x"}}), r"does not exist \(at #/items/\$ref\)"),
+    "foreign reference": (dict(json={"$ref": "http://example.org/x.json"}), "does not fetch"),
+    "never": (dict(json={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+    "not JSON": (dict(json="{x"), "line 1 column 2"),
+    "not an object": (dict(json="[]"), "a schema is an object"),
+    "too deep": (dict(json='{"items":' * 500 + "{}" + "}" * 500), "recursion limit"),
+    "group": (dict(regex="a("), "unclosed group"),
+    "look-around": (dict(regex="(?<=a)b"), "look-around"),
+    "back-reference": (dict(regex=r"(a)\1"), "backreferences"),
+    "empty language": (dict(regex=r"[^\s\S]"), "nothing can match"),
+    "surrogates": (dict(choice=["\ud800"]), "surrogates"),
+    "rule": (dict(grammar="start: foo"), 'unknown name: "foo"'),
+    "another dialect": (dict(grammar='root ::= "a"'), "Expected"),
+    "schema in a grammar": (dict(grammar='start: %json {"not": {}}'), 'not supported: \\["not"\\]'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "says"), BAD.values(), ids=BAD.keys())
+def test_what_cannot_be_followed_is_refused_with_the_reason_and_the_place(guides: Guides, spec: Any, says: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(InvalidRequest) as caught:
+        guides.compile(StructuredOutputs(**spec))
+    assert re.search(says, str(caught.value), re.DOTALL), str(caught.value)
+    assert (caught.value.param, caught.value.code) == ("structured_outputs", "invalid_structured_output")
+    assert len(str(caught.value)) < 1000 and time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [dict(), dict(regex="a", choice=["a"]), dict(json_object=False), dict(regex=""), dict(choice=[]), dict(choice="ab"),
+     dict(choice=["a", ""]), dict(json=[1]), dict(json={"a": object()}), dict(json_object="yes"), dict(grammar=5)],
+    ids=str,
+)  # fmt: skip
+def test_a_spec_is_of_one_kind_and_well_formed(spec: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        StructuredOutputs(**spec)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "bytes"])
+def test_grammars_that_can_be_read_in_very_many_ways_end_before_they_hold_anybody_up(embedded: Tokenizer, kind: str) -> None:
+    """With the library's own limits a token takes up to two seconds."""
+    tokenizer = embedded if kind == "embedded" else Tokenizer(single_bytes(), {"eos_token": "<|im_end|>"})
+    grammar = f"start: x\nx: {' | '.join('x ' * k for k in range(2, 12))} | /[a-z]/"
+    (token,), slowest = tokenizer.encode("a", add_special_tokens=False), 0.0
+    with pytest.raises((GuideError, InvalidRequest), match="Too many items|too long"):
+        guide = make(tokenizer).compile(StructuredOutputs(grammar=grammar)).copy()
+        for _ in range(400):
+            begun = time.thread_time()
+            guide.accept(token)
+            slowest = max(slowest, time.thread_time() - begun)
+    assert slowest < 0.2
+
+
+def test_a_tokenizer_that_cannot_write_everything_is_refused(embedded: Tokenizer) -> None:
+    for guides, why in (
+        (make(Tokenizer(KINDS["wordpiece"](), {"eos_token": "[SEP]"})), "depends on their neighbours"),
+        (make(Tokenizer(KINDS["metaspace"](), {"eos_token": "</s>"})), "cannot spell"),
+        (Guides(None, 100, (0,)), "runs without one"),
+        (Guides(embedded, embedded.vocab_size, ()), "no token that ends"),
+    ):
+        with pytest.raises(InvalidRequest, match=why) as caught:
+            guides.compile(StructuredOutputs(choice=["a"]))
+        assert caught.value.code == "unsupported_parameter"
+
+
+def test_without_llguidance_it_says_what_to_install(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidRequest, match="pip install llguidance"):
+        make(embedded).compile(StructuredOutputs(choice=["a"]))
+
+
+# ---- compiling --------------------------------------------------------------------------------------
+
+
+def test_the_same_is_compiled_once(embedded: Tokenizer) -> None:
+    guides = make(embedded)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
+    work = [guides.start(StructuredOutputs(json=schema)) for _ in range(5)]
+    assert len(set(work)) == 1
+    guides.compile(StructuredOutputs(json=json.dumps(schema)))
+    assert (guides.compiled, guides.hits) == (1, 5) and guides.seconds > 0
+    other = {**schema, "properties": dict(reversed(schema["properties"].items()))}
+    guides.compile(StructuredOutputs(json=other))
+    assert guides.compiled == 2, "the order of properties is the order in which they are written"
+
+
+def test_what_was_refused_stays_refused_and_is_not_tried_again(embedded: Tokenizer) -> None:
+    guides = make(embedded)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="unclosed"):
+            guides.compile(StructuredOutputs(regex="a("))
+    assert guides.compiled == 1
+
+
+def test_the_cache_is_bounded(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_BYTES", 3 * (module.COST + 10 * module.COST_PER_CHAR))
+    guides = make(embedded)
+    for text in ("one", "two", "three", "one", "four"):
+        guides.compile(StructuredOutputs(regex=text))
+    assert [key[1] for key in guides._known] == ["three", "one", "four"], "the one not used for longest went"
+    guides.compile(StructuredOutputs(regex="x" * 100_000))
+    assert len(guides._known) == 1, "one alone may be larger"
+
+
+def test_a_guide_that_has_led_many_texts_is_replaced(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORN", 20)
+    guides, spec = make(embedded), StructuredOutputs(regex="[a-z]{1,12}")
+    first = guides.compile(spec)
+    while guides.compile(spec) is first:
+        walk(first, embedded, random.Random(1))
+    assert first.use.tokens > 20 and guides.compiled == 2  # type: ignore[attr-defined]
+
+
+def test_a_guide_that_is_full_is_replaced_and_not_the_end_of_its_grammar(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies share a lexer, and its states are limited: what one text leaves behind is lost to the next."""
+    monkeypatch.setitem(module.LIMITS, "max_lexer_states", 2000)
+    guides, spec = make(embedded), StructuredOutputs(regex=r"(\p{L}{0,100}\w{0,200}\s){0,200}")
+    first = guides.compile(spec)
+    with pytest.raises(GuideError, match="too many states"):
+        while True:
+            walk(first, embedded, random.Random(1))
+    with pytest.raises(GuideError):
+        walk(first, embedded, random.Random(2), most=2)
+    walk(guides.compile(spec), embedded, random.Random(2), most=2)
+
+
+def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = module.build
+
+    def slow(vocabulary: Any, spec: StructuredOutputs, size: int) -> Any:
+        time.sleep(1.0 if spec.regex == "slow" else 0)
+        return build(vocabulary, spec, size)
+
+    monkeypatch.setattr(module, "build", slow)
+    monkeypatch.setattr(module, "DEADLINE", 0.2)
+    guides = make(embedded)
+    guides.compile(StructuredOutputs(regex="first"))
+    late = guides.start(StructuredOutputs(regex="slow"))
+    assert guides.compile(StructuredOutputs(regex="other")) is not None
+    assert late.poll() is None, "not yet"
+    with pytest.raises(InvalidRequest, match="not compiled within 0.2 s") as caught:
+        guides.compile(StructuredOutputs(regex="slow"))
+    assert caught.value.code == "structured_output_timeout"
+    late.done.wait()
+    assert guides.compile(StructuredOutputs(regex="slow")) is not None, "it was finished for whoever asks again"
+
+
+def test_waiting_for_a_thread_is_not_held_against_a_spec(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "build", lambda *_: time.sleep(0.15))  # and makes nothing
+    monkeypatch.setattr(module, "DEADLINE", 0.4)
+    guides = make(embedded)
+    work = [guides.start(StructuredOutputs(regex=str(i))) for i in range(8)]
+    while not all(one.done.is_set() for one in work):
+        assert all(one.poll() is None for one in work)  # raises if one is late
+        time.sleep(0.02)
