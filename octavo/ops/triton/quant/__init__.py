@@ -33,12 +33,12 @@ DENSE_ROWS = 1024
 # others and prints the best.
 ROWS: dict[int, dict[int, Gemv | Gemm]] = {
     INT4.value: {
-        1: Gemv(4, 4),
+        1: Gemv(8, 4),
         16: Gemm(16, 64, 2, 4, 3, after=True),
         32: Gemm(32, 64, 1, 4, 4, after=True),
         64: Gemm(64, 128, 1, 4, 2),
         128: Gemm(128, 64, 1, 3, 2),
-        DENSE_ROWS: Gemm(256, 128, 1, 3, 1),
+        DENSE_ROWS: Gemm(128, 64, 1, 3, 2),
     },
     INT8.value: {
         1: Gemv(4, 4),

@@ -78,7 +78,7 @@ def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Rounded) 
     round_kernel[rows,](x, codes, scale, inputs, weight.form.float, wide, row_words, num_warps=warps, **LAUNCH)
     if weight.form.float:
         a, b = codes.view(torch.float8_e4m3fn), weight.words.view(torch.float8_e4m3fn).t()
-        out = torch._scaled_mm(a, b, scale, weight.info[None, :], out_dtype=x.dtype, use_fast_accum=True)
+        out = torch._scaled_mm(a, b, scale, weight.info[None, :], out_dtype=x.dtype, use_fast_accum=False)
         return out if bias is None else out.add_(bias)
     out, tile = x.new_empty(rows, outputs), how.tile
     tiles, split, partial = cut(rows, weight, tile)
