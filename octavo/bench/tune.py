@@ -32,8 +32,6 @@ def candidates(form: Format, rows: int) -> list[Any]:
 
     tall = min(256, max(16, 1 << (rows - 1).bit_length()))
     if form.rounds and rows > 16:
-        if form.float:
-            return []  # the library's
         tiles = [(tall, 64), (tall, 128)] + ([(128, 128), (128, 256)] if tall == 256 else [])
         return [Rounded(Gemm(m, n, 2, s, 2 if m * n <= 8192 else 1)) for m, n in tiles for s in (3, 4, 5)]
     found: list[Any] = []

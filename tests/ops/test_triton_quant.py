@@ -51,11 +51,6 @@ def rounded(x: Tensor, weight: QuantWeight) -> Tensor:
     """What is left of x where activations have 8 bits."""
     if not weight.form.rounds or len(x) <= packed.EXACT_ROWS:
         return x
-    if weight.form.float:
-        if DEVICE != "cuda" or x.dtype != torch.bfloat16 or weight.shape[0] % 16:
-            return x
-        unit = x.float().abs().amax(1, keepdim=True) / 448
-        return (x.float() / unit).to(torch.float8_e4m3fn).float() * unit
     unit = x.float().abs().amax(1, keepdim=True) / 127
     return (x.float() / unit + 0.5).floor() * unit
 

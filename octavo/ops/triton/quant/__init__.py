@@ -5,7 +5,7 @@
     up to DENSE_ROWS    gemm: weights become bfloat16 in registers, then tensor cores
     more                dense: the weight is written out as numbers, then cuBLAS: that many rows pay for it
 
-In formats that round activations (fp8, int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
+In the format that rounds activations (int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
 bits by 8 bits. How a product is cut up follows from its shape alone, so a row's result depends on how many rows there are and
 never on what the others hold.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.triton.overlap import AVAILABLE
 from octavo.ops.triton.quant.codes import FP8, INT4, INT8
 from octavo.ops.triton.quant.dense import Dense, dense, embedding
 from octavo.ops.triton.quant.gemm import Gemm, gemm
@@ -76,15 +75,10 @@ def linear(
 
 
 def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
-    if rows > EXACT_ROWS and weight.form.rounds and _can_round(dtype, weight):
+    if rows > EXACT_ROWS and weight.form.rounds:
         return next(how for most, how in ROUNDED.items() if rows <= most)
     if rows > DENSE_ROWS:
         return Dense()
     if rows > 1 and dtype == torch.float32:
         return FLOAT32
     return next(how for most, how in ROWS[weight.kind].items() if rows <= most)
-
-
-def _can_round(dtype: torch.dtype, weight: PackedWeight) -> bool:
-    """Integers always; e4m3 where the library multiplies it: a Hopper GPU, bfloat16, outputs in sixteens."""
-    return not weight.form.float or (AVAILABLE and dtype == torch.bfloat16 and weight.shape[0] % 16 == 0)
