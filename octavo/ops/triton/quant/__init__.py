@@ -38,6 +38,8 @@ ROWS: dict[int, dict[int, Gemv | Gemm]] = {
         32: Gemm(32, 64, 1, 4, 4, after=True),
         64: Gemm(64, 128, 1, 4, 2),
         128: Gemm(128, 64, 1, 3, 2),
+        256: Gemm(256, 128, 1, 3, 1),
+        384: Gemm(128, 128, 1, 3, 1),
         DENSE_ROWS: Gemm(256, 128, 1, 3, 1),
     },
     INT8.value: {
@@ -46,6 +48,8 @@ ROWS: dict[int, dict[int, Gemv | Gemm]] = {
         32: Gemm(32, 64, 2, 4, 3),
         64: Gemm(64, 128, 1, 4, 3),
         128: Gemm(128, 128, 1, 4, 2),
+        256: Gemm(256, 128, 1, 4, 1),
+        384: Gemm(128, 128, 1, 4, 2),
         DENSE_ROWS: Gemm(256, 128, 1, 4, 1),
     },
 }
