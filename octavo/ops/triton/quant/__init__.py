@@ -59,7 +59,8 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
-FLOAT32 = Gemm(16, 64, 1, 2, 2)  # activations of four bytes: twice the shared memory, no tensor cores
+SMALL = Gemm(16, 64, 1, 2, 2)  # for activations of four bytes, which no tensor core takes, and GPUs before Hopper
+OLD = torch.cuda.is_available() and not AVAILABLE
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, how: How | None = None) -> Tensor:
@@ -77,11 +78,11 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, how: How
 
 def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
     if rows > EXACT_ROWS and weight.form.rounds and _can_round(dtype, weight):
-        return next(how for most, how in ROUNDED.items() if rows <= most)
+        return Rounded(SMALL) if OLD else next(how for most, how in ROUNDED.items() if rows <= most)
     if rows > DENSE_ROWS:
         return Dense()
-    if rows > 1 and dtype == torch.float32:
-        return FLOAT32
+    if rows > 1 and (dtype == torch.float32 or OLD):
+        return SMALL
     return next(how for most, how in ROWS[weight.kind].items() if rows <= most)
 
 
