@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.ops.triton.overlap import AVAILABLE
 from octavo.ops.triton.quant.codes import FP8, INT4, INT8
 from octavo.ops.triton.quant.dense import Dense, dense, embedding
 from octavo.ops.triton.quant.gemm import Gemm, gemm
@@ -45,6 +46,8 @@ ROWS: dict[int, dict[int, Gemv | Gemm]] = {
         32: Gemm(32, 64, 2, 4, 3),
         64: Gemm(64, 128, 1, 4, 3),
         128: Gemm(128, 128, 1, 4, 2),
+        256: Gemm(256, 128, 1, 4, 1),
+        384: Gemm(128, 128, 1, 4, 2),
         DENSE_ROWS: Gemm(256, 128, 1, 4, 1),
     },
 }
@@ -54,7 +57,8 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
-FLOAT32 = Gemm(16, 64, 1, 2, 2)  # activations of four bytes: twice the shared memory, no tensor cores
+SMALL = Gemm(16, 64, 1, 2, 2)  # for activations of four bytes, which no tensor core takes, and GPUs before Hopper
+OLD = torch.cuda.is_available() and not AVAILABLE
 
 
 def linear(
@@ -76,9 +80,9 @@ def linear(
 
 def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
     if rows > EXACT_ROWS and weight.form.rounds:
-        return next(how for most, how in ROUNDED.items() if rows <= most)
+        return Rounded(SMALL) if OLD else next(how for most, how in ROUNDED.items() if rows <= most)
     if rows > DENSE_ROWS:
         return Dense()
-    if rows > 1 and dtype == torch.float32:
-        return FLOAT32
+    if rows > 1 and (dtype == torch.float32 or OLD):
+        return SMALL
     return next(how for most, how in ROWS[weight.kind].items() if rows <= most)
