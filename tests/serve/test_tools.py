@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 
+from tests import tiny
 from tests.serve.running import NAME, Running, check_error, events, server
 
 CHAT = "/v1/chat/completions"
@@ -316,3 +319,21 @@ def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
     wrong = CALL.replace('"é\\n"', "5")
     assert parrot.post(CHAT, said(wrong, tools=[tool(parameters=schema)])).json()["choices"][0]["finish_reason"] == "tool_calls"
     check_error(parrot.post(CHAT, said(wrong, tools=tools)), 400, "tools", "structured_output_failed")
+
+
+def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
+    """A forced call begins with the token itself, not with its characters, and is found although such tokens are hidden."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model_dir(), model)
+    backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    backend.add_special_tokens([tokenizers.AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")])
+    backend.save(str(model / "tokenizer.json"))
+    with server(tmp_path, model=str(model)) as other:
+        body = {"messages": HI, "tools": [SWITCH], "tool_choice": "required", "seed": 1, "parallel_tool_calls": False}
+        found = other.post(CHAT, {**body, "logprobs": True}).json()["choices"][0]
+        assert found["finish_reason"] == "tool_calls" and found["message"]["tool_calls"][0]["function"]["name"] == "switch"
+        tokens = [at["token"] for at in found["logprobs"]["content"]]
+        assert tokens[0] == "<tool_call>" and "</tool_call>" in tokens
+        strict = {"type": "function", "function": {**SWITCH["function"], "strict": True}}
+        free = other.post(CHAT, {**body, "tools": [strict], "tool_choice": "auto", "max_tokens": 10}).json()["choices"][0]
+        assert free["message"]["content"]
