@@ -196,7 +196,8 @@ def test_best_of_gives_the_likeliest_by_token_best_first() -> None:
     mean = {tuple(c.token_ids): (c.cumulative_logprob or 0.0) / len(c.token_ids) for c in every.outputs}
     assert [tuple(c.token_ids) for c in best.outputs] == sorted(mean, key=lambda t: -mean[t])[:2]
     assert [c.index for c in best.outputs] == [0, 1] and best.outputs[0].logprobs is None
-    assert best.outputs[0].cumulative_logprob == pytest.approx(mean[tuple(best.outputs[0].token_ids)] * len(best.outputs[0].token_ids))
+    first = best.outputs[0]
+    assert first.cumulative_logprob == pytest.approx(mean[tuple(first.token_ids)] * len(first.token_ids))
 
 
 def test_as_many_as_asked_for_is_nothing_to_choose_from() -> None:

@@ -116,9 +116,7 @@ def check_beams(r: Request, found: list[Output]) -> None:
         assert out.finish_reason == ("stop" if stopped else "length")
 
 
-def trial(
-    seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False, beams: bool = False
-) -> Trial:
+def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False, beams: bool = False) -> Trial:
     """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
     requests follow guides, several of them the same. `beams`: some are beam searches."""
     g = random.Random(seed)

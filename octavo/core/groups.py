@@ -32,6 +32,7 @@ class Step(NamedTuple):
     seq: Sequence
     score: float  # of it and the new token
     token: TokenLogprobs
+    entered: bool  # the device has chosen this token itself, and entered it in the row
 
 
 class BeamSearch:
@@ -63,11 +64,11 @@ class BeamSearch:
 
     def _ways(self, seq: Sequence) -> list[Step]:
         assert seq.beam is not None and seq.beam.report is not None
-        score, found = seq.beam.score, seq.beam.report.top
+        score, sampled, found = seq.beam.score, seq.beam.report.token, seq.beam.report.top
         early = len(seq.tokens) - seq.prompt_len < self.params.min_tokens
         top = found[: self.params.logprobs or 0]
         return [
-            Step(seq, score + logprob, TokenLogprobs(token, logprob, rank, top))
+            Step(seq, score + logprob, TokenLogprobs(token, logprob, rank, top), token == sampled)
             for rank, (token, logprob) in enumerate(found[: self.candidates], 1)
             if not (early and token in self.root.stop_ids)
         ]

@@ -538,8 +538,8 @@ class Scheduler:
             if best[seq.id] is not step:
                 seq = self._child(seq, free.pop())
                 seq.shared = len(seq.tokens)
-            elif seq.beam is not None and seq.beam.report is not None and seq.beam.report.token != step.token.token:
-                self.rewritten[seq.id] = seq  # the device has entered another
+            elif not step.entered:
+                self.rewritten[seq.id] = seq
             go_on(seq, step)
             beams.append(seq)
         family[:] = reversed(beams)
@@ -646,7 +646,9 @@ class Scheduler:
         assert {s.id for s in running} | {s.id for s in self.waiting} == set(self.live), "a sequence is in no queue"
         assert sorted(s.id for f in self.requests.values() for s in f) == sorted(self.live)
         for id, search in self.searches.items():
-            assert len(self.requests[id]) <= search.width and not all(map(reported, self.requests[id])), f"{id}: beams stand still"
+            beams = self.requests[id]
+            assert len(beams) <= search.width and not all(map(reported, beams)), f"{id}: its beams stand still"
+            assert all(s.planned == len(s.tokens) and not s.inflight for s in beams if reported(s) and s.row >= 0)
         alive = {s.id for s in running}
         assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
         used = sum(r > 0 for r in self.pool.refs)

@@ -62,7 +62,7 @@ BUGS = {
     "masks go to the wrong item": ("scheduler", "plan.masks[len(items)] =", "plan.masks[max(len(items) - 1, 0)] ="),
     "ignore_eos holds for what a guide has ended": ("scheduler", "params.ignore_eos and guide is None", "params.ignore_eos"),
     "a beam is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.guide is not None"),
-    "the device is not told which token was chosen": ("scheduler", "                self.rewritten[seq.id] = seq  # the device has entered another\n", "                pass\n"),
+    "the device is not told which token was chosen": ("scheduler", "elif not step.entered:", "elif False:"),
     "a fork's row is not written": ("scheduler", "        self.rewritten[child.id] = child\n", ""),
     "who was preempted gets a row": ("scheduler", "        for seq in self.rewritten.values():\n            if seq.status is Status.RUNNING:", "        for seq in self.rewritten.values():\n            if True:"),
     "the first beam to report decides": ("scheduler", "if all(map(reported, self.requests[seq.request.id])):", "if True:"),
