@@ -424,7 +424,7 @@ class Scheduler:
         insort(self.prefilling, seq, key=by_rank)
         for h in seq.hashes[len(hits) :]:
             self.computing.setdefault(h, seq.id)
-        if seq.preemptions == 0 and not seq.shared:
+        if seq.preemptions == 0:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
