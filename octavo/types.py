@@ -188,6 +188,7 @@ class SamplingParams:
             raise InvalidRequest(
                 f'early_stopping must be true, false or "never", got {self.early_stopping!r:.100}', "early_stopping"
             )
+        self.early_stopping = self.early_stopping if self.early_stopping == "never" else bool(self.early_stopping)
         if not self.use_beam_search:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
