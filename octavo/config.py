@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# What a KV cache may hold: those, or codes of one byte with a float32 scale for each vector of a head.
+KV_CODES = ("int8", "fp8")
+KV_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        vector = self.head_dim + KV_SCALE_BYTES if dtype in KV_CODES else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * vector
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,9 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int = 0  # usable blocks (one more is kept for padding)
     prefix_caching: bool = True
+    host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
+    disk: bool = False  # and whether there is a disk behind it
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True)

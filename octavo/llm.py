@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,23 +29,33 @@ from octavo.core.engine import Engine
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Recorder
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
 from octavo.memory import (
     BLOCK_SIZE,
+    DISK_GIB,
+    STAGING,
     MemoryPlan,
     activation_bytes,
+    available_memory,
     kv_budget,
     parameter_count,
+    parse_kv_dtype,
     size_pool,
+    size_tiers,
     step_tokens,
     weight_bytes,
 )
+from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
+from octavo.model.fingerprint import fingerprint
 from octavo.model.load import load_model
 from octavo.ops import select
+from octavo.ops.kv import dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
+from octavo.runner.tiers import Tiers
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
@@ -58,12 +69,12 @@ Read: TypeAlias = tuple[str | None, list[int], str]  # its text, if it had any; 
 
 # Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
 HARMLESS = {
-    "trust_remote_code", "swap_space", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
+    "trust_remote_code", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
     "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
     "async_scheduling", "hf_token", "generation_config", "max_logprobs",
 }  # fmt: skip
 # Others are taken at the value that changes nothing.
-DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto", "enable_lora": False}
+DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
 
 
 class LLM:
@@ -78,6 +89,7 @@ class LLM:
         revision: str | None = None,
         load_format: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -86,6 +98,9 @@ class LLM:
         block_size: int | None = None,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
+        swap_space: float | None = None,
+        kv_disk_path: str | Path | None = None,
+        kv_disk_gib: float = DISK_GIB,
         enforce_eager: bool = False,
         depth: int | None = None,
         scheduling_policy: str = "fcfs",
@@ -111,10 +126,16 @@ class LLM:
         check_real("target_ms", target_ms, 0, 60_000, open_low=True)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
+        check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
+        check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
+        if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
+            raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
+        kv_asked = parse_kv_dtype(kv_cache_dtype)
+        self._close: weakref.finalize[[], LLM] | None = None
         self.device = _pick_device(device)
         on_gpu = self.device.type == "cuda"
         block_size = block_size or BLOCK_SIZE[self.device.type]
@@ -137,7 +158,8 @@ class LLM:
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
         self.model_dtype = self.model.dtype
-        dtype_name, kv_name = (str(kind).removeprefix("torch.") for kind in (self.model_dtype, self.model.kv_dtype))
+        self.kv_dtype = _pick_kv_dtype(kv_asked, self.model)
+        kv_name = dtype_name(self.kv_dtype)
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
         schedule = ScheduleConfig(
             max_num_seqs,
@@ -149,19 +171,30 @@ class LLM:
             window=window_ms / 1e3,
             target=target_ms / 1e3,
         )
-        activations = activation_bytes(self.config, schedule, dtype_name)
-        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations)
+        activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
+        staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
+        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations + staging)
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
         )
         self.schedule = replace(schedule, max_model_len=max_model_len)
-        self.cache = replace(cache, prefix_caching=enable_prefix_caching)
+        kv_token = self.config.kv_bytes_per_token(kv_name)
+        spare = available_memory(torch.device("cpu"))[0] - (0 if on_gpu else cache.num_blocks * block_size * kv_token)
+        host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare)
+        self.cache = replace(cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token)
+        kv = KVStore(self.config, self.cache, self.kv_dtype, self.device)
+        tiers = None
+        if host_blocks:
+            disk = self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name) if kv_disk_path is not None else None
+            tiers = self._make_tiers(kv, host_blocks, disk, staging)
+        if tiers is None:
+            host_blocks = disk_bytes = 0
+        self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
         self.memory = MemoryPlan(
-            weight_bytes(self.model), activations, self.config.kv_bytes_per_token(kv_name), block_size, cache.num_blocks
+            weight_bytes(self.model), activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
         )
-        kv = KVStore(self.config, self.cache, self.model.kv_dtype, self.device)
         graphs = ops.name == "triton" and on_gpu and not enforce_eager
-        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs)
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers)
         self.seed = seed
         self.engine = self.new_engine(self.schedule)
         if record_trace is not None:
@@ -173,8 +206,34 @@ class LLM:
 
     def new_engine(self, schedule: ScheduleConfig) -> Engine:
         """An engine for this model, nothing cached yet. Only one at a time may run: they share the device's rows and blocks."""
-        scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
+        scheduler, tiers = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed), self.runner.tiers
+        if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
+            scheduler.tiers.on_disk = set(tiers.disk.known)
         return Engine(scheduler, self.runner)
+
+    def _open_disk(self, directory: Path, limit: int, kv: KVStore, kv_name: str) -> Disk:
+        """What is on disk is this model's if the weights, the kernels and the layout of KV are the same."""
+        form = f"{kv_name} {'x'.join(map(str, kv.tensor.shape[1:]))}"
+        name = fingerprint(self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name)
+        return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
+
+    def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None, staging: int) -> Tiers | None:
+        try:
+            tiers = Tiers(kv, slots, disk, staging)
+        except (NotEnoughMemory, RuntimeError) as error:
+            log.warning("going on without a second tier of KV: %s", error)
+            return None
+        self._close = weakref.finalize(self, tiers.close)  # what waits to be written is, at the interpreter's end too
+        return tiers
+
+    def close(self) -> None:
+        """Write to disk what an engine that is idle has in its cache, as far as it fits into host memory at once, and end the
+        threads that do it. Nothing to do without a disk."""
+        if self._close is not None and self._close.alive:
+            if self.engine.idle:
+                plan = self.engine.scheduler.flush()
+                self.engine.scheduler.commit(plan, self.runner.launch(plan).wait())
+            self._close()
 
     # ---- whole answers -----------------------------------------------------------------------------
 
@@ -269,8 +328,8 @@ class LLM:
         return Stream(self, self._submit(read, params, arrival))
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prompt, as if the engine had just started."""
-        self.engine.scheduler.pool.forget()
+        """Forget every cached prompt, as if the engine had just started: what is on disk can be found again."""
+        self.engine.scheduler.forget()
 
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
@@ -348,7 +407,7 @@ class LLM:
         if priority and self.schedule.policy == "fcfs":
             raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
         guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
-        request = Request(str(self._count), ids, params, arrival, salt, guide, priority)
+        request = Request(str(self._count), ids, params, arrival, salt, priority=priority, guide=guide)
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)
@@ -467,6 +526,17 @@ def _as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     many = list(prompts)
     return [many] if many and not isinstance(many[0], (str, dict, list, tuple)) else many
+
+
+def _pick_kv_dtype(asked: str | None, model: CausalLM) -> torch.dtype:
+    offered = {dtype_name(dtype): dtype for dtype in model.ops.kv_dtypes(model.dtype)}
+    if asked is not None and asked not in offered:
+        raise InvalidRequest(
+            f"kv_cache_dtype {asked} cannot be used here: beside {dtype_name(model.dtype)} activations this device's kernels "
+            f"read {', '.join(offered)}. Use one of those, or auto",
+            "kv_cache_dtype",
+        )
+    return model.kv_dtype if asked is None else offered[asked]
 
 
 def _pick_device(device: str) -> torch.device:

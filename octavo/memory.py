@@ -1,6 +1,7 @@
 """How much memory a model takes and how many tokens of KV fit beside it. Arithmetic on configs; `octavo plan` prints it.
 
 device memory = weights + activations of the largest step + KV pool + what must stay free
+host memory   = the KV pool's second tier, if there is one
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import torch
 
-from octavo.config import DTYPE_BYTES, CacheConfig, ModelConfig, ScheduleConfig
+from octavo.config import DTYPE_BYTES, KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
+STAGING = {"cuda": 2**27, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
+DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
+DISK_GIB = 16.0  # of a disk, likewise
 CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
 
 
@@ -30,6 +34,16 @@ class MemoryPlan:
     kv_per_token: int
     block_size: int
     num_blocks: int
+    host_blocks: int = 0
+    disk: int = 0  # bytes that KV may take there
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.kv_per_token
+
+    @property
+    def host(self) -> int:
+        return self.host_blocks * self.block_bytes
 
     @property
     def kv(self) -> int:
@@ -104,6 +118,15 @@ def kv_share(kind: str, free: int, total: int, utilization: float, activations: 
     return int((free - activations) * CPU_KV_SHARE)
 
 
+def parse_kv_dtype(asked: str) -> str | None:
+    """What a KV cache is to hold; None for "auto", which leaves it to the model."""
+    names = (*DTYPE_BYTES, *KV_CODES)
+    found = {"auto": None, "fp8_e4m3": "fp8"} | {name: name for name in names}
+    if asked not in found:
+        raise InvalidRequest(f"kv_cache_dtype is auto, {', '.join(names)} (which is e4m3), not {asked!r}", "kv_cache_dtype")
+    return found[asked]
+
+
 def size_pool(
     model: ModelConfig,
     block_size: int,
@@ -119,6 +142,11 @@ def size_pool(
             f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: use at most that",
             "max_model_len",
         )
+    if kv_dtype in KV_CODES and model.head_dim % 4:  # or scales would not lie on a multiple of their size
+        raise InvalidRequest(
+            f"kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have {model.head_dim}: use auto",
+            "kv_cache_dtype",
+        )
     per_block = block_size * model.kv_bytes_per_token(kv_dtype)
     fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
     if fits < 1:
@@ -132,8 +160,29 @@ def size_pool(
     elif max_model_len > longest + 1 and num_blocks is None:
         raise NotEnoughMemory(
             f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but memory holds {fits}: "
-            f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype"
+            f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
         )
     if num_blocks is None:  # more than every row at full length is of no use but to the prefix cache
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
+
+
+def size_tiers(swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int) -> tuple[int, int]:
+    """(blocks in host memory, bytes on disk), of which `free` bytes of memory must hold the former. What is read from disk
+    passes through host memory, so that a disk alone takes some of that too."""
+    gib = swap_space if swap_space is not None else DISK_PASSAGE if disk_path is not None else 0.0
+    host, disk = int(gib * 2**30), int(disk_gib * 2**30) if disk_path is not None else 0
+    if host > free:
+        raise NotEnoughMemory(
+            f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the {max(free, 0) / 2**30:.1f} GiB of memory that are left: "
+            "use at most that"
+        )
+    if 0 < host < block_bytes or (disk and not host):
+        raise InvalidRequest(
+            f"swap_space ({gib:g} GiB, --kv-host-gib) holds no KV block of {block_bytes / 2**20:.1f} MiB: use more"
+            + (", which what comes from disk passes through" if disk else ", or 0 for none"),
+            "swap_space",
+        )
+    if disk and disk < 2 * block_bytes:
+        raise InvalidRequest(f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB", "kv_disk_gib")
+    return host // block_bytes, disk

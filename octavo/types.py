@@ -3,8 +3,8 @@
 StructuredOutputs, SamplingParams, BeamSearchParams, Request   what the client asked
 Guide                           follows a text that must match something
 Sequence                        one token stream, as the scheduler knows it
-Item, NewRow, Plan              what one step computes: goes down to the runner
-StepResult                      what it produced: comes up from the runner
+Item, NewRow, Save, Fetch, Plan what one step computes and moves: goes down to the runner
+DiskNews, StepResult            what it produced, and what the disk has done meanwhile: comes up from the runner
 Output                          what the engine hands to whoever asked
 """
 
@@ -294,10 +294,10 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0  # time.monotonic()
     cache_salt: str = ""  # requests of different salts never share blocks
-    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
     priority: int = 0  # lower comes sooner, under the policy of that name
     deadline: float | None = None  # time.monotonic() by which it should be done
     key: str = ""  # whose it is: what is shared fairly
+    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------
@@ -352,9 +352,10 @@ class Sequence:
     rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
     preemptions: int = 0
     shared: int = 0  # leading tokens that it has from the sequence it was forked from
-    guide: Guide | None = None  # at the last committed token
     beam: Beam | None = None
     lost: int = 0  # positions it had when it was preempted last
+    guide: Guide | None = None  # at the last committed token
+    asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
 
     @property
@@ -394,20 +395,42 @@ class NewRow(NamedTuple):
     logprobs: int | None = None  # of each token sampled, and of so many of the likeliest
 
 
+class Save(NamedTuple):
+    """Write what a host slot holds to disk, some time, if the slot still holds it then."""
+
+    slot: int
+    hash: bytes
+    tokens: array[int]
+
+
+class Fetch(NamedTuple):
+    """Read a block's content from disk into a host slot. News of it comes exactly once, whatever the disk does."""
+
+    ticket: int
+    slot: int
+    hash: bytes
+    tokens: array[int]  # the record must be of these
+
+
 @dataclass(slots=True)
 class Plan:
     """Everything a runner needs for one step, applied in the order of the fields. Never edited after plan() returned it."""
 
     step: int
+    stores: list[tuple[int, int]] = field(default_factory=list)  # block, host slot: before anything overwrites the block
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy on write: from block, to block
+    loads: list[tuple[int, int]] = field(default_factory=list)  # host slot, block
     rows: list[NewRow] = field(default_factory=list)
     appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
     items: list[Item] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)  # item -> what it may sample (Guide.mask); others: anything
+    saves: list[Save] = field(default_factory=list)  # the disk's work begins with the step and ends when it ends
+    fetches: list[Fetch] = field(default_factory=list)
+    waits: bool = False  # the disk was asked for something: its news is wanted, even if there is nothing to compute
 
     @property
     def work(self) -> bool:
-        return bool(self.items or self.rows or self.copies)
+        return bool(self.items or self.rows or self.copies or self.waits)
 
     @property
     def num_tokens(self) -> int:
@@ -423,6 +446,17 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]  # (token, logprob), best first
 
 
+class DiskNews(NamedTuple):
+    """What became of something the disk was asked for."""
+
+    kind: str  # "fetched" | "missed" | "saved" | "unsaved" | "listed"
+    hash: bytes = b""
+    ticket: int = 0  # of the fetch
+    why: str = ""  # it was missed or not saved, in a word
+    seconds: float = 0.0  # that a fetch took while others were read beside it
+    hashes: frozenset[bytes] = frozenset()  # listed: all that there is
+
+
 @dataclass(slots=True)
 class StepResult:
     """One entry an item of the plan, in order."""
@@ -430,6 +464,9 @@ class StepResult:
     tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # item -> of the token AFTER each position computed
+    seconds: float = 0.0  # the device took for the items; 0: nobody measured
+    load_seconds: float = 0.0  # and for the loads
+    news: list[DiskNews] = field(default_factory=list)
 
 
 # ---- what comes out -------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from octavo.config import ModelConfig
+from octavo.config import CacheConfig, ModelConfig
 from octavo.ops import ForwardBatch, Span
+from octavo.ops.kv import LARGEST
+from octavo.runner.kvstore import KVStore
 
 
 def scattered_tables(lengths: Sequence[int], block_size: int, seed: int = 0) -> list[list[int]]:
@@ -22,9 +24,13 @@ def scattered_tables(lengths: Sequence[int], block_size: int, seed: int = 0) -> 
 
 def empty_kv(
     config: ModelConfig, tables: list[list[int]], block_size: int, device: str, dtype: torch.dtype = torch.float32
-) -> Tensor:
+) -> Any:
     """[N, layers, 2, Hk, B, D] with a NaN in every slot: what is read without having been written shows."""
     blocks = 1 + max(map(max, tables))
+    if dtype in LARGEST:
+        store = KVStore(config, CacheConfig(block_size, blocks - 1), dtype, torch.device(device))
+        store.tensor[1:] = 255  # a float32 of such bytes is NaN: so is every scale
+        return store.view
     shape = (blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
     kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
     kv[0] = 0

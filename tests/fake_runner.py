@@ -1,20 +1,47 @@
 """A runner without tensors. Its 'attention' reads every earlier position through the block table, as a real one would,
-so any mistake in blocks, copies, rows or order changes the tokens. Its results are computed at launch and read later."""
+so any mistake in blocks, copies, rows or order changes the tokens. Its results are computed at launch and read later.
+
+Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as many steps as its dice say,
+and may fail, lose a record or never answer: then the fetch is reported late. A step may fail before it does anything, or
+after all of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from octavo.types import NewRow, Plan, StepResult, TokenLogprobs
+from octavo.types import DiskNews, Fetch, NewRow, Plan, Save, StepResult, TokenLogprobs
 from tests import oracle
+
+Entries = list[tuple[int, int] | None]
+PATIENCE = 12  # steps
+
+
+class Planted(Exception):
+    """A step fails because the test wants it to."""
 
 
 @dataclass
 class Handle:
     result: StepResult
+    finish: Callable[[StepResult], None]
 
     def wait(self) -> StepResult:
+        self.finish(self.result)
         return self.result
+
+
+@dataclass
+class FakeDisk:
+    """Outlives the runner. Faults are parts of what is asked."""
+
+    records: dict[bytes, tuple[list[int], Entries]] = field(default_factory=dict)
+    slowest: int = 6  # steps
+    missing: float = 0.0
+    never: float = 0.0
+    unwritable: float = 0.0
+    lists: float = 0.1  # part of the steps after which it tells what it has
 
 
 @dataclass
@@ -27,12 +54,26 @@ class Row:
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int):
-        self.kv: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
+    def __init__(self, num_blocks: int, block_size: int, host_slots: int = 0, disk: FakeDisk | None = None, seed: int = 0):
+        self.kv: list[Entries] = [[None] * block_size for _ in range(num_blocks + 1)]
         self.size = block_size
         self.rows: dict[int, Row] = {}
+        self.empty: Entries = [None] * block_size
+        self.host: list[Entries] = [self.empty for _ in range(host_slots)]
+        self.owner = [0] * host_slots  # who came into the slot last: late work for others is not done
+        self.disk, self.dice = disk, random.Random(seed)
+        self.ticks = 0
+        self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
+        self.saves: list[tuple[int, Save, int]] = []  # due, what, owner
+        self.fetches: list[tuple[int, Fetch, int, bool]] = []  # due, what, owner, whether it ever comes
 
     def launch(self, plan: Plan) -> Handle:
+        rare = plan.fetches or plan.loads  # or such steps would hardly ever fail
+        fails = self.failures > 0 and self.dice.random() < (4 if rare else 1) * self.failing
+        self.failures -= fails
+        if fails and self.dice.random() < 0.5:
+            raise Planted("launch")
+        stored = [(slot, self._own(slot), list(self.kv[block])) for block, slot in plan.stores]
         self._apply(plan)
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs]] = []
@@ -63,13 +104,77 @@ class FakeRunner:
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
                 after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
                 prompt_logprobs[i] = [TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)]
-        return Handle(StepResult(tokens, logprobs, prompt_logprobs))
+        self._ask_disk(plan)
+        result = StepResult(tokens, logprobs, prompt_logprobs)
+        if self.host:
+            result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
+
+        def finish(result: StepResult) -> None:
+            if fails:
+                raise Planted("wait")
+            for slot, owner, entries in stored:
+                if self.owner[slot] == owner:
+                    self.host[slot] = entries
+            result.news = self._disk_news()
+
+        return Handle(result, finish)
+
+    # ---- tiers ---------------------------------------------------------------------------------------
+
+    def _own(self, slot: int) -> int:
+        self.host[slot] = self.empty
+        self.owner[slot] += 1
+        return self.owner[slot]
+
+    def _ask_disk(self, plan: Plan) -> None:
+        assert self.disk is not None or not (plan.saves or plan.fetches), "there is no disk"
+        for fetch in plan.fetches:
+            owner = self._own(fetch.slot)
+            comes = self.dice.random() >= self.disk.never  # type: ignore[union-attr]
+            self.fetches.append((self._due() if comes else self.ticks + PATIENCE, fetch, owner, comes))
+        self.saves += [(self._due(), save, self.owner[save.slot]) for save in plan.saves]
+
+    def _due(self) -> int:
+        return self.ticks + self.dice.randrange(1, 1 + self.disk.slowest)  # type: ignore[union-attr]
+
+    def _disk_news(self) -> list[DiskNews]:
+        self.ticks += 1
+        news = []
+        if self.disk is not None and self.dice.random() < self.disk.lists:
+            news.append(DiskNews("listed", hashes=frozenset(self.disk.records)))
+        for job in [s for s in self.saves if s[0] <= self.ticks]:
+            _, save, owner = job
+            if self.owner[save.slot] == owner and self.host[save.slot] is self.empty:
+                continue  # its store is still in flight
+            self.saves.remove(job)
+            if self.owner[save.slot] != owner or self.dice.random() < self.disk.unwritable:  # type: ignore[union-attr]
+                news.append(DiskNews("unsaved", save.hash, why="fault"))
+            else:
+                self.disk.records[save.hash] = list(save.tokens), list(self.host[save.slot])  # type: ignore[union-attr]
+                news.append(DiskNews("saved", save.hash))
+        for job in [f for f in self.fetches if f[0] <= self.ticks]:
+            self.fetches.remove(job)
+            _, fetch, owner, comes = job
+            tokens, entries = self.disk.records.get(fetch.hash, ([], []))  # type: ignore[union-attr]
+            if not comes or tokens != list(fetch.tokens) or self.dice.random() < self.disk.missing:  # type: ignore[union-attr]
+                why = "late" if not comes else "fault"
+                news.append(DiskNews("missed", fetch.hash, fetch.ticket, why, 3.0 if not comes else 0.0))
+            else:
+                if self.owner[fetch.slot] == owner:  # not so if the step that asked for it failed
+                    self.host[fetch.slot] = list(entries)
+                news.append(DiskNews("fetched", fetch.hash, fetch.ticket, seconds=self.dice.random() / 4))
+        return news
+
+    # ---- the device ----------------------------------------------------------------------------------
 
     def _apply(self, plan: Plan) -> None:
         sources = [list(self.kv[a]) for a, _ in plan.copies]  # all are read before any is written
         assert len({b for _, b in plan.copies}) == len(plan.copies), "two copies to one block"
         for (_, b), entries in zip(plan.copies, sources, strict=True):
             self.kv[b] = entries
+        assert len({b for _, b in plan.loads}) == len(plan.loads), "two loads to one block"
+        for slot, b in plan.loads:
+            self.kv[b] = list(self.host[slot])
         assert len({r.row for r in plan.rows}) == len(plan.rows), "a row given out twice"
         for r in plan.rows:
             self.rows[r.row] = self._row(r)

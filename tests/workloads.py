@@ -11,7 +11,7 @@ from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.types import Output, Request, SamplingParams
 from tests import oracle
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeDisk, FakeRunner
 from tests.toy_guide import ToyGuide
 
 MAX_LEN = 60
@@ -43,6 +43,9 @@ class Trial:
     copies: int = 0
     cached: int = 0
     recomputed: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    misses: int = 0
     settings: dict[str, object] = field(default_factory=dict)
 
 
@@ -55,13 +58,28 @@ def make_engine(
     caching: bool = True,
     max_len: int = MAX_LEN,
     clock: Clock | None = None,
+    host: int = 0,
+    disk: FakeDisk | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> Engine:
     """`options`: ScheduleConfig's. Time stands still but for the clock's owner."""
-    cache, clock = CacheConfig(block_size, num_blocks, caching), clock or Clock()
-    schedule = ScheduleConfig(rows, budget, max_len, depth, **options)
+    cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
+    schedule, clock = ScheduleConfig(rows, budget, max_len, depth, **options), clock or Clock()
     scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
-    return Engine(scheduler, FakeRunner(num_blocks, block_size), clock.sleep)
+    if scheduler.tiers is not None and disk is not None:
+        scheduler.tiers.on_disk = set(disk.records)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, host, disk, seed), clock.sleep)
+
+
+def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
+    """How many host slots, and what disk is behind them."""
+    host = g.choice([0, g.randrange(1, 5), g.randrange(5, 20), 100])
+    if not host or g.random() < 0.3:
+        return host, None
+    sound = g.random() < 0.5
+    rate = 0.0 if sound else g.choice([0.25, 0.5])
+    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, g.choice([0.1, 1.0]))
 
 
 def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:
@@ -77,15 +95,16 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
         min_tokens=0,
         prompt_logprobs=0 if g.random() < 0.1 else None,
     )
+    guide = g.choice(guides) if guides and g.random() < 0.6 else None
     return Request(
         f"r{i}",
         prompt,
         params,
         cache_salt=g.choice(["", "", "", "other"]),
-        guide=g.choice(guides) if guides and g.random() < 0.6 else None,
         priority=g.choice([-2, 0, 0, 0, 1, 5]),
         deadline=g.choice([None, g.uniform(0, 5)]),
         key=g.choice(["", "a", "b"]),
+        guide=guide,
     )
 
 
@@ -129,8 +148,8 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
     policy, batching = policy or drawn[0], batching or drawn[1]
     modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
-    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **modes)
-    scheduler = engine.scheduler
+    dice = random.Random(f"tiers {seed}")  # of their own: what else a seed draws does not change with them
+    host, disk = random_tiers(dice)
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
     guides = [ToyGuide(g.randrange(1000)) for _ in range(2)] if guided else []
@@ -140,12 +159,23 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
         if r.guide is None and g.random() < 0.4:
             r.params = random_beams(g)
     requests = {r.id: r for r in todo}
+    if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
+        earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed)
+        for r in todo:
+            earlier.add(r)
+        run_dry(earlier)
+    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, host=host, disk=disk, seed=seed + 1, **modes)
+    scheduler, runner = engine.scheduler, engine.runner
+    assert isinstance(runner, FakeRunner)
+    if dice.random() < 0.3:  # few, like the aborts
+        runner.failing, runner.failures = 0.1, 2
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
     searched: dict[str, list[Output]] = {}
     aborted: set[str] = set()
     result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching, **modes))
+    result.settings |= dict(host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
     def take(outputs: list[Output]) -> None:
         for out in outputs:
@@ -156,6 +186,7 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
                 logprobs[out.request_id] = out.prompt_logprobs
             if out.finish_reason is not None:
                 ended[key] = out.finish_reason
+                assert out.finish_reason != "error" or (out.error or "").startswith("Planted"), out.error
             if requests[out.request_id].params.use_beam_search:
                 searched.setdefault(out.request_id, []).append(out)
 
@@ -169,6 +200,8 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
             aborted.add(victim := g.choice(list(scheduler.requests)))
             take(engine.abort(victim))
         epochs = {seq.id: seq.epoch for seq in scheduler.running}
+        if dice.random() < 0.005:
+            scheduler.forget()
         take(engine.step())
         scheduler.check()
         for seq in scheduler.running:
@@ -183,17 +216,18 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
         clock.sleep(g.choice([0.001, 0.01, 0.1]))
         steps += 1
         assert steps < 20_000, "no progress"
+    run_dry(engine)
     scheduler.pool.check([])
     assert len(scheduler.rows) == rows and not scheduler.live and not scheduler.requests
 
     for r in requests.values():
-        if r.params.prompt_logprobs is not None and r.id not in aborted:
+        if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":
             have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
             assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
         if r.params.use_beam_search:
             try:
                 assert len(searched[r.id]) == r.params.n, f"{r.id} never ended"
-                if r.id not in aborted:
+                if r.id not in aborted and ended[r.id, 0] != "error":
                     check_beams(r, searched[r.id])
             except AssertionError as error:
                 raise AssertionError(f"trial {seed} {r.id} {result.settings} {r.params}: {error}") from None
@@ -203,7 +237,7 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
             key = (r.id, index)
             want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide)
             assert key in ended, f"{key} never ended"
-            if r.id in aborted:
+            if r.id in aborted or ended[key] == "error":
                 have = got.get(key, [])
                 assert have == want[: len(have)], f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
             else:
@@ -217,4 +251,21 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
     result.recomputed = count.recomputed_tokens
+    tiers = count.tiers
+    result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
     return result
+
+
+def run_dry(engine: Engine) -> None:
+    """Until nobody waits and the disk has answered all it was asked."""
+    tiers = engine.scheduler.tiers
+    for _ in range(20_000):
+        if engine.idle and not (tiers and tiers.fetching):
+            break
+        engine.step()
+    else:
+        raise AssertionError("no progress")
+    if tiers is not None:
+        tiers.check()
+        assert not any(tiers.pins), "a slot is still pinned though nothing moves"
+        assert len(tiers.ready) + len(tiers.free) == tiers.slots

@@ -1,4 +1,5 @@
-"""What each weight format costs and gains: memory, load time, speed, and how far its predictions are from full precision.
+"""What each format of weights or of KV costs and gains: memory, load time, speed, and how far its predictions are from full
+precision.
 
 The text is the language reference that comes with every Python (pydoc_data.topics): prose and code, the same everywhere but for
 the version. Perplexity is over all its tokens but each passage's first; "top1" is how often the likeliest token is the same as
@@ -15,13 +16,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.bench.batching import spread
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.types import SamplingParams
 
 PLAIN = "none"
-FORMATS = (PLAIN, "auto", "int8", "int8-g32", "int4-g32-asym", "int4-g32", "int4-g64-asym", "int4-g64", "int4-g128")
+KV_FORMATS = ("auto", "int8", "fp8")
+FORMATS: tuple[str, ...] = (
+    PLAIN,
+    "auto",
+    "int8",
+    "int8-g32",
+    "int4-g32-asym",
+    "int4-g32",
+    "int4-g64-asym",
+    "int4-g64",
+    "int4-g128",
+)
+if torch.cuda.is_available():  # only there they differ from int8, or are fast
+    FORMATS += ("int8-a8", "fp8")
 PROMPT = 128  # tokens, of which the time to the first token is measured
 OUTPUT = 64
 
@@ -79,11 +95,12 @@ def measure(
     count: int = 8,
     length: int = 512,
     done: Callable[[str], None] = lambda name: None,
+    plain: str = PLAIN,
 ) -> list[dict[str, Any]]:
-    """One row a format, in order. Full precision is measured in any case, first: the others are compared with it."""
+    """One row a format, in order. `plain` is measured in any case, first: the others are compared with it."""
     rows: list[dict[str, Any]] = []
     base: tuple[list[float], list[int]] | None = None
-    for name in dict.fromkeys((PLAIN, *formats)):
+    for name in dict.fromkeys((plain, *formats)):
         start = time.perf_counter()
         llm = load(name)
         took = time.perf_counter() - start
@@ -95,6 +112,7 @@ def measure(
             {
                 "format": name,
                 "weight_bytes": llm.memory.weights,
+                "kv_bytes_per_token": llm.memory.kv_per_token,
                 "load_s": took,
                 **speed(llm, texts[0], repeat),
                 "perplexity": math.exp(-statistics.fmean(found[0])),
@@ -105,6 +123,8 @@ def measure(
         rows[-1]["perplexity_ratio"] = rows[-1]["perplexity"] / rows[0]["perplexity"]
         del llm
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         done(name)
     return rows
 

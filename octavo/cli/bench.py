@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, command, option, size
+from octavo.cli.options import EngineOptions, Model, command, flag, option, size, sizes
 from octavo.cli.screen import in_bytes, short
 from octavo.errors import InvalidRequest
 
@@ -180,6 +180,63 @@ def load_shape(engine: EngineOptions, model: str | None) -> LLM:
     return engine.load(SHAPES[model], skip_tokenizer_init=True)
 
 
+TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
+
+
+@app.command()
+@command
+def tiers(
+    model: ModelOrShape = None,
+    tokens: Annotated[int, option("Of each prompt.", None, "N", parser=size, show_default=True)] = 4000,
+    repeat: Annotated[int, option("Prompts.", None, "N", show_default=True, min=1)] = 3,
+    output: Output = None,
+    engine: EngineOptions = TIERS,
+) -> None:
+    """A prompt that was evicted, asked for again: from host memory, after a restart from disk, and computed."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.tiers import OUTPUT, measure
+    from octavo.memory import BLOCK_SIZE
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    with tempfile.TemporaryDirectory(prefix="octavo-kv-") as scratch, bar as progress:
+        engine.kv_disk = engine.kv_disk or Path(scratch)
+        engine.max_model_len = tokens + OUTPUT
+        kind = _kind(engine.device)
+        engine.num_blocks = engine.num_blocks or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
+        task = progress.add_task("measuring", total=4 * repeat)
+        r = measure(lambda: load_shape(engine, model), engine.kv_disk, tokens, repeat, lambda: progress.advance(task))
+    r = {"model": model or "smollm2", **r}
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in (f"{tokens:,} tokens, first token after", "median", "min - max", "sooner", "rate", "the engine chooses it"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
+    chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
+    names = {"cold": "computed", "device": "device's cache", "host": "host memory", "disk": "disk, after a restart",
+             "paged": "disk, in the system's cache"}  # fmt: skip
+    for key, name in names.items():
+        t = r[f"{key}_ttft_s"]
+        more = []
+        if key in speeds:
+            more = [f"{r[f'{key}_ratio']['median']:.1f}x", f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
+        table.add_row(name, f"{t['median'] * 1e3:.1f} ms", f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}", *more)
+    console.print(table)
+    link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
+    console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
+    console.print(f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
+    finish(r, output)
+
+
+def _kind(device: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
+
+
 QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_prefix_caching=True)
 
 
@@ -228,3 +285,146 @@ def quant(
     if picture is not None:
         plot(rows, picture)
     finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+
+
+@app.command()
+@command
+def kv(
+    model: Model = None,
+    formats: Annotated[str | None, option("Some of auto, float16, int8, fp8, ...; default: all codes.", None, "A,B,...")] = None,
+    repeat: Annotated[int, option("Measurements of speed.", None, "N", show_default=True, min=1)] = 3,
+    passages: Annotated[int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)] = 8,
+    length: Annotated[int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)] = 512,
+    output: Output = None,
+    engine: EngineOptions = QUANT,
+) -> None:
+    """KV formats compared with what --kv-cache-dtype auto holds: memory, speed and perplexity, as `quant` measures them."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.quant import KV_FORMATS, measure
+
+    chosen = tuple(formats.split(",")) if formats else KV_FORMATS
+
+    def load(name: str) -> Any:
+        engine.kv_cache_dtype = name
+        return engine.load(model)
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(chosen))
+        rows = measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task), plain="auto")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("KV", "bytes a token", "of auto", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error"):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    for r in rows:
+        table.add_row(
+            r["format"], f"{r['kv_bytes_per_token']:,}", f"{r['kv_bytes_per_token'] / rows[0]['kv_bytes_per_token']:.3f}",
+            f"{r['single_tok_s']['median']:.0f}", f"{r['batch16_tok_s']['median']:.0f}", f"{r['perplexity']:.4f}",
+            f"{r['perplexity_ratio']:.5f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.4f}",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    console.print(table)
+    finish({"bench": "kv", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+
+
+@app.command()
+@command
+def attention(
+    device: Annotated[str, option("auto, cpu or cuda.", None, "NAME", show_default=True)] = "auto",
+    heads: Annotated[int, option("Query heads.", None, "N", show_default=True, min=1)] = 16,
+    kv_heads: Annotated[int, option("Key and value heads.", None, "N", show_default=True, min=1)] = 8,
+    dim: Annotated[int, option("Numbers in a head.", None, "N", show_default=True, min=4)] = 128,
+    shapes: Annotated[str | None, option("Sequences x tokens, such as 256x800,64x8K.", None, "SxN,...")] = None,
+    repeat: Annotated[int, option("Measurements.", None, "N", show_default=True, min=1)] = 5,
+    output: Output = None,
+) -> None:
+    """Decode attention alone over plain, int8 and fp8 KV, in bytes of KV a second."""
+    import torch
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench.attention import Shape, measure
+
+    if heads % kv_heads or dim % 4:
+        raise InvalidRequest("heads must be a multiple of kv-heads, and dim of 4", "heads")
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise InvalidRequest(f"device {device!r} is not here: use auto, cpu or, where there is a GPU, cuda", "device")
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    chosen = tuple(Shape(*map(size, part.split("x"))) for part in shapes.split(",")) if shapes else ()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        r = measure(where, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("sequences", "tokens", "KV", "bytes read", "us", "min - max", "GB/s", "of a copy", "speedup"):
+        table.add_column(column, justify="right")
+    for row in r["rows"]:
+        table.add_row(
+            f"{row['sequences']:,}", f"{row['tokens']:,}", row["kv"], in_bytes(row["kv_bytes"]), f"{row['seconds'] * 1e6:,.1f}",
+            f"{row['min_s'] * 1e6:,.1f} - {row['max_s'] * 1e6:,.1f}", f"{row['bytes_s'] / 1e9:,.0f}", f"{row['of_copy']:.0%}",
+            f"{row['speedup']:.2f}",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.width = max(console.width, 100)
+    console.print(table)
+    console.print(f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
+                  f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]")  # fmt: skip
+    finish({"bench": "attention", **r}, output)
+
+
+@app.command()
+@command
+def linear(
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="qwen3-0.6b, llama-8b or tinyllama-1.1b.")] = "llama-8b",
+    formats: Annotated[str | None, option("Some formats, with commas between.", None, "A,B,...", "--quant")] = None,
+    rows: Annotated[str | None, option("Numbers of rows, with commas between.", None, "N,...")] = None,
+    tune: Annotated[bool, flag("--tune", "Try ways to cut the GPU's products up instead, and print the fastest.")] = False,
+    output: Output = None,
+) -> None:
+    """A model's matrix products one by one, in each weight format beside plain weights."""
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from octavo.bench import linear as bench
+    from octavo.bench.shapes import SHAPES
+
+    if shape not in SHAPES:
+        raise InvalidRequest(f"unknown shape {shape}: use {', '.join(SHAPES)}", "shape")
+    chosen = tuple(formats.split(",")) if formats else bench.FORMATS
+    counts = tuple(sizes(rows)) if rows else None
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    if tune:
+        from octavo.bench import tune as tuning
+
+        best = tuning.tune(SHAPES[shape], chosen, counts or tuning.ROWS, console.print)
+        finish({"bench": "linear", "shape": shape, "best": best}, output)
+        return
+    counts = counts or bench.ROWS
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        total = len(bench.products(SHAPES[shape])) * (1 + len(chosen)) * len(counts)
+        task = progress.add_task("measuring", total=total)
+        records = bench.measure(SHAPES[shape], chosen, counts, lambda: progress.advance(task))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("product", "outputs", "inputs", "rows", "format", "us", "GB/s", "TFLOP/s", "speed"):
+        table.add_column(column, justify="left" if column in ("product", "format") else "right")
+    for r in sorted(records, key=lambda r: (r["rows"], -r["times"])):
+        table.add_row(
+            r["product"], str(r["outputs"]), str(r["inputs"]), str(r["rows"]), r["format"], f"{r['us']:.1f}", f"{r['gb_s']:.0f}",
+            f"{r['tflop_s']:.1f}", f"{r['ratio']:.2f}x",
+        )  # fmt: skip
+    console.print(table)
+    steps = bench.step_ratios(records)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="all products of a step, ms (times as fast as plain weights)")
+    for column in ("format", *map(str, counts)):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for name in ("none", *chosen):
+        table.add_row(name, *(f"{steps[name, n][0] / 1e3:.2f} ({steps[name, n][1]:.2f}x)" for n in counts))
+    console.print(table)
+    finish({"bench": "linear", "shape": shape, "records": records}, output)

@@ -1,6 +1,7 @@
 """`octavo chat`: a conversation in the terminal, or line by line from a pipe.
 
-    Chat     the conversation: messages, one reply at a time, what the last one cost. Prints nothing.
+    Chat     the conversation: messages, one reply at a time, what the last one cost. Prints nothing. With a model of this process
+             or a server's (partner.py, remote.py)
     Session  the words around it: the prompt, the commands, Ctrl-C
 
 Each turn sends the whole conversation; the prefix cache has all of it but the latest message, so turns stay cheap.
@@ -15,20 +16,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.options import EMBEDDED, EngineOptions, Model, SamplingOptions, command, flag, option
+from octavo.cli.partner import Local, Messages, Partner, Prompt
 from octavo.cli.screen import DIM, ERASE_LINE, Writer, dim, note, short, tokens
 from octavo.cli.thinking import OPEN, Thinking
 from octavo.errors import InvalidRequest, OctavoError
-
-if TYPE_CHECKING:
-    from octavo.llm import LLM
-    from octavo.outputs import CompletionOutput
 
 HELP = """\
 /reset           forget the conversation, keep the system prompt
@@ -52,17 +50,32 @@ def chat(
     context: typer.Context,
     model: Model = None,
     system: Annotated[str | None, option("What the model is told before all else.", None, "TEXT")] = None,
+    url: Annotated[str | None, option("Talk to a running server, such as http://127.0.0.1:8000.", None, "URL")] = None,
+    api_key: Annotated[
+        str | None, option("For --url; better in the environment.", None, "KEY", envvar="OCTAVO_API_KEY", show_envvar=True)
+    ] = None,
     show_thinking: Annotated[bool, flag("--show-thinking", "Show what stands in <think>...</think>.")] = False,
     sampling: SamplingOptions = SAMPLING,
     engine: EngineOptions = ENGINE,
 ) -> None:
     """Talk to a model. /help in the conversation lists what else it understands."""
-    from octavo.memory import parameter_count
-
     sampling.params()  # a bad value is told before the model is loaded
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-    llm = engine.load(model, seed=seed)
     given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+    if url is None:
+        talk = Chat(*here(model, engine, sampling, given, seed), system)
+    else:
+        talk = Chat(there(model, url, api_key, given, seed), sampling, system)
+    Session(talk, show_thinking, seed).run()
+
+
+def here(
+    model: str | None, engine: EngineOptions, sampling: SamplingOptions, given: set[str], seed: int
+) -> tuple[Partner, SamplingOptions]:
+    """The model, loaded, and how to sample from it."""
+    from octavo.memory import parameter_count
+
+    llm = engine.load(model, seed=seed)
     sampling = recommended(sampling, llm.checkpoint.generation_config, given)
     sampling.seed = None  # each reply gets a seed of its own, derived from the engine's
     name = Path(model).name if model else EMBEDDED
@@ -72,9 +85,22 @@ def chat(
         )
     parameters = short(parameter_count(llm.model))
     dtype = str(llm.model_dtype).removeprefix("torch.")
-    talk = Chat(llm, sampling, system)
-    note(f"{name}, {parameters} parameters, {dtype}, context {tokens(talk.context)}; /help, or Ctrl-D to leave")
-    Session(talk, show_thinking, seed).run()
+    partner = Local(llm)
+    note(f"{name}, {parameters} parameters, {dtype}, context {tokens(partner.context)}; /help, or Ctrl-D to leave")
+    return partner, sampling
+
+
+def there(model: str | None, url: str, key: str | None, given: set[str], seed: int) -> Partner:
+    """A server's model."""
+    from octavo.cli.remote import Remote
+
+    useless = sorted(given & {field.name for field in fields(EngineOptions)})
+    if useless:
+        raise InvalidRequest(f"--{useless[0].replace('_', '-')} is for a model that is loaded here, not for a server's (--url)")
+    partner = Remote(url, key, model, seed)
+    context = f", context {tokens(partner.context)}" if partner.context else ""
+    note(f"{partner.model} at {partner.url}{context}; /help, or Ctrl-D to leave")
+    return partner
 
 
 def recommended(sampling: SamplingOptions, advice: dict[str, Any], given: set[str]) -> SamplingOptions:
@@ -108,81 +134,64 @@ class Stats:
 
 
 class Chat:
-    def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None = None):
-        self.llm, self.sampling, self.system = llm, sampling, system
+    def __init__(self, partner: Partner, sampling: SamplingOptions, system: str | None = None):
+        self.partner, self.sampling, self.system = partner, sampling, system
         self.turns: list[tuple[str, str]] = []  # what was said, what was replied
-        self.context = min(llm.schedule.max_model_len, llm.cache.num_blocks * llm.cache.block_size + 1)
+        self.context = partner.context
         self.stats: Stats | None = None
-        self.stopped = False  # set it, and the reply ends after the step that is being computed
 
-    def messages(self, latest: str | None = None) -> list[dict[str, str]]:
+    def messages(self, latest: str | None = None) -> Messages:
         said = [{"role": "system", "content": self.system}] if self.system else []
         for user, assistant in self.turns:
             said += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
         return said if latest is None else [*said, {"role": "user", "content": latest}]
 
-    def make_room(self, latest: str) -> tuple[list[int], int]:
-        """The prompt's tokens, and how many of the oldest exchanges had to go. Down to half the context where any must:
-        dropping one at every turn would change the beginning each time, and the prefix cache would never have it."""
+    def make_room(self, latest: str) -> tuple[Prompt, int]:
+        """The prompt, and how many of the oldest exchanges had to go. Down to half the context where any must: dropping one at
+        every turn would change the beginning each time, and the prefix cache would never have it."""
         reply = min(self.sampling.max_tokens, self.context // 4)
-        ids = self.llm.encode_chat(self.messages(latest))
-        if len(ids) + reply <= self.context:
-            return ids, 0
+        prompt = self.partner.encode(self.messages(latest))
+        if len(prompt) + reply <= self.context or not self.context:
+            return prompt, 0
         before, kept = len(self.turns), self.turns
-        while self.turns and len(ids) > self.context // 2:
+        while self.turns and len(prompt) > self.context // 2:
             self.turns = self.turns[1:]
-            ids = self.llm.encode_chat(self.messages(latest))
-        if len(ids) >= self.context:
+            prompt = self.partner.encode(self.messages(latest))
+        if len(prompt) >= self.context:
             self.turns = kept
             raise InvalidRequest(
-                f"this message makes a prompt of {len(ids):,} tokens, but the context holds {self.context:,}: shorten it"
+                f"this message makes a prompt of {len(prompt):,} tokens, but the context holds {self.context:,}: shorten it"
             )
-        return ids, before - len(self.turns)
+        return prompt, before - len(self.turns)
 
-    def reply(self, latest: str, ids: list[int]) -> Iterator[tuple[bool, str]]:
+    def reply(self, latest: str, prompt: Prompt) -> Iterator[tuple[bool, str]]:
         """(is a thought, text) as it comes. Whatever came of the answer is in `turns` afterwards."""
-        stats = self.stats = Stats(len(ids))
-        count, start = self.llm.engine.scheduler.count, time.monotonic()
-        cached = count.cached_tokens
-        end_of_prompt = self.llm.get_tokenizer().decode(ids[-8:], skip_special_tokens=False)
-        thinking = Thinking(end_of_prompt.rstrip().endswith(OPEN))
+        stats = self.stats = Stats(len(prompt))
+        start = time.monotonic()
+        thinking = Thinking(prompt.end.rstrip().endswith(OPEN))
         answer = ""
         try:
-            for piece in self._pieces(ids):
-                stats.cached_tokens = count.cached_tokens - cached
-                stats.generated_tokens += len(piece.token_ids)
+            for piece in self.partner.pieces(prompt, self.sampling):
+                stats.cached_tokens, stats.generated_tokens = piece.cached_tokens, piece.generated_tokens
                 stats.total_s = time.monotonic() - start
                 if stats.first_s is None:
                     stats.first_s = stats.total_s
-                stats.finish_reason = piece.finish_reason
+                stats.finish_reason = piece.finish_reason or stats.finish_reason
                 for thought, text in thinking.push(piece.text) + (thinking.finish() if piece.finish_reason else []):
                     if not thought:
                         text = text if answer else text.lstrip()
                         answer += text
                     yield thought, text
+        except OctavoError:
+            stats.finish_reason = "error"
+            raise
         finally:
             if answer.strip() and stats.finish_reason != "error":
                 self.turns.append((latest, answer.rstrip()))
 
-    def _pieces(self, ids: list[int]) -> Iterator[CompletionOutput]:
-        """A stream that ends when `stopped` is set, between two steps of a long prompt as well."""
-        llm, count = self.llm, self.llm.engine.scheduler.count
-        room = self.context - len(ids)
-        pieces = llm.stream(ids, self.sampling.params(max_tokens=min(self.sampling.max_tokens, room)))
-        generated = count.generated_tokens
-        try:
-            while not (self.stopped or llm.engine.idle) and count.generated_tokens == generated:
-                llm.step()
-            while not self.stopped and (piece := next(pieces, None)) is not None:
-                yield piece
-        finally:
-            for request in list(llm.engine.scheduler.requests):  # there is at most this one
-                llm.abort(request)
-
-    def blocks(self) -> tuple[int, int, int]:
-        """Used, cached and free blocks of the KV pool."""
-        pool = self.llm.engine.scheduler.pool
-        return pool.num_blocks - len(pool.free), pool.num_cached, len(pool.free) - pool.num_cached
+    def stop(self) -> None:
+        """End the reply that is coming; what has come of it stays."""
+        self.partner.stop()
 
 
 # ---- the words around it ----------------------------------------------------------------------------------
@@ -224,25 +233,27 @@ class Session:
     def answer(self, message: str) -> None:
         talk = self.chat
         before = len(talk.turns)
-        ids, dropped = talk.make_room(message)
+        prompt, dropped = talk.make_room(message)
         if dropped:
             note(f"(the context of {talk.context:,} tokens is full: the oldest {dropped} of {before} exchanges were dropped)")
         writer = Writer()
         waiting = False  # the word "thinking..." is on the screen
-        with ctrl_c_stops(talk):
-            for thought, text in talk.reply(message, ids):
-                if thought and not self.show_thinking:
-                    if writer.terminal and not waiting:
-                        waiting = True
-                        print(dim("thinking...", True), end="", flush=True)
-                    continue
-                if waiting:
-                    waiting = False
-                    print(ERASE_LINE, end="")
-                writer.write(text, DIM if thought else "")
-        if waiting:
-            print(ERASE_LINE, end="")
-        writer.end()
+        try:
+            with ctrl_c_stops(talk):
+                for thought, text in talk.reply(message, prompt):
+                    if thought and not self.show_thinking:
+                        if writer.terminal and not waiting:
+                            waiting = True
+                            print(dim("thinking...", True), end="", flush=True)
+                        continue
+                    if waiting:
+                        waiting = False
+                        print(ERASE_LINE, end="")
+                    writer.write(text, DIM if thought else "")
+        finally:
+            if waiting:
+                print(ERASE_LINE, end="")
+            writer.end()
         assert talk.stats is not None
         reason, answered = talk.stats.finish_reason, len(talk.turns) > before - dropped
         if reason == "error":
@@ -274,15 +285,17 @@ class Session:
             print(self.chat.system or "no system prompt is set; the model's template may bring its own")
 
     def stats(self, _: str) -> None:
-        last, (used, cached, free) = self.chat.stats, self.chat.blocks()
+        last, memory = self.chat.stats, self.chat.partner.memory()
         if last is not None:
             rate = "-" if last.rate is None else f"{last.rate:.1f} tokens/s"
             first = "-" if last.first_s is None else f"{last.first_s * 1000:.0f} ms"
-            share = last.cached_tokens / last.prompt_tokens
             print(f"speed        {rate}, first token after {first}")
             print(f"last reply   {last.generated_tokens:,} tokens in {last.total_s:.2f} s")
-            print(f"prompt       {last.prompt_tokens:,} tokens, {last.cached_tokens:,} of them cached ({share:.0%})")
-        print(f"KV blocks    {used:,} used, {cached:,} cached, {free:,} free, of {self.chat.llm.cache.block_size} tokens each")
+            if last.prompt_tokens:
+                share = last.cached_tokens / last.prompt_tokens
+                print(f"prompt       {last.prompt_tokens:,} tokens, {last.cached_tokens:,} of them cached ({share:.0%})")
+        if memory is not None:
+            print(f"KV blocks    {memory}")
         chosen = {name: getattr(self.chat.sampling, name) for name in NEUTRAL}
         unusual = [f"{name} {value:g}" for name, value in chosen.items() if value != NEUTRAL[name]]
         print(f"sampling     {', '.join([*unusual, f'seed {self.seed}'])}")
@@ -318,13 +331,13 @@ def ask() -> Iterator[str]:
 
 @contextmanager
 def ctrl_c_stops(talk: Chat) -> Iterator[None]:
-    """Ctrl-C asks the reply to end between two steps, where nothing is half done. One who insists ends the program."""
-    presses, talk.stopped = 0, False
+    """Ctrl-C asks the reply to end, where nothing is half done. One who insists ends the program."""
+    presses = 0
 
     def on_press(*_: Any) -> None:
         nonlocal presses
         presses += 1
-        talk.stopped = True
+        talk.stop()
         if presses >= 3:
             raise KeyboardInterrupt
 

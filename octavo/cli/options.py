@@ -90,6 +90,9 @@ class SizeOptions:
             show_default=True,
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        str, option("KV as auto, int8, fp8, float16, ...: int8 and fp8 halve it.", "Memory", "NAME", show_default=True)
+    ] = "auto"
     device: Annotated[str, option("auto, cpu or cuda.", "Model", "NAME", show_default=True)] = "auto"
     revision: Annotated[str | None, option("Branch, tag or commit on the hub.", "Model", "NAME")] = None
     max_model_len: Annotated[
@@ -101,6 +104,9 @@ class SizeOptions:
         None
     )
     num_blocks: Annotated[int | None, option("KV blocks, instead of as many as fit.", "Memory", "N", parser=size)] = None
+    kv_host_gib: Annotated[float | None, option("Memory for KV that leaves the device.", "Memory", "GiB")] = None
+    kv_disk: Annotated[Path | None, option("Keep KV here too, over restarts.", "Memory", "DIRECTORY")] = None
+    kv_disk_gib: Annotated[float, option("How much of it.", "Memory", "GiB", show_default=True)] = 16.0
     max_num_seqs: Annotated[int, option("Sequences computed at once.", "Scheduling", "N", parser=size, show_default=True)] = 256
     max_num_batched_tokens: Annotated[
         int | None, option("Tokens computed in a step: 2K on a CPU, 16K on a GPU.", "Scheduling", "N", parser=size)
@@ -136,6 +142,7 @@ class EngineOptions(SizeOptions):
             tokenizer=None if self.tokenizer is None else str(self.tokenizer),
             dtype=self.dtype,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             load_format=self.load_format,
             revision=self.revision,
@@ -144,6 +151,9 @@ class EngineOptions(SizeOptions):
             block_size=self.block_size,
             num_gpu_blocks_override=self.num_blocks,
             enable_prefix_caching=not self.no_prefix_caching,
+            swap_space=self.kv_host_gib,
+            kv_disk_path=None if self.kv_disk is None else str(self.kv_disk),
+            kv_disk_gib=self.kv_disk_gib,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             depth=self.depth,

@@ -41,6 +41,8 @@ def plan(
         ways: list[str] = []
     except NotEnoughMemory:
         found, ways = None, list(ways_to_fit(shape, case))
+    if found is not None:
+        found = with_tiers(found[0], case, options, on_this_machine=device_memory is None), found[1]
     report = describe(model or EMBEDDED, shape, case, found, ways, wanted)
     if as_json:
         print(json.dumps(report))
@@ -66,7 +68,7 @@ class Shape:
         self._measured: dict[tuple[str, str, str], tuple[int, int, str]] = {}
 
     def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int, str]:
-        """(parameters, bytes, dtype of KV)"""
+        """(parameters, bytes, dtype of KV where nobody says otherwise)"""
         import torch
 
         from octavo.memory import weight_bytes
@@ -106,18 +108,20 @@ class Case:
     total: int
     dtype: str
     quantization: str
+    kv_cache_dtype: str
     utilization: float
     block_size: int
     num_blocks: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
+    staging: int = 0  # bytes that a second tier of KV takes of the device
 
     @classmethod
     def of(cls, shape: Shape, options: SizeOptions, device_memory: int | None) -> Case:
         import torch
 
-        from octavo.memory import BLOCK_SIZE, available_memory, step_tokens
+        from octavo.memory import BLOCK_SIZE, STAGING, available_memory, step_tokens
 
         if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
             fail(f"unknown device {options.device!r}: use auto, cpu or cuda")
@@ -138,15 +142,21 @@ class Case:
         parameters = shape.measure(dtype, options.quantization, kind)[0]
         budget = options.max_num_batched_tokens or step_tokens(kind, parameters, options.max_num_seqs)
         return cls(
-            kind, free, total, dtype, options.quantization, options.gpu_memory_utilization,
+            kind, free, total, dtype, options.quantization, options.kv_cache_dtype, options.gpu_memory_utilization,
             options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,
+            STAGING[kind] if options.kv_host_gib or options.kv_disk is not None else 0,
         )  # fmt: skip
 
     def weights(self, shape: Shape) -> int:
         return shape.measure(self.dtype, self.quantization, self.kind)[1]
 
+    def kv_dtype(self, shape: Shape) -> str:
+        from octavo.memory import parse_kv_dtype
+
+        return parse_kv_dtype(self.kv_cache_dtype) or shape.measure(self.dtype, self.quantization, self.kind)[2]
+
     def kv_per_token(self, shape: Shape) -> int:
-        return shape.config.kv_bytes_per_token(shape.measure(self.dtype, self.quantization, self.kind)[2])
+        return shape.config.kv_bytes_per_token(self.kv_dtype(shape))
 
     def activations(self, shape: Shape) -> int:
         from octavo.memory import activation_bytes
@@ -159,11 +169,11 @@ class Case:
 
         weights = self.weights(shape)
         activations = self.activations(shape)
-        budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations)
+        budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations + self.staging)
         cache, length = size_pool(
             shape.config,
             self.block_size,
-            shape.measure(self.dtype, self.quantization, self.kind)[2],
+            self.kv_dtype(shape),
             budget,
             self.max_num_seqs,
             self.max_model_len,
@@ -177,10 +187,23 @@ class Case:
 
         blocks = max(1, -(-((self.max_model_len or 1) - 1) // self.block_size))
         kv = blocks * self.block_size * self.kv_per_token(shape)
-        fixed = self.weights(shape) + self.activations(shape)
+        fixed = self.weights(shape) + self.activations(shape) + self.staging
         if self.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
         return int((fixed + kv + self.total - self.free) / self.utilization) + 1
+
+
+def with_tiers(memory: MemoryPlan, case: Case, options: SizeOptions, on_this_machine: bool) -> MemoryPlan:
+    """The plan with what was asked of host memory and disk, or NotEnoughMemory. Another machine's host memory is not known."""
+    import torch
+
+    from octavo.memory import available_memory, size_tiers
+
+    spare = available_memory(torch.device("cpu"))[0] if on_this_machine else 2**62
+    if case.kind == "cpu":
+        spare = min(spare, case.free) - memory.weights - memory.kv
+    host, disk = size_tiers(options.kv_host_gib, options.kv_disk, options.kv_disk_gib, memory.block_bytes, spare)
+    return replace(memory, host_blocks=host, disk=disk)
 
 
 def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
@@ -192,6 +215,8 @@ def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
         changes.append(replace(case, dtype="bfloat16"))
     if case.quantization in ("auto", "none"):
         changes += [replace(case, quantization="int8"), replace(case, quantization="int4-g128")]
+    if case.kv_cache_dtype == "auto" and shape.config.head_dim % 4 == 0:
+        changes.append(replace(case, kv_cache_dtype="int8"))
     if case.max_model_len is not None:
         try:
             changes.append(replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1]))
@@ -251,6 +276,7 @@ def describe(
         "max_num_batched_tokens": case.max_num_batched_tokens,
         "weights": weights,
         "activations": case.activations(shape),
+        "kv_dtype": case.kv_dtype(shape),
         "kv_bytes_per_token": case.kv_per_token(shape),
         "block_size": case.block_size,
         "model_context": shape.config.max_position,
@@ -264,6 +290,8 @@ def describe(
         "num_blocks": memory.num_blocks,
         "kv_pool": memory.kv,
         "kv_tokens": memory.kv_tokens,
+        "kv_host": memory.host,
+        "kv_disk": memory.disk,
         "max_model_len": context,
         "concurrency": {str(n): memory.concurrency(n) if n <= context else 0 for n in lengths},
     }
@@ -285,10 +313,13 @@ def show(report: dict[str, Any]) -> None:
     table.add_row("weights", in_bytes(r["weights"]))
     step = f"a step of {r['max_num_batched_tokens']:,} tokens, {r['max_num_seqs']:,} sequences"
     table.add_row("activations", in_bytes(r["activations"]), step)
-    table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]))
+    table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]), r["kv_dtype"])
     if r["fits"]:
         table.add_row("KV pool", in_bytes(r["kv_pool"]), f"{r['num_blocks']:,} blocks of {r['block_size']} tokens")
         table.add_row("tokens in the pool", f"{r['kv_tokens']:,}")
+        for tier, name in (("kv_host", "KV in host memory"), ("kv_disk", "KV on disk")):
+            if r[tier]:
+                table.add_row(name, in_bytes(r[tier]), f"{r[tier] // r['kv_bytes_per_token']:,} tokens")
         table.add_row("longest sequence", f"{r['max_model_len']:,}", f"the model's own limit is {r['model_context']:,}")
     console.print(table)
     if not r["fits"]:

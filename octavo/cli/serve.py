@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 KeysFile = Annotated[Path | None, option("API keys, a TOML file: see docs/serving.md.", "Safety", "FILE")]
 Names = Annotated[list[str] | None, option("Also answer under this host name; may be repeated.", "Safety", "NAME")]
 Origins = Annotated[list[str] | None, option("Let pages of this origin use the server; may be repeated.", "Safety", "URL")]
+TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
 
 @command
@@ -44,6 +45,9 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, flag("--trust-request-chat-template", "Let requests bring chat templates.", "Safety")
     ] = False,
+    tool_parser: Annotated[
+        str, typer.Option(help="How the model writes calls of tools: auto, hermes, llama_json or none.", metavar="NAME")
+    ] = "auto",
     max_queue: Annotated[int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)] = 256,
     max_queue_tokens: Annotated[int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")] = 262_144,
     queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", show_default=True)] = 60.0,
@@ -56,12 +60,15 @@ def serve(
     try:
         from octavo.serve.config import ServeConfig
         from octavo.serve.server import run
+        from octavo.text.tools import FORMATS
     except ImportError as error:
         fail(f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'")
     if metrics_prefix not in ("octavo", "vllm"):
         fail("--metrics-prefix is octavo or vllm")
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         fail("--log-level is debug, info, warning or error")
+    if tool_parser not in ("auto", "none", *FORMATS):
+        fail(f"--tool-parser is auto, {', '.join(FORMATS)} or none")
     logging.getLogger().setLevel(log_level.upper())
     config = ServeConfig(
         model=model,
@@ -76,6 +83,7 @@ def serve(
         allowed_origins=tuple(allowed_origin or ()),
         strict_params=strict_params,
         request_templates=trust_request_chat_template,
+        tool_parser=tool_parser,
         metrics_prefix=metrics_prefix,
         max_queue=max_queue,
         max_queue_tokens=max_queue_tokens,
@@ -99,12 +107,13 @@ def announce(front: Front, port: int) -> None:
     loaded, config = front.client.model_info(), front.config
     assert loaded is not None
     memory, address = loaded.memory, f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    lower = "".join(f", {in_bytes(memory[k])} {name}" for k, name in TIERS.items() if memory.get(k))
     key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
     grpc = f"gRPC:    {address.removeprefix('http://').rpartition(':')[0]}:{config.grpc_port}\n" if config.grpc_port else ""
     print(
         f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
         f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, "
-        f"KV {in_bytes(memory['kv'])}\n"
+        f"KV {in_bytes(memory['kv'])}{lower}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
         f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
         f"ready:   {address}/v1\n{grpc}"

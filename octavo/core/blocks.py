@@ -15,6 +15,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 
 def chain(parent: bytes, tokens: array[int]) -> bytes:
@@ -27,15 +28,26 @@ def root(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
+class Content(NamedTuple):
+    """What is known of a block that others can find."""
+
+    block: int
+    hash: bytes
+    tokens: array[int]
+    parent: bytes
+
+
 class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks, self.size = num_blocks, block_size
         self.refs = [0] * (num_blocks + 1)
         self.hash: list[bytes | None] = [None] * (num_blocks + 1)
         self.tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # content of hashed blocks, compared on a hit
+        self.parent = [b""] * (num_blocks + 1)  # hash of the block before it
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.index: dict[bytes, int] = {}
         self.evictions = 0
+        self.evicted: list[Content] = []  # since somebody last cleared it
 
     @property
     def num_cached(self) -> int:
@@ -45,6 +57,8 @@ class BlockPool:
         """A block to write to. Forgets the least recently used cached content if nothing else is left."""
         block, _ = self.free.popitem(last=False)
         if (h := self.hash[block]) is not None:
+            if content := self.content(h):
+                self.evicted.append(content)
             self.hash[block] = self.tokens[block] = None
             del self.index[h]
             self.evictions += 1
@@ -64,21 +78,32 @@ class BlockPool:
             if self.hash[block] is None:  # nothing to reuse: the next to be taken
                 self.free.move_to_end(block, last=False)
 
-    def publish(self, block: int, h: bytes, tokens: array[int]) -> None:
+    def publish(self, block: int, h: bytes, tokens: array[int], parent: bytes = b"") -> None:
         """The content of a full, committed block becomes findable. Nobody writes to the block from now on."""
         if h not in self.index and self.hash[block] is None:
             self.index[h] = block
-            self.hash[block], self.tokens[block] = h, tokens
+            self.hash[block], self.tokens[block], self.parent[block] = h, tokens, parent
+
+    def find(self, h: bytes, tokens: array[int]) -> int:
+        """The block of this content, 0 if there is none. Tokens are compared: a colliding hash is a miss, never wrong KV."""
+        block = self.index.get(h, 0)
+        return block if block and self.tokens[block] == tokens else 0
 
     def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
-        """Blocks of the longest known prefix. Tokens are compared, so a colliding hash is a miss and never wrong KV."""
+        """Blocks of the longest known prefix."""
         hit: list[int] = []
         for j, h in enumerate(hashes):
-            block = self.index.get(h)
-            if block is None or self.tokens[block] != tokens[j * self.size : (j + 1) * self.size]:
+            if not (block := self.find(h, tokens[j * self.size : (j + 1) * self.size])):
                 break
             hit.append(block)
         return hit
+
+    def content(self, h: bytes) -> Content | None:
+        if block := self.index.get(h, 0):
+            tokens = self.tokens[block]
+            assert tokens is not None
+            return Content(block, h, tokens, self.parent[block])
+        return None
 
     def forget(self) -> None:
         """Empty the cache: no content is findable any more, whoever holds a block keeps it."""

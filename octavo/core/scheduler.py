@@ -20,7 +20,7 @@ import time
 from array import array
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import pairwise
 from operator import attrgetter
@@ -30,6 +30,7 @@ from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
 from octavo.core.groups import BeamSearch, go_on
 from octavo.core.policy import find_policy
+from octavo.core.tiers import TierCounters, Tiers
 from octavo.core.trace import Recorder
 from octavo.errors import ContextLengthExceeded, GuideError, InvalidRequest, KVCapacityExceeded
 from octavo.types import (
@@ -66,6 +67,7 @@ class Counters:
     copies: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again by those who were preempted
+    tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
 class Scheduler:
@@ -101,6 +103,10 @@ class Scheduler:
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
         self.recorder: Recorder | None = None
+        self.tiers: Tiers | None = None
+        if self.caching and cache.host_slots:
+            self.tiers = Tiers(cache.host_slots, cache.block_size, cache.block_bytes, cache.disk)
+            self.count.tiers = self.tiers.count
         self._ids = self._arrivals = 0
 
     @property
@@ -184,6 +190,8 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """A step went wrong on the device: end every request it touched. Others never shared its writes."""
+        if self.tiers is not None:
+            self.tiers.fail(plan)
         touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
         ids = {s.request.id: None for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}
         return [out for request_id in ids for out in self.abort(request_id, "error", error)]
@@ -224,6 +232,10 @@ class Scheduler:
         if not stuck and self.count.preemptions == preemptions:  # a victim does not come straight back
             self._plan_waiting(plan, left, before)
         self.count.copies += len(plan.copies)
+        if self.tiers is not None:
+            self.tiers.demote(self.pool, plan)
+            plan.waits = bool(self.tiers.fetching)
+        self.pool.evicted.clear()
         return plan
 
     def _budget(self) -> int:
@@ -271,11 +283,12 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             num = min(known - seq.planned, left)
             return 0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num
-        hits = self._match(seq) if self._may_begin(seq) else None
-        if hits is None:
+        found = self._match(seq) if self._may_begin(seq) else None
+        if found is None:
             return None
+        hits, _ = found  # what is to be loaded needs a block as what is to be computed does
         num = min(known - len(hits) * size, left)
-        return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits), num
+        return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits if b), num
 
     def _plan_decoding(self, plan: Plan) -> int:
         """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide.
@@ -351,11 +364,15 @@ class Scheduler:
         insort(self.waiting, seq, key=by_rank)
 
     def _may_begin(self, seq: Sequence) -> bool:
-        return (self.form is None or seq.request.id in self.batch) and not reported(seq)
+        """Its batch has formed, and the disk has brought something since it looked, if it waits for the disk. A beam that has
+        reported does not come back before its siblings have."""
+        formed = self.form is None or seq.request.id in self.batch
+        return formed and not reported(seq) and (self.tiers is None or seq.asked != self.tiers.news)
 
     def _plan_waiting(self, plan: Plan, left: int, before: Rank) -> int:
         """Admit in order, up to this rank. Who shares most of a prompt with one that is being computed waits for that instead
-        of computing it again; those behind it need not wait for it. Returns what is left of the budget."""
+        of computing it again, and who has much of its prompt on disk waits for the disk; those behind need not wait for it.
+        Returns what is left of the budget."""
         held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
         i = 0
         while i < len(self.waiting) and self.rows and left > 0:
@@ -370,12 +387,15 @@ class Scheduler:
             if seq.hashes and seq.hashes[0] in held:
                 i += 1
                 continue
-            hits = self._match(seq)
-            if hits is None:
+            found = self._match(seq)
+            if found is None:
                 held.add(seq.hashes[0])
                 i += 1
                 continue
-            used = self._admit(seq, hits, left, plan)
+            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, *found, self.pool, plan):
+                i += 1
+                continue
+            used = self._admit(seq, *found, left, plan)
             if used == 0:
                 break
             left -= used
@@ -393,36 +413,47 @@ class Scheduler:
             found += 1
         return found * size
 
-    def _match(self, seq: Sequence) -> list[int] | None:
-        """Blocks of its prompt that the prefix cache has. None: most of the rest will be there soon."""
-        if not self.caching or self._missing_prompt_logprobs(seq):
-            return []
+    def _may_match(self, seq: Sequence) -> bool:
+        return self.caching and not self._missing_prompt_logprobs(seq)
+
+    def _match(self, seq: Sequence) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Blocks of its prompt that the prefix cache has, 0 for one that a lower tier has, and (logical block, host slot) of
+        those. None: most of the rest will be there soon."""
+        if not self._may_match(seq):
+            return [], []
         size = self.pool.size
         full = (len(seq.tokens) - 1) // size  # always leave a token to compute
         self._extend_hashes(seq, full)
-        hits = self.pool.match(seq.hashes[:full], seq.tokens)
+        hits, loads = self.pool.match(seq.hashes[:full], seq.tokens), list[tuple[int, int]]()
+        if self.tiers is not None:
+            loads = self.tiers.extend(hits, seq.hashes[:full], seq.tokens, self.pool, self.computing)
         soon = len(hits)
         while soon < full and seq.hashes[soon] in self.computing:
             soon += 1
-        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else hits
+        return None if 2 * (soon - len(hits)) * size > len(seq.tokens) - len(hits) * size else (hits, loads)
 
-    def _admit(self, seq: Sequence, hits: list[int], left: int, plan: Plan) -> int:
-        """Give the sequence a row, the blocks the prefix cache has and those its first chunk needs. 0: no room."""
+    def _admit(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], left: int, plan: Plan) -> int:
+        """Give the sequence a row, the blocks the prefix cache has, those to load into and those its first chunk needs.
+        Tokens of the budget that it takes; loads take as many as could be computed in their time. 0: no room."""
         size, pool = self.pool.size, self.pool
         known = len(seq.tokens) - (seq.forks > 0)  # forks stop one short: each child computes the last token itself
         cached = len(hits) * size
         num = min(known - cached, left)
         need = -(-(cached + num) // size) - len(hits)
-        if need > len(pool.free) - sum(pool.refs[b] == 0 for b in hits):
+        if need + len(loads) > len(pool.free) - sum(pool.refs[b] == 0 for b in hits if b):
             return 0
         self.waiting.remove(seq)
-        seq.table = [pool.share(b) for b in hits]  # pinned before anything is evicted
+        seq.table = [pool.share(b) if b else 0 for b in hits]  # pinned before anything is evicted
+        for j, slot in loads:
+            assert self.tiers is not None
+            self.tiers.load(slot, block := pool.take(), plan)
+            seq.table[j] = block
         seq.table += [pool.take() for _ in range(need)]
         seq.status, seq.row = Status.RUNNING, self.rows.pop()
         seq.computed = seq.planned = cached
-        seq.published = len(hits)
+        seq.published = loads[0][0] if loads else len(hits)  # what is loaded counts when the step is committed
         insort(self.prefilling, seq, key=by_rank)
-        for h in seq.hashes[len(hits) :]:
+        for h in seq.hashes[seq.published :]:
             self.computing.setdefault(h, seq.id)
         if seq.preemptions == 0:
             seq.cached = cached
@@ -433,7 +464,7 @@ class Scheduler:
         plan.rows.append(self._new_row(seq))
         if num > 0:
             self._schedule(seq, num, plan)
-        return max(num, 1)
+        return max(num, 1) + (self.tiers.costs.in_tokens(len(loads)) if self.tiers is not None else 0)
 
     def _fork(self, plan: Plan) -> None:
         """A prompt computed but for its last token splits: each child shares the table and goes its own way."""
@@ -474,6 +505,8 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
         """Fold in what a step produced. Results for a sequence that was preempted or ended meanwhile are dropped."""
+        if self.tiers is not None:
+            self.tiers.commit(plan, result)
         out: list[Output] = []
         live, size, count, caching = self.live, self.pool.size, self.count, self.caching
         for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
@@ -557,7 +590,8 @@ class Scheduler:
         full = seq.computed // size
         self._extend_hashes(seq, full)
         for j in range(seq.published, full):
-            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size])
+            parent = seq.hashes[j - 1] if j else b""
+            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size], parent)
             self.computing.pop(seq.hashes[j], None)
         seq.published = full
 
@@ -587,6 +621,20 @@ class Scheduler:
             seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, p, logprobs
         )
 
+    def flush(self) -> Plan:
+        """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
+        self.count.steps += 1
+        plan = Plan(self.count.steps)
+        if self.tiers is not None and self.tiers.disk:
+            self.tiers.flush(self.pool, plan)
+        return plan
+
+    def forget(self) -> None:
+        """Empty the cache in every tier but the disk: as if the engine had just started."""
+        self.pool.forget()
+        if self.tiers is not None:
+            self.tiers.forget()
+
     def _release(self, seq: Sequence) -> None:
         """Give back row and blocks. Steps in flight may still write there: the device does things in order."""
         for b in reversed(seq.table):  # tail first: prefixes outlive suffixes in the cache
@@ -600,7 +648,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue. Its full blocks stay findable until their memory is needed."""
-        seq.lost = seq.planned
+        seq.lost, seq.asked = seq.planned, -1
         self._release(seq)
         seq.status, seq.epoch, seq.preemptions = Status.WAITING, seq.epoch + 1, seq.preemptions + 1
         self.count.preemptions += 1
@@ -651,6 +699,8 @@ class Scheduler:
             assert all(s.planned == len(s.tokens) and not s.inflight for s in beams if reported(s) and s.row >= 0)
         alive = {s.id for s in running}
         assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
+        if self.tiers is not None:
+            self.tiers.check()
         used = sum(r > 0 for r in self.pool.refs)
         assert used + len(self.pool.free) == self.pool.num_blocks
 

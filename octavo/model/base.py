@@ -17,6 +17,7 @@ from octavo.config import ModelConfig
 from octavo.errors import UnknownArchitecture
 from octavo.model import quant
 from octavo.ops import ForwardBatch, Ops
+from octavo.ops.kv import KV
 from octavo.ops.weight import Format, QuantWeight
 
 
@@ -63,7 +64,7 @@ class CausalLM(nn.Module):
     """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
 
     dtype: torch.dtype  # of activations; set by build()
-    kv_dtype: torch.dtype  # of the KV tensor; the same, unless finish_loading() knows better
+    kv_dtype: torch.dtype  # of the KV cache where nobody says otherwise; the same, unless finish_loading() knows better
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -87,9 +88,9 @@ class CausalLM(nn.Module):
         """Suffixes of checkpoint tensors that are known and not needed (saved buffers, a tied head saved twice)."""
         return ()
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        """kv [N, layers, 2, Hk, B, D]: the one KV tensor. Returns hidden states after the last norm, [T, hidden]; with
-        batch.last only those of batch.logit_rows."""
+    def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
+        """kv [N, layers, 2, Hk, B, D]: all of it, plain or compressed. Returns hidden states after the last norm, [T, hidden];
+        with batch.last only those of batch.logit_rows."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -154,7 +155,10 @@ def build(
     model.dtype = model.kv_dtype = dtype
     if formats is not None:
         for module in model.modules():
-            if isinstance(module, Matrix) and (form := formats(module.names)) is not None:
-                module.quantize(form, device)
+            if isinstance(module, Matrix):
+                if (form := formats(module.names)) is not None:
+                    module.quantize(form, device)
+                else:
+                    module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
         model.to(device)
     return model.eval().requires_grad_(False)

@@ -24,6 +24,7 @@ from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.model.rope import rope_config, rope_table
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.decoder import DecoderLayer, DecoderSpec, Fused
+from octavo.ops.kv import KV
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -64,9 +65,7 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm_weight(hidden) if config.post_norms else None
         self.act_mul = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
-    def forward(
-        self, hidden: Tensor, batch: ForwardBatch, kv: Tensor, cos_sin: Tensor, last: ForwardBatch | None = None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: KV, cos_sin: Tensor, last: ForwardBatch | None = None) -> Tensor:
         """hidden [T, hidden], whose memory may hold the result; kv [N, 2, Hk, B, D]: this layer's."""
         ops, eps = self.ops, self.config.norm_eps
         qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, eps))
@@ -129,7 +128,7 @@ class Decoder(CausalLM):
         self.register_buffer("local_rope", local, persistent=False)
         self.fused: Fused | None = None  # all layers in one call, where the backend has that
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
         if self.fused is not None:
             hidden = self.fused(hidden, batch, kv)

@@ -16,6 +16,7 @@ from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import Fields
 from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.ops import ForwardBatch, Ops
+from octavo.ops.kv import KV
 
 
 class LayerNorm(nn.Module):
@@ -42,7 +43,7 @@ class Layer(nn.Module):
         self.up = Linear(ops, hidden, {"c_fc": inter}, bias=True)
         self.down = Linear(ops, inter, {"c_proj": hidden}, bias=True)
 
-    def forward(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: ForwardBatch, kv: KV) -> Tensor:
         """x [T, hidden]; kv [N, 2, H, B, D]: this layer's."""
         ops = self.ops
         q = ops.rope_and_cache(self.qkv(self.attn_norm(x)), kv, batch, None)
@@ -66,7 +67,7 @@ class GPT2(CausalLM):
         self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
         self.head = None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         x = self.tokens(batch.ids) + self.positions(batch.positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, batch, kv[:, i])

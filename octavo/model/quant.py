@@ -2,6 +2,8 @@
 
     float32, bfloat16, float16      as they are (LLM's dtype)
     int8                            a scale for each output; int8-g32: for each 32 inputs, which is GGUF's Q8_0
+    int8-a8                         as int8, and activations may be rounded to 8 bits too, row by row
+    fp8                             e4m3 and a scale for each output; activations as in int8-a8
     int4-g32, -g64, -g128           a scale for each group, codes around 8; int4-g32 is GGUF's Q4_0
     int4-g32-asym, ...              a scale and a smallest value for each group; int4-g32-asym is GGUF's Q4_1
 
@@ -21,12 +23,14 @@ from octavo.errors import InvalidRequest
 from octavo.ops.weight import Format, QuantWeight
 
 GROUPS = (32, 64, 128)
-FORMATS = {str(form): form for form in [Format(8, 0), Format(8, 32)] + [Format(4, g, a) for a in (False, True) for g in GROUPS]}
+EIGHT_BITS = [Format(8, 0), Format(8, 32), Format(8, 0, rounds=True), Format(8, 0, float=True, rounds=True)]
+FORMATS = {str(form): form for form in EIGHT_BITS + [Format(4, g, a) for a in (False, True) for g in GROUPS]}
 NAMES = ("auto", "none", *FORMATS)
 # The embedding and the head next to 4-bit layers: 8 bits. In the embedded model they are a fifth of the weights, and at
 # int4-g32-asym they raised perplexity by 8%.
 EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "wte", "lm_head"}
-CHUNK = 1 << 20  # values quantised at a time: temporaries stay small
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # values quantised at a time: temporaries stay small
+MOST = 448.0  # of e4m3
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # 4-bit ranges tried: clipping the largest values often costs less than coarser steps
 
 
@@ -53,19 +57,24 @@ def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
             target.least.copy_(value.least)
         return
     numbers = value.dequantize() if isinstance(value, QuantWeight) else value
-    step = max(1, CHUNK // numbers.shape[1])
+    device = target.codes.device
+    step = max(1, CHUNK[device.type] // numbers.shape[1])
     for first in range(0, len(numbers), step):
         rows = slice(first, first + step)
-        _quantize(numbers[rows].to(target.codes.device, torch.float32), target[rows])
+        _quantize(numbers[rows].to(device, torch.float32), target[rows])
 
 
 def _quantize(values: Tensor, target: QuantWeight) -> None:
     form, (outputs, inputs) = target.form, values.shape
     group = form.group or inputs
     grouped = F.pad(values, (0, -inputs % group)).view(outputs, -1, group)
-    if form.bits == 8:
+    least: Tensor | None = None
+    if form.float:
+        scale = (grouped.abs().amax(2) / MOST).half()
+        codes = (grouped * _inverse(scale)).clamp_(-MOST, MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+    elif form.bits == 8:
         scale = (grouped.abs().amax(2) / 127).half()
-        codes, least = _codes(grouped, scale, None, form), None
+        codes = _codes(grouped, scale, None, form)
     else:
         scale, least, codes = _search(grouped, form)
     target.scale.copy_(scale)
@@ -80,10 +89,15 @@ def _quantize(values: Tensor, target: QuantWeight) -> None:
 
 def _codes(grouped: Tensor, scale: Tensor, least: Tensor | None, form: Format) -> Tensor:
     """The nearest codes [out, groups, group] for scales as they will be stored."""
-    step = scale.float()
-    inverse = torch.where(step == 0, 0.0, 1 / step)[:, :, None]
+    inverse = _inverse(scale)
     shifted = grouped * inverse + form.zero if least is None else (grouped - least.float()[:, :, None]) * inverse
     return shifted.round_().clamp_(1 if form.bits == 8 else 0, (1 << form.bits) - 1).to(torch.uint8)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """[out, groups, 1]; of nothing, nothing."""
+    step = scale.float()
+    return torch.where(step == 0, 0.0, 1 / step)[:, :, None]
 
 
 def _search(grouped: Tensor, form: Format) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from octavo.ops.decoder import DecoderSpec, Fused
+    from octavo.ops.kv import KV
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class Ops(Protocol):
     def rope_and_cache(
         self,
         qkv: Tensor,
-        kv: Tensor,
+        kv: KV,
         batch: ForwardBatch,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -106,13 +108,17 @@ class Ops(Protocol):
         eps: float = 1e-6,
     ) -> Tensor:
         """Split qkv [T, (Hq + 2 Hk) * D]; normalise q and k per head where norms [D] are given; rotate both by
-        cos_sin [max_position, 2, D / 2] (None: no rotation); write k and v to batch.kv_slots of kv [N, 2, Hk, B, D].
-        Returns q [T, Hq, D]. One op, because on a GPU it is one kernel."""
+        cos_sin [max_position, 2, D / 2] (None: no rotation); write k and v to batch.kv_slots of kv [N, 2, Hk, B, D],
+        compressed if it is a QuantKV. Returns q [T, Hq, D]. One op, because on a GPU it is one kernel."""
         ...
 
-    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
         """Causal attention of q [T, Hq, D] over the paged kv [N, 2, Hk, B, D] -> [T, Hq, D]. Query head h reads key head
-        h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all)."""
+        h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all). Sums are in float32."""
+        ...
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """What kv may be made of where activations are of this dtype: plain numbers, or codes (octavo.ops.kv)."""
         ...
 
     def choose(

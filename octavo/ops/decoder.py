@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.ops import ForwardBatch
+    from octavo.ops.kv import KV
 
 # (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden]. x may be overwritten.
-Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, Tensor], Tensor]"
+Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor]"
 
 
 @dataclass(slots=True)

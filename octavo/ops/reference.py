@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch
 from octavo.ops.decoder import DecoderSpec, Fused
+from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
 from octavo.ops.weight import QuantWeight, dense
 
 
@@ -70,7 +71,7 @@ class ReferenceOps:
     def rope_and_cache(
         self,
         qkv: Tensor,
-        kv: Tensor,
+        kv: KV,
         batch: ForwardBatch,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -90,18 +91,24 @@ class ReferenceOps:
         if "write" not in batch.scratch:
             batch.scratch["write"] = (batch.kv_slots // block_size, batch.kv_slots % block_size)
         block, offset = batch.scratch["write"]
-        kv[block, 0, :, offset] = k.to(kv.dtype)
-        kv[block, 1, :, offset] = v.to(kv.dtype)
+        for kind, x in enumerate((k, v)):
+            if isinstance(kv, QuantKV):
+                codes, kv.scales[block, kind, :, offset] = compress(x, kv.dtype)
+                as_bytes(kv.codes)[block, kind, :, offset] = as_bytes(codes)
+            else:
+                kv[block, kind, :, offset] = x.to(kv.dtype)
         return q
 
-    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
         _, _, kv_heads, block_size, dim = kv.shape
         if "groups" not in batch.scratch:
             batch.scratch["groups"] = list(group_items(batch, block_size))
         out = q.new_empty(q.shape)
+        if isinstance(kv, QuantKV):
+            q = q.float()  # so that nothing is rounded between a code and the sum it enters
         for index, group in enumerate(batch.scratch["groups"]):
             items, num = group.items, group.num
-            pages = kv.index_select(0, group.blocks).view(items, -1, 2, kv_heads, block_size, dim)
+            pages = gathered(kv, group.blocks).view(items, -1, 2, kv_heads, block_size, dim)
             pages = pages.permute(2, 0, 3, 1, 4, 5).reshape(2, items, kv_heads, -1, dim).to(q.dtype)
             seen = window if window < group.end else 0
             if group.fresh and not seen:  # the triangle that SDPA knows: no mask to build or read
@@ -124,6 +131,9 @@ class ReferenceOps:
             out[group.tokens].view(items, num, -1, dim).copy_(result.reshape(items, -1, num, dim).transpose(1, 2))
         return out
 
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (torch.float32, torch.bfloat16, torch.float16, *LARGEST)
+
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
         return None
 
@@ -135,6 +145,19 @@ class ReferenceOps:
         noise = gumbel(seed_low[at], seed_high[at], position, logits.shape[1])
         drawn = logits.float() / torch.where(heat == 0, 1.0, heat) + noise.masked_fill(heat == 0, 0.0)
         return drawn.argmax(1).int()
+
+
+def as_bytes(codes: Tensor) -> Tensor:
+    """Codes as what can be indexed: torch has few operations on float8."""
+    return codes.view(torch.int8)
+
+
+def gathered(kv: KV, blocks: Tensor) -> Tensor:
+    """Some blocks of kv [N, 2, Hk, B, D] as a tensor of their own; compressed ones as the numbers they stand for."""
+    if not isinstance(kv, QuantKV):
+        return kv.index_select(0, blocks)
+    codes = as_bytes(kv.codes).index_select(0, blocks).view(kv.dtype)
+    return expand(QuantKV(codes, kv.scales.index_select(0, blocks)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

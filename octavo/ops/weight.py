@@ -2,6 +2,7 @@
 
     value[n, k] = (code[n, k] - zero) * scale[n, k // group]                     symmetric: zero is 128 or 8
     value[n, k] =  code[n, k] * scale[n, k // group] + least[n, k // group]      asymmetric
+    value[n, k] = e4m3(code[n, k]) * scale[n]                                    float: the code's bits are a number's
 
 A backend may lay them out anew (`ops.pack`); what they mean is defined here, by dequantize(). How numbers become codes is
 octavo.model.quant's.
@@ -19,13 +20,18 @@ class Format(NamedTuple):
     bits: int  # 8 or 4
     group: int  # inputs that share a scale; 0: a whole row
     least: bool = False  # asymmetric: a smallest value for each group, 4 bits only
+    float: bool = False  # codes are numbers of their own, of type e4m3: 8 bits, no groups
+    rounds: bool = False  # activations become 8 bits too, with a scale for each row, where a backend multiplies faster so
 
     @property
     def zero(self) -> int:
-        return 0 if self.least else 1 << (self.bits - 1)
+        return 0 if self.least or self.float else 1 << (self.bits - 1)
 
     def __str__(self) -> str:
-        return f"int{self.bits}" + (f"-g{self.group}" if self.group else "") + ("-asym" if self.least else "")
+        if self.float:
+            return "fp8"
+        group = f"-g{self.group}" if self.group else ""
+        return f"int{self.bits}{group}" + "-asym" * self.least + "-a8" * self.rounds
 
 
 class QuantWeight(nn.Module):
@@ -64,7 +70,10 @@ class QuantWeight(nn.Module):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in]; computed in float32, every step rounded, as GGUF defines it."""
         inputs, group = self.shape[1], self.form.group or self.shape[1]
-        values = self.unpacked().float() - self.form.zero
+        if self.form.float:
+            values = self.codes.view(torch.float8_e4m3fn).float()
+        else:
+            values = self.unpacked().float() - self.form.zero
         values *= self.scale.float().repeat_interleave(group, 1)[:, :inputs]
         if self.least is not None:
             values += self.least.float().repeat_interleave(group, 1)[:, :inputs]

@@ -68,8 +68,9 @@ class StepGraphs:
     # ---- decode ------------------------------------------------------------------------------------
 
     def decodes(self, plan: Plan) -> bool:
-        """A step that only decodes: one token a row, nothing new, nothing copied."""
-        return bool(plan.items) and not plan.rows and not plan.copies and all(i.num == 1 and i.sample for i in plan.items)
+        """A step that only decodes: one token a row, nothing new, nothing copied or loaded. Stores are done before it."""
+        changed = plan.rows or plan.copies or plan.loads
+        return bool(plan.items) and not changed and all(i.num == 1 and i.sample for i in plan.items)
 
     def decode(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch the step. (rows, logits, lengths, tokens) of its items, valid until the next launch."""
@@ -104,7 +105,7 @@ class StepGraphs:
             logit_rows=rows,  # likewise: all
             spans=[Span(i, 1, self.max_len) for i in range(len(rows))],
         )
-        logits = self.model.logits(self.model(batch, self.kv.tensor))
+        logits = self.model.logits(self.model(batch, self.kv.view))
         return logits, seq_lens, choose(logits, rows, seq_lens, state, self.model.ops)
 
     # ---- mixed -------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class StepGraphs:
         spans = [Span(0, size, self.max_len)] + [Span(size, 0, self.max_len)] * (count - 1)  # no item is taken for decoding
         batch = gather(laid_out, count, self.rows, self.kv.block_size, spans)
         batch.last = only_last(batch, torch.arange(count, device=laid_out.device), spans)
-        hidden = self.model(batch, self.kv.tensor)
+        hidden = self.model(batch, self.kv.view)
         self.rows.computed[batch.rows.long()] = batch.seq_lens
         self.rows.computed[self.rows.padding :].zero_()
         return self.model.logits(hidden), batch.seq_lens

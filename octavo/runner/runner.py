@@ -5,6 +5,7 @@ A pure function of the stream of plans. Nothing here waits for the device; the h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from octavo.runner.batch import gather, lay_out, only_last
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
+from octavo.runner.tiers import Lap, Tiers
 from octavo.runner.transfer import Download, Upload
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
@@ -34,6 +36,7 @@ class StepHandle:
     tokens: Download
     logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
     prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
+    finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
         (sampled,) = self.tokens.wait()
@@ -51,6 +54,8 @@ class StepHandle:
                 *parts, after = download.wait()
                 gathered.setdefault(i, []).extend(as_records(after.tolist(), parts, [num_top] * len(after)))
             result.prompt_logprobs = gathered
+        if self.finish is not None:
+            self.finish(result)
         return result
 
 
@@ -64,8 +69,9 @@ class Runner:
         max_tokens: int,
         device: torch.device,
         graphs: bool = False,
+        tiers: Tiers | None = None,
     ):
-        self.model, self.kv, self.device = model, kv, device
+        self.model, self.kv, self.device, self.tiers = model, kv, device, tiers
         self.rows = Rows(max_rows, max_len, kv.block_size, device)
         self.graphs: StepGraphs | None = None
         if graphs:
@@ -80,8 +86,27 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> StepHandle:
+        tiers = self.tiers
+        if tiers is None:
+            return self._launch(plan)
+        tiers.begin(plan)
+        lap = Lap(self.device)
+        handle = self._launch(plan, lap)
+        lap.mark()
+
+        def finish(result: StepResult) -> None:
+            result.load_seconds, result.seconds = lap.seconds()
+            result.news = tiers.news(wait=not plan.items)
+
+        handle.finish = finish
+        return handle
+
+    def _launch(self, plan: Plan, lap: Lap | None = None) -> StepHandle:
+        """The step but for what leaves the device."""
         graphs, items = self.graphs, plan.items
         if graphs is not None and graphs.decodes(plan):
+            if lap is not None:
+                lap.mark()
             rows, logits, lengths, tokens = graphs.decode(plan)
             return self._sample(plan, list(range(len(items))), rows, logits, lengths, [], tokens)
         up = Upload()
@@ -95,6 +120,11 @@ class Runner:
 
         if plan.copies:
             self.kv.copy(shipped[copies[0]].long(), shipped[copies[1]].long())
+        if plan.loads:
+            assert self.tiers is not None
+            self.tiers.load(plan.loads)
+        if lap is not None:
+            lap.mark()
         self.rows.apply(changes, shipped)
         if not items:
             return StepHandle([], Download(shipped[:0]), None, [])
@@ -112,7 +142,7 @@ class Runner:
             asked = any(item.prompt_logprobs is not None for item in items)
             if sampled and not asked and len(sampled) < first:
                 batch.last = only_last(batch, index, [spans[i] for i in sampled])
-            hidden = self.model(batch, self.kv.tensor)
+            hidden = self.model(batch, self.kv.view)
             self.rows.computed[batch.rows.long()] = batch.seq_lens
             if asked:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)

@@ -18,6 +18,7 @@ from octavo.serve.exchange import Exchange
 from octavo.serve.front import Caller, Front
 from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.replies import ChunkWriter, Shape
+from octavo.serve.tools import read_tools
 from octavo.serve.validate import Prepared
 from octavo.types import SamplingParams
 
@@ -69,7 +70,7 @@ async def render(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ChatRequest)
     headers = validate.check_fields(front, unknown)
     validate.check_model(front, body.model)
-    ids = await validate.chat_prompt(front, body)
+    ids = await validate.chat_prompt(front, body, read_tools(front, body))
     text = front.tokenizer.decode(ids, skip_special_tokens=False)
     await exchange.reply(
         {"prompt": text, "token_ids": ids, "count": len(ids), "max_model_len": front.client.model.max_model_len}, headers
@@ -116,8 +117,14 @@ async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown:
         validate.check_count(name, wanted, 1, 2**63)
     params = replace(_prompt_logprobs(body, params, limits.top_logprobs), logprobs=shape.top)
     _check_minimum(params, wanted)
-    ids = validate.truncate(await validate.chat_prompt(front, body), body.truncate_prompt_tokens, headers)
-    return validate.build(front, caller, body, [(None, ids)], params, wanted, timeout, headers, "messages"), shape
+    shape.tools = read_tools(front, body, params.structured_outputs)
+    if shape.tools is not None:
+        params = shape.tools.sampling(params)
+    ids = validate.truncate(await validate.chat_prompt(front, body, shape.tools), body.truncate_prompt_tokens, headers)
+    prepared = validate.build(front, caller, body, [(None, ids)], params, wanted, timeout, headers, "messages")
+    if shape.tools is not None and shape.tools.grammar is not None:
+        prepared.structure = "tools"
+    return prepared, shape
 
 
 async def prepare_completion(
@@ -199,8 +206,10 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
                     parts.append(writer.piece(index, piece, call.collectors))
                 elif piece.finish_reason is not None:
                     parts.append(writer.piece(index, CompletionOutput(index, "", [], finish_reason="length"), call.collectors))
-            await exchange.write(b"".join(parts) or replies.KEEP_ALIVE)
-            written = time.monotonic()
+            data = b"".join(parts) if pieces else replies.KEEP_ALIVE
+            if data:  # a piece that may yet become a call is held back
+                await exchange.write(data)
+                written = time.monotonic()
         await exchange.write(writer.end(call.collectors, 0 if shape.prompt_only else None), last=True)
     except Exception as e:
         error = api_error(e)
@@ -215,7 +224,7 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
 
 def chunk_writer(front: Front, caller: Caller, shape: Shape) -> ChunkWriter:
     kind = "chat.completion.chunk" if shape.chat else "text_completion"
-    return ChunkWriter(reply_id(caller, shape), kind, front.config.name, front.tokenizer, shape.top, shape.usage)
+    return ChunkWriter(reply_id(caller, shape), kind, front.config.name, front.tokenizer, shape.top, shape.usage, shape.tools)
 
 
 def reply_id(caller: Caller, shape: Shape) -> str:

@@ -18,12 +18,14 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from octavo.core.engine import Engine, Handle, Runner
+from octavo.core.tiers import Tiers
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.serve.messages import (
     Abort,
@@ -156,12 +158,11 @@ class EngineLoop:
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
 
-    def _add(self, message: Add, guide: Guide | None = None) -> bool:
+    def _add(self, m: Add, guide: Guide | None = None) -> bool:
         try:
-            m = message
-            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, guide, m.priority, m.deadline, m.key))
+            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide))
         except InvalidRequest as error:
-            self.link.send(Refused(message.id, str(error), error.param, error.code))
+            self.link.send(Refused(m.id, str(error), error.param, error.code))
             return False
         return True
 
@@ -208,8 +209,23 @@ class EngineLoop:
             self.observed.decode,
             {name: getattr(self.engine.time, name) for name in HOST_TIMES},
             count.recomputed_tokens,
+            tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
+            dict(count.tiers.misses),
             *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else ()),
         )
+
+
+def tier_state(tiers: Tiers) -> dict[str, int]:
+    """Counters, and how many slots of host memory are in which state."""
+    state = {name: value for name, value in asdict(tiers.count).items() if name != "misses"}
+    cached, free = len(tiers.ready), len(tiers.free)
+    return state | {
+        "store_bytes": tiers.count.stores * tiers.block_bytes,
+        "load_bytes": tiers.count.loads * tiers.block_bytes,
+        "slots_cached": cached,
+        "slots_free": free,
+        "slots_busy": tiers.slots - cached - free,
+    }
 
 
 class Pulse(threading.Thread):
@@ -262,7 +278,14 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         str(llm.model_dtype).removeprefix("torch."),
         str(llm.device),
         llm.config.architecture,
-        {"weights": memory.weights, "activations": memory.activations, "kv": memory.kv, "kv_tokens": memory.kv_tokens},
+        {
+            "weights": memory.weights,
+            "activations": memory.activations,
+            "kv": memory.kv,
+            "kv_tokens": memory.kv_tokens,
+            "kv_host": memory.host,
+            "kv_disk": memory.disk,
+        },
         str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
         gguf,
     )
@@ -307,6 +330,7 @@ def main(address: str, stacks: int) -> int:
     pulse.loop = EngineLoop(llm.engine, link, llm.guides)
     link.send(Ready())
     pulse.loop.run()
+    llm.close()
     return 0
 
 

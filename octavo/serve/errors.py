@@ -43,11 +43,13 @@ class ApiError(Exception):
         param: str | None = None,
         type: str | None = None,
         retry_after: float | None = None,
+        allow: str | None = None,
     ):
+        """`allow`: the methods that a route takes."""
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.type = type or TYPES[status]
-        self.retry_after = retry_after
+        self.retry_after, self.allow = retry_after, allow
 
     @property
     def body(self) -> dict[str, Any]:
@@ -63,6 +65,8 @@ class ApiError(Exception):
             found["x-should-retry"] = "true"
         elif self.status >= 500:  # clients would try again, and get the same
             found["x-should-retry"] = "false"
+        if self.allow is not None:
+            found["allow"] = self.allow
         if self.status == 401:
             found["www-authenticate"] = "Bearer"
         if self.status in (408, 413, 431):

@@ -114,8 +114,8 @@ def known_path(scope: Scope) -> str:
 
 def from_router(error: HTTPException) -> ApiError:
     if error.status_code == 405:
-        found = ApiError(405, "this route does not take this method", "method_not_allowed")
-        return found
+        allow = (error.headers or {}).get("Allow")
+        return ApiError(405, "this route does not take this method", "method_not_allowed", allow=allow)
     return ApiError(404, "there is no such route", "not_found")
 
 

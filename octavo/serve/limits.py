@@ -18,6 +18,8 @@ class Limits:
     connections: int = 4096  # of gRPC as many again, and calls in all
     messages: int = 4096
     parts: int = 4096  # of all messages together
+    tools: int = 128
+    tool_chars: int = 256 * 2**10  # of all tools, as JSON
     prompts: int = 1024  # in one request
     n: int = 128
     best_of: int = 20

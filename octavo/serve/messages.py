@@ -125,6 +125,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
     recomputed_tokens: int = 0
+    tiers: dict[str, int] = {}  # what happened in the tiers below the device, and where they stand; empty: there are none
+    tier_misses: dict[str, int] = {}  # by reason
     guides_compiled: int = 0
     guides_cached: int = 0  # asked for and there already, or on the way
     guide_seconds: float = 0.0  # of compiling

@@ -28,6 +28,23 @@ LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
+SLOTS = {
+    "cached": "Slots of host memory whose content can be found.",
+    "busy": "Slots of host memory that are being filled.",
+    "free": "Slots of host memory with nothing in them.",
+}
+TIERS = {
+    "stores": "Blocks copied from the device to host memory.",
+    "store_bytes": "Bytes of those.",
+    "loads": "Blocks copied from host memory to the device.",
+    "load_bytes": "Bytes of those.",
+    "saves": "Blocks written to disk.",
+    "fetches": "Blocks asked of the disk.",
+    "evictions": "Blocks that gave way in host memory.",
+    "dropped": "Blocks that left the device and found no place.",
+    "refused": "Times that computing a prompt was quicker than loading it.",
+}
+
 
 class EngineSource(Source):
     """Gauges and counters as the engine's last beat tells them, made when asked for."""
@@ -66,6 +83,9 @@ class EngineSource(Source):
             "structured_output_compile_seconds": (beat.guide_seconds, "Time of that."),
             "structured_output_cache_hits": (beat.guides_cached, "Schemas and grammars that were compiled already."),
         }
+        if beat.tiers:
+            gauges |= {f"kv_host_slots_{state}": (beat.tiers[f"slots_{state}"], text) for state, text in SLOTS.items()}
+            counters |= {f"kv_tier_{name}": (beat.tiers[name], text) for name, text in TIERS.items()}
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model], value)
@@ -75,6 +95,16 @@ class EngineSource(Source):
             counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self.model], value)
             yield counter
+        if beat.tiers:
+            yield self._labelled("kv_disk_misses", "What the disk did not give or take.", "reason", beat.tier_misses)
+            hits = {tier: beat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
+            yield self._labelled("prefix_cache_tier_hits", "Tokens found below the device.", "tier", hits)
+
+    def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+        counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
+        for key, value in values.items():
+            counter.add_metric([self.model, key], value)
+        return counter
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""The description of the HTTP interface, put together from the structs that read it."""
+"""The description of the HTTP interface, put together from the structs that read it and the bounds of what they may hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
+from octavo.serve.limits import Limits
 from octavo.serve.protocol import (
     BatchGenerateRequest,
     ChatRequest,
@@ -55,14 +56,119 @@ ERROR = {
 }
 
 
+PART = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
+NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+CALL = {"anyOf": [{"type": "object", "required": ["function"], "properties": {"function": NAMED}}, NAMED]}
+MESSAGE = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}, "content": CONTENT},
+        },
+        {
+            "type": "object",
+            "required": ["role", "tool_calls"],
+            "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "items": CALL, "minItems": 1}},
+        },
+    ]
+}
+NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+FUNCTION = {"type": "object", "required": ["name"], "properties": {"name": NAME}}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            **FUNCTION,
+            "properties": {
+                "name": NAME,
+                "description": {"type": ["string", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+                "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+            },
+        },
+    },
+}
+TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {"type": "object", "required": ["type", "function"], "properties": {"type": {"const": "function"}, "function": FUNCTION}},
+    ]
+}
+
+
+def bounds(name: str, limits: Limits) -> dict[str, dict[str, Any]]:
+    """What a field may hold, besides its type, which it is put beside: a bound of numbers means nothing to a text."""
+    ids = {"items": {"type": "integer", "minimum": 0}, "maxItems": limits.token_ids}
+    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
+    many = {"minimum": 1, "maximum": 2**63}
+    return {
+        "model": {"enum": [name, None]},
+        "temperature": {"minimum": 0, "maximum": 2},
+        "top_p": {"minimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1, "maximum": 2**64 - 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
+        "stop": {**stop, "maxItems": limits.stops, "items": stop},
+        "stop_token_ids": ids,
+        "allowed_token_ids": {**ids, "minItems": 1},
+        "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+        "logit_bias": {
+            "maxProperties": limits.logit_bias,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"minimum": -100, "maximum": 100},
+        },
+        "cache_salt": {"minLength": 1, "maxLength": limits.salt_chars},
+        "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
+        "timeout": {"exclusiveMinimum": 0, "maximum": limits.timeout_seconds},
+        "request_id": {"pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
+        "max_tokens": many,
+        "max_completion_tokens": many,
+        "max_new_tokens": many,
+        "n": {"minimum": 1, "maximum": limits.n},
+        "best_of": {"minimum": 1, "maximum": limits.best_of},
+        "top_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
+        "logprobs": {"minimum": 0, "maximum": limits.completion_logprobs},
+        "prompt_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
+        "truncate_prompt_tokens": {"minimum": 1, "maximum": 2**64 - 1},
+        "guided_regex": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "guided_grammar": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "guided_choice": {"minItems": 1, "items": {"minLength": 1}},
+        "prompts": {"minItems": 1, "maxItems": limits.prompts},
+        "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},
+        "tools": {"minItems": 1, "maxItems": limits.tools, "items": TOOL},
+        "tool_choice": TOOL_CHOICE,
+    }
+
+
+def describe(schema: dict[str, Any], required: tuple[str, ...], known: dict[str, dict[str, Any]]) -> None:
+    """Put a struct's bounds into its schema. What is required may not be null."""
+    for name, field in schema["properties"].items():
+        if name in required:
+            field["anyOf"] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+            field.pop("default")
+        bound = known.get(name, {})
+        if "anyOf" in bound:
+            field.pop("anyOf")
+        field.update(bound)
+    if required:
+        schema["required"] = list(required)
+
+
 @cache
-def description(name: str) -> dict[str, Any]:
+def description(name: str, limits: Limits) -> dict[str, Any]:
     kinds = list(dict.fromkeys(kind for kind, _, _ in POSTS.values()))
     refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(kinds, refs, strict=True))
-    for kind, _, required in POSTS.values():
-        if required:
-            components[kind.__name__]["required"] = list(required)
+    needed = {kind: required for kind, _, required in POSTS.values()}
+    for kind, required in needed.items():
+        describe(components[kind.__name__], required, bounds(name, limits))
     failed = {
         "description": "What was wrong.",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
@@ -76,9 +182,15 @@ def description(name: str) -> dict[str, Any]:
         for path, (kind, text, _) in POSTS.items()
     }  # fmt: skip
     paths |= {path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()}
-    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        streamed = {**good, "content": {"application/json": {}, "text/event-stream": {}}}
+        paths[path]["post"]["responses"] = {**responses, "200": streamed}
+    text = {"description": "Done.", "content": {"text/plain": {}}}
+    paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
+    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    known = {**id, "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"}}
     paths["/v1/models/{id}"] = {"get": {"summary": "One model.", "parameters": [id], "responses": responses}}
-    paths["/v1/requests/{id}/cancel"] = {"post": {"summary": "End a request.", "parameters": [id], "responses": responses}}
+    paths["/v1/requests/{id}/cancel"] = {"post": {"summary": "End a request.", "parameters": [known], "responses": responses}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": __version__, "description": f"Serves {name}."},

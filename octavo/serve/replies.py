@@ -7,14 +7,16 @@ from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from octavo.collect import Collector
 from octavo.outputs import CompletionOutput, Logprob
+from octavo.serve.tools import ToolUse, whole_call
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tools import CallDelta, ToolParser
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -33,6 +35,7 @@ class Shape:
     prompt_only: bool = False  # max_tokens 0: nothing but the prompt's logprobs is wanted
     usage: str | None = None  # in a stream: None, "end", or "all" for one in each chunk
     stream: bool = False
+    tools: ToolUse | None = None  # calls are looked for in the text
 
 
 def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
@@ -153,13 +156,24 @@ def chat_choice(tokenizer: Tokenizer, completion: CompletionOutput, index: int, 
     logprobs = None
     if shape.top is not None:
         logprobs = chat_logprobs(tokenizer, completion.logprobs or [], shape.top)
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    calls = 0
+    if shape.tools is not None:
+        message["content"], found = shape.tools.read(completion.text)
+        calls = len(found)
+        if found:
+            message["tool_calls"] = found
     return {
         "index": index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason(completion, calls),
         "stop_reason": completion.stop_reason,
     }
+
+
+def finish_reason(completion: CompletionOutput, calls: int) -> str | None:
+    return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
 
 
 def text_choice(
@@ -189,13 +203,23 @@ def text_choice(
 class ChunkWriter:
     """The chunks of one streamed reply."""
 
-    def __init__(self, id: str, kind: str, model: str, tokenizer: Tokenizer, top: int | None, usage: str | None):
+    def __init__(
+        self,
+        id: str,
+        kind: str,
+        model: str,
+        tokenizer: Tokenizer,
+        top: int | None,
+        usage: str | None,
+        tools: ToolUse | None = None,
+    ):
         """`kind`: chat.completion.chunk or text_completion. `usage`: None, "end", or "all" for one in each chunk."""
         self.chat, self.tokenizer, self.top, self.usage = kind != "text_completion", tokenizer, top, usage
+        self.tools, self._parsers = tools, dict[int, ToolParser]()
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage is None else b'],"usage":null}\n\n'
-        self.offset: dict[int, int] = {}
+        self.offset: dict[int, int] = {}  # of each choice's text
 
     def role(self, index: int) -> bytes:
         """What opens a choice of a chat."""
@@ -203,8 +227,10 @@ class ChunkWriter:
         return self._head + first + self._tail
 
     def piece(self, index: int, piece: CompletionOutput, collectors: list[Collector]) -> bytes:
+        if self.tools is not None:
+            return self._with_calls(index, piece, collectors, self.tools)
         if self.top is not None or self.usage == "all":
-            return self._rich(index, piece, collectors)
+            return self._rich(index, piece, collectors, {"content": piece.text} if piece.text else {})
         if self.chat:
             delta = b'"delta":{"content":%b}' % encode(piece.text) if piece.text else b'"delta":{}'
             body = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b' % (index, delta, encode(piece.finish_reason))
@@ -215,10 +241,26 @@ class ChunkWriter:
             body += b',"stop_reason":' + encode(piece.stop_reason)
         return self._head + body + b"}" + self._tail
 
-    def _rich(self, index: int, piece: CompletionOutput, collectors: list[Collector]) -> bytes:
+    def _with_calls(self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse) -> bytes:
+        """A chunk for each thing that is new, and one without news for what a piece brings besides text. Perhaps none."""
+        if index not in self._parsers:
+            self._parsers[index] = tools.parser()
+        parser = self._parsers[index]
+        news = parser.push(piece.text)
+        if piece.finish_reason is not None:
+            news += parser.finish()
+        alone = CompletionOutput(index, "", [])
+        chunks = [self._rich(index, alone, collectors, {"content": new} if isinstance(new, str) else _call_delta(new))
+                  for new in news]  # fmt: skip
+        if piece.finish_reason is not None or piece.logprobs is not None or self.usage == "all":
+            last = replace(piece, finish_reason=finish_reason(piece, parser.calls))
+            chunks.append(self._rich(index, last, collectors, {}))
+        return b"".join(chunks)
+
+    def _rich(self, index: int, piece: CompletionOutput, collectors: list[Collector], delta: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {"index": index}
         if self.chat:
-            choice["delta"] = {"content": piece.text} if piece.text else {}
+            choice["delta"] = delta
             choice["logprobs"] = None
             if piece.logprobs is not None and self.top is not None:
                 choice["logprobs"] = chat_logprobs(self.tokenizer, piece.logprobs, self.top)
@@ -241,3 +283,9 @@ class ChunkWriter:
         if self.usage is None:
             return DONE
         return self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n" + DONE
+
+
+def _call_delta(new: CallDelta) -> dict[str, Any]:
+    if new.name is None:
+        return {"tool_calls": [{"index": new.call, "function": {"arguments": new.arguments}}]}
+    return {"tool_calls": [{"index": new.call, **whole_call(new.name, new.arguments)}]}

@@ -18,6 +18,7 @@ from octavo.serve.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from octavo.serve.tools import read_tools
 from octavo.serve.validate import Prepared
 
 DEFAULT_NEW_TOKENS = 128
@@ -64,12 +65,14 @@ async def tokenize(exchange: Exchange) -> None:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
         )
-        ids = await validate.chat_prompt(front, chat)
+        ids = await validate.chat_prompt(front, chat, read_tools(front, chat))
     else:
         assert body.prompt is not None
         front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)
-        ids = await front.text.run(len(body.prompt), front.tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+        flags = body.add_special_tokens is not False, body.parse_special is not False
+        ids = await front.text.run(len(body.prompt), front.tokenizer.encode, body.prompt, *flags)
     reply = {"tokens": ids, "count": len(ids), "max_model_len": context}
     if body.return_token_strs:
         reply["token_strs"] = [front.tokenizer.token_str(id) for id in ids]
@@ -214,4 +217,4 @@ async def cancel(exchange: Exchange) -> None:
 
 
 async def description(exchange: Exchange) -> None:
-    await exchange.reply(openapi.description(exchange.front.config.name))
+    await exchange.reply(openapi.description(exchange.front.config.name, exchange.front.config.limits))

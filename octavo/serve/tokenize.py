@@ -53,16 +53,22 @@ class TextWorker:
         return ids
 
     async def encode_chat(
-        self, tokenizer: Tokenizer, messages: list[dict[str, Any]], context: int, template: str | None, **options: Any
+        self,
+        tokenizer: Tokenizer,
+        messages: list[dict[str, Any]],
+        context: int,
+        template: str | None,
+        tools: list[dict[str, Any]] | None = None,
+        **options: Any,
     ) -> list[int]:
         size = sum(_size(m.get("content")) for m in messages)
         self.check_size(tokenizer, size, context)
 
         def work() -> list[int]:
-            compiled = select_template(tokenizer, template)
-            return encode_chat(tokenizer, compiled, messages, **options)
+            compiled = select_template(tokenizer, template, tools is not None)
+            return encode_chat(tokenizer, compiled, messages, tools, **options)
 
-        return await self.run(size + 16 * len(messages), work)
+        return await self.run(size + 16 * len(messages) + (INLINE if tools else 0), work)
 
 
 def _size(content: Any) -> int:

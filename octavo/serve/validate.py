@@ -21,6 +21,7 @@ from octavo.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
+    from octavo.serve.tools import ToolUse
 
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
@@ -163,17 +164,22 @@ def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> lis
 # ---- the prompt -----------------------------------------------------------------------------------------
 
 
-async def chat_prompt(front: Front, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation."""
-    messages = check_messages(body.messages, front.config.limits)
+def check_template(front: Front, body: ChatRequest) -> None:
     if body.chat_template is not None and not front.config.request_templates:
         raise ApiError(403, "this server takes no chat templates from requests", "template_not_allowed", "chat_template")
+
+
+async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """The tokens of a conversation."""
+    messages = check_messages(body.messages, front.config.limits)
+    check_template(front, body)
     try:
         return await front.text.encode_chat(
             front.tokenizer,
             messages,
             front.client.model.max_model_len,
             body.chat_template,
+            tools.tools if tools else None,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),

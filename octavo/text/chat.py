@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from octavo.errors import InvalidRequest, ModelError
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_prompt import spell_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHARS = 4_000_000  # of a rendered prompt
@@ -89,9 +90,11 @@ class ChatTemplate:
         self._reserved = _OWN | set(self._specials) | set(env.globals) | {"bos_token", "eos_token", "unk_token", "pad_token"}
         try:
             self._template = env.from_string(source)
-            self.options = frozenset(find_undeclared_variables(env.parse(source)) - self._reserved)
+            variables = find_undeclared_variables(env.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
+        self.source, self.knows_tools = source, "tools" in variables
+        self.options = frozenset(variables - self._reserved)
 
     def render(
         self,
@@ -190,7 +193,10 @@ def encode_chat(
     space and stands before the first character of something, so a template that trims, splits or compares finds its way.
     """
     messages = check_messages(messages)
-    given = _plain([messages, tools, options], "messages")
+    tools = None if tools is None else _plain(tools, "tools")
+    if not template.knows_tools:
+        messages, tools = spell_out(messages, tools), None
+    given = [messages, tools, _plain(options, "chat_template_kwargs")]
     mark = _unused(given)
 
     def protect(value: Any) -> Any:
@@ -241,13 +247,17 @@ def _joined(content: Any, where: str) -> str:
 
 
 def _parsed_arguments(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The API sends a call's arguments as a string of JSON; templates want what it says."""
+    """The API sends a call's arguments as a string of JSON; templates want what it says. They know a call without "function"
+    around it too."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidRequest(f"{where} must be a list of objects", where)
     parsed = []
     for call in calls:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wanted = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise InvalidRequest(f"{where} must be a list of {wanted}", where)
+        if "function" in call and isinstance(function.get("arguments"), str):
             try:
                 function = {**function, "arguments": json.loads(function["arguments"] or "{}")}
             except (ValueError, RecursionError):

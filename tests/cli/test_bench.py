@@ -1,4 +1,4 @@
-"""`octavo bench batching`: counts what arrived, and ends with a line of JSON."""
+"""`octavo bench ...`: counts what arrived, and ends with a line of JSON."""
 
 from __future__ import annotations
 
@@ -81,3 +81,39 @@ def test_tokens_that_did_not_arrive_are_not_counted(tiny: str) -> None:
 def test_a_bench_that_fails_is_an_error(octavo: Octavo, tiny: str) -> None:
     result = octavo("bench", "batching", tiny, "--max-model-len", 44, "--max-tokens", 20)
     assert result.exit_code == 2 and "tokens arrived" in result.stderr
+
+
+def test_attention_is_measured_over_every_kind_of_kv(octavo: Octavo, tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--heads", 4, "--kv-heads", 2, "--dim", 32, "--repeat", 2, "--shapes", "2x40,1x1K"]
+    result = octavo("bench", "attention", *flags, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.stderr
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r == json.loads((tmp_path / "r.json").read_text())
+    assert [(x["sequences"], x["tokens"], x["kv"]) for x in r["rows"]] == [
+        (s, n, kv) for s, n in ((2, 40), (1, 1024)) for kv in ("float16", "int8", "fp8")
+    ]
+    assert [x["kv_bytes"] for x in r["rows"][:2]] == [2 * 40 * 4 * 32 * 2, 2 * 40 * 4 * (32 + 4)]
+    assert all(0 < x["min_s"] <= x["seconds"] <= x["max_s"] and x["of_copy"] > 0 for x in r["rows"])
+    assert octavo("bench", "attention", "--heads", 3, "--kv-heads", 2).exit_code == 2
+
+
+def test_kv_formats_are_compared_with_auto(octavo: Octavo, tiny: str) -> None:
+    result = octavo("bench", "kv", tiny, "--passages", 1, "--length", 40, "--repeat", 1, "--formats", "int8,float16")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["formats"]
+    assert [r["format"] for r in rows] == ["auto", "int8", "float16"]
+    assert (
+        rows[0]["perplexity_ratio"] == 1 and rows[0]["logprob_error"] == 0 < rows[2]["logprob_error"] < rows[1]["logprob_error"]
+    )
+    assert rows[2]["kv_bytes_per_token"] * 2 == rows[0]["kv_bytes_per_token"] > rows[1]["kv_bytes_per_token"] * 2
+
+
+def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    args = ["--tokens", 200, "--repeat", 2, "--kv-host-gib", 0.01, "--kv-disk", tmp_path, "--kv-disk-gib", 0.5]
+    result = octavo("bench", "tiers", tiny, *args)
+    assert result.exit_code == 0
+    r = json.loads(result.stdout.splitlines()[-1])
+    assert r["same_tokens"] is True and r["disk_misses"] == {}
+    assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
+    assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
+    assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout

@@ -18,6 +18,7 @@ from typer.testing import Result
 from octavo import LLM, SamplingParams
 from octavo.cli.chat import SAMPLING, Chat
 from octavo.cli.options import SamplingOptions
+from octavo.cli.partner import Local
 from octavo.errors import InvalidRequest
 
 from .conftest import TEMPLATE, write_model
@@ -157,7 +158,7 @@ def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, tiny: 
 
 def test_after_dropping_several_turns_find_their_prefix_in_the_cache(tiny: str) -> None:
     llm = LLM(tiny, progress=False, max_model_len=512, max_num_seqs=1)
-    talk = Chat(llm, SamplingOptions(temperature=0, max_tokens=8), "Stay.")
+    talk = Chat(Local(llm), SamplingOptions(temperature=0, max_tokens=8), "Stay.")
     full_misses = 0
     for i in range(20):
         ids, _ = talk.make_room(f"message number {i}, of some length")
@@ -168,7 +169,7 @@ def test_after_dropping_several_turns_find_their_prefix_in_the_cache(tiny: str) 
 
 
 def test_a_message_too_long_for_the_context_is_refused_and_nothing_is_forgotten(tiny: str) -> None:
-    talk = Chat(LLM(tiny, progress=False, max_model_len=256), SAMPLING)
+    talk = Chat(Local(LLM(tiny, progress=False, max_model_len=256)), SAMPLING)
     talk.turns = [("a", "b")]
     with pytest.raises(InvalidRequest, match=r"this message makes a prompt of \d+ tokens, but the context holds 256"):
         talk.make_room("x" * 300)
@@ -184,31 +185,34 @@ def test_a_pool_smaller_than_the_context_is_the_limit(octavo: Octavo, tiny: str)
 
 
 def test_stopping_frees_everything_and_keeps_what_was_said(tiny: str) -> None:
-    talk = Chat(LLM(tiny, progress=False), SamplingOptions(temperature=0, max_tokens=500))
+    llm = LLM(tiny, progress=False)
+    talk = Chat(Local(llm), SamplingOptions(temperature=0, max_tokens=500))
     ids, _ = talk.make_room("Hi")
     said = ""
     for _, text in talk.reply("Hi", ids):
         said += text
         if len(said) >= 20:
-            talk.stopped = True
+            talk.stop()
     assert talk.turns == [("Hi", said.strip())] and len(said) < 30
-    assert talk.llm.engine.idle and talk.blocks()[0] == 0
+    assert llm.engine.idle and talk.partner.memory().startswith("0 used, ")  # type: ignore[union-attr]
 
 
 def test_stopping_works_while_a_long_prompt_is_computed(tiny: str) -> None:
-    talk = Chat(LLM(tiny, progress=False, max_num_seqs=1, max_num_batched_tokens=16), SamplingOptions(max_tokens=500))
+    llm = LLM(tiny, progress=False, max_num_seqs=1, max_num_batched_tokens=16)
+    talk = Chat(Local(llm), SamplingOptions(max_tokens=500))
     ids, _ = talk.make_room("x" * 600)
-    real_step, steps = talk.llm.step, 0
+    real_step, steps = llm.step, 0
 
     def step() -> list[object]:
         nonlocal steps
         steps += 1
-        talk.stopped = steps == 5
+        if steps == 5:
+            talk.stop()
         return real_step()  # type: ignore[return-value]
 
-    talk.llm.step = step  # type: ignore[method-assign,assignment]
+    llm.step = step  # type: ignore[method-assign,assignment]
     assert list(talk.reply("x", ids)) == [] and steps == 5
-    assert talk.turns == [] and talk.llm.engine.idle and talk.blocks()[0] == 0
+    assert talk.turns == [] and llm.engine.idle and talk.partner.memory().startswith("0 used, ")  # type: ignore[union-attr]
 
 
 # ---- at a terminal -----------------------------------------------------------------------------------

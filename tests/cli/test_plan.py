@@ -40,6 +40,7 @@ def pretend_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         {"max_num_seqs": 8, "max_model_len": 512, "block_size": 32},
         {"max_num_batched_tokens": 300},
         {"quantization": "none"},
+        {"kv_cache_dtype": "int8"},
     ],
 )
 def test_it_says_what_llm_does(
@@ -61,6 +62,26 @@ def test_it_says_what_llm_does(
     assert plan["concurrency"] == {n: llm.memory.concurrency(int(n)) for n in plan["concurrency"]}
 
 
+def test_tiers_are_shown_as_llm_makes_them(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    flags = ["--kv-host-gib", 0.01, "--kv-disk", tmp_path, "--kv-disk-gib", 0.5, "--num-blocks", 50]
+    plan = planned(octavo, tiny, "--device", "cpu", *flags)
+    llm = LLM(
+        tiny, device="cpu", progress=False, num_gpu_blocks_override=50, swap_space=0.01, kv_disk_path=tmp_path, kv_disk_gib=0.5
+    )
+    assert (plan["kv_host"], plan["kv_disk"]) == (llm.memory.host, llm.memory.disk) and plan["kv_host"] > 0
+    table = octavo("plan", tiny, "--device", "cpu", *flags).stdout
+    assert "KV in host memory" in table and "KV on disk" in table
+    assert "KV in host memory" not in octavo("plan", tiny, "--device", "cpu").stdout
+    llm.close()
+
+
+def test_a_gpu_gives_up_a_little_for_its_second_tier(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B | {"max_position_embeddings": 2**20}))
+    without, with_tier = (planned(octavo, tmp_path, "--device-memory", "8G", *more) for more in ([], ["--kv-host-gib", 500]))
+    lost = without["kv_pool"] - with_tier["kv_pool"]
+    assert memory.STAGING["cuda"] - 2**21 < lost < memory.STAGING["cuda"] + 2**21 and with_tier["kv_host"] > 499 * 2**30
+
+
 @pytest.mark.parametrize(("model", "padding"), [pytest.param("smollm2", 0.0, marks=embedded.marks), ("TINY", 0.02)])
 def test_quantised_weights_are_counted_but_for_what_packing_pads(octavo: Octavo, tiny: str, model: str, padding: float) -> None:
     """The CPU's kernels round 259 outputs up to whole vectors; real shapes are whole already."""
@@ -80,6 +101,19 @@ def test_a_config_alone_is_enough(octavo: Octavo, tmp_path: Path) -> None:
     assert plan["num_blocks"] == 2 * 256 * 2048 // 64
     room = 0.9 * 80 * 2**30 - plan["weights"] - plan["activations"]
     assert plan["kv_pool"] < room
+
+
+def test_compressed_kv_is_planned(octavo: Octavo, tmp_path: Path) -> None:
+    """A byte a number and four a vector; where only the context does not fit, it is among what would do."""
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
+    plan = planned(octavo, tmp_path, "--device-memory", "80G", "--kv-cache-dtype", "fp8_e4m3")
+    assert plan["kv_dtype"] == "fp8" and plan["kv_bytes_per_token"] == 2 * 22 * 4 * (64 + 4)
+    assert "fp8" in octavo("plan", tmp_path, "--device-memory", "80G", "--kv-cache-dtype", "fp8").stdout
+    asked = ["--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
+    plan = planned(octavo, tmp_path, *asked, "--device-memory", "80G")
+    memory = int((plan["weights"] + plan["activations"] + 1000 * plan["kv_bytes_per_token"]) / 0.9)
+    result = octavo("plan", tmp_path, *asked, "--device-memory", memory, "--max-model-len", 1100, "--json")
+    assert result.exit_code == 1 and "--kv-cache-dtype int8" in json.loads(result.stdout)["ways_to_fit"]
 
 
 def test_lengths_are_answered(octavo: Octavo, tiny: str) -> None:
@@ -120,7 +154,9 @@ def test_where_no_option_helps_alone_all_are_tried_together(octavo: Octavo, tmp_
     [
         (["--device", "cuda"], "--device-memory 80G"),
         (["--dtype", "int3"], "dtype is auto"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype is auto"),
         (["--device", "tpu"], "unknown device"),
+        (["--device", "cpu", "--kv-host-gib", "100000"], "of memory that are left"),
     ],
 )
 def test_bad_questions_are_refused(octavo: Octavo, tiny: str, args: list[str], message: str) -> None:

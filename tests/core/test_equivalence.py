@@ -1,5 +1,5 @@
-"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the depth, the forks, the beams, the aborts, the
-policy and the batching mode."""
+"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the depth, the forks, the beams, the
+aborts, the steps that fail, the policy and the batching mode."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
     assert sum(t.copies for t in total) > 30, "the workloads no longer exercise copy on write"
     assert sum(t.cached for t in total) > 1000, "the workloads no longer exercise the prefix cache"
+    assert sum(t.host_tokens for t in total) > 100, "the workloads no longer exercise host memory"
+    assert sum(t.disk_tokens for t in total) > 10, "the workloads no longer exercise the disk"
+    assert sum(t.misses for t in total) > 5, "the workloads no longer exercise a disk that fails"
+
+
+@pytest.mark.parametrize("batching", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
+    total = [trial(seed, policy, batching, beams=seed % 4 == 0) for seed in range(20_000, 20_012)]
+    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -35,13 +45,6 @@ def test_workloads_with_beams_equal_the_oracle(part: int) -> None:
     assert sum(t.beams for t in total) > 50
     assert sum(t.preemptions for t in total) > 50 and sum(t.copies for t in total) > 100
     assert {t.settings["depth"] for t in total if t.beams} == {1, 2, 3}
-
-
-@pytest.mark.parametrize("batching", MODES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
-    total = [trial(seed, policy, batching, beams=seed % 4 == 0) for seed in range(20_000, 20_012)]
-    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Plants bugs in the scheduler, the block pool and beam search, one at a time, and demands that the random workloads notice each.
+"""Plants bugs in the scheduler, the block pool, the tiers' index and beam search, one at a time, and demands that the random
+workloads notice each.
 
 A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves any more.
 """
@@ -13,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo.core import blocks, groups, scheduler
+from octavo.core import blocks, groups, scheduler, tiers
 from tests import workloads
 
 BUGS = {
@@ -28,10 +29,10 @@ BUGS = {
         "            plan.copies.append((old, table[j]))\n",
     ),
     "blocks are published when planned": ("scheduler", "full = seq.computed // size", "full = min(seq.planned, len(seq.tokens)) // size"),
-    "the published count survives preemption": ("scheduler", "        seq.published = len(hits)\n", ""),
+    "the published count survives preemption": ("scheduler", "        seq.published = loads[0][0] if loads else len(hits)", "        pass"),
     "the whole prompt is matched": ("scheduler", "full = (len(seq.tokens) - 1) // size", "full = len(seq.tokens) // size"),
-    "hits are not pinned": ("scheduler", "[pool.share(b) for b in hits]", "list(hits)"),
-    "hits are counted as free": ("scheduler", "len(pool.free) - sum(pool.refs[b] == 0 for b in hits)", "len(pool.free)"),
+    "hits are not pinned": ("scheduler", "[pool.share(b) if b else 0 for b in hits]", "list(hits)"),
+    "hits are counted as free": ("scheduler", "len(pool.free) - sum(pool.refs[b] == 0 for b in hits if b)", "len(pool.free)"),
     "the hash forgets what came before": ("scheduler", "hashes.append(chain(parent, ", "hashes.append(chain(b'', "),
     "the salt is ignored": ("blocks", "if salt else b", "if False else b"),
     "the limit ignores steps in flight": ("scheduler", "if at + 1 >= seq.limit:", "if len(seq.tokens) >= seq.limit:"),
@@ -47,11 +48,11 @@ BUGS = {
     "work is paused for who ranks after it": ("scheduler", "if s.rank > seq.rank and self.policy.pauses(seq, s)]", "if s.rank < seq.rank]"),
     "what was paused comes straight back, in the plan that paused it": ("scheduler", "            if seq.rank >= before:\n                break\n            if not self._may_begin", "            if not self._may_begin"),
     "a batch forms while one runs": ("scheduler", "not any(id in self.requests for id in self.batch)", "True"),
-    "a batch forms of nobody": ("scheduler", "(self.form is None or seq.request.id in self.batch) and", "self.form is None and"),
+    "a batch forms of nobody": ("scheduler", "formed = self.form is None or seq.request.id in self.batch", "formed = self.form is None"),
     "the row is not given back": ("scheduler", "        self.rows.append(seq.row)\n", ""),
     "blocks are not given back": ("scheduler", "            self.pool.drop(b)\n", "            pass\n"),
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
-    "prompt logprobs are taken from the cache": ("scheduler", "if not self.caching or self._missing_prompt_logprobs(seq):", "if not self.caching:"),
+    "prompt logprobs are taken from the cache": ("scheduler", "return self.caching and not self._missing_prompt_logprobs(seq)", "return self.caching"),
     "a preempted sequence still holds others up": ("scheduler", "                del self.computing[h]\n", "                pass\n"),
     "a guided sequence is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.beam is not None"),
     "a guide does not move on": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
@@ -68,7 +69,7 @@ BUGS = {
     "the first beam to report decides": ("scheduler", "if all(map(reported, self.requests[seq.request.id])):", "if True:"),
     "beams that have reported never give way": ("scheduler", "                        self._preempt(seq)\n", "                        pass\n"),
     "beams that have reported keep siblings from going on": ("scheduler", "s.status is Status.WAITING or s in self.prefilling", "False"),
-    "a beam that has reported comes back before its siblings have": ("scheduler", "(self.form is None or seq.request.id in self.batch) and not reported(seq)", "(self.form is None or seq.request.id in self.batch)"),
+    "a beam that has reported comes back before its siblings have": ("scheduler", "formed and not reported(seq) and", "formed and"),
     "forks begin after their parent's step": ("scheduler", "in reversed(steps):  # a parent", "in steps:  # a parent"),
     "beams that lost stay": ("scheduler", "            if seq.id not in best:\n", "            if not steps:\n"),
     "two beams have one place in the queue": ("scheduler", "self._child(seq, free.pop())", "self._child(seq, seq.index)"),
@@ -87,11 +88,26 @@ BUGS = {
     "a block is freed while somebody holds it": ("blocks", "        if self.refs[block] == 0:\n            self.free[block]", "        if True:\n            self.free[block]"),
     "a published block is published twice": ("blocks", "if h not in self.index and self.hash[block] is None:", "if True:"),
     "padding is handed out": ("blocks", "range(1, num_blocks + 1))\n        self.index", "range(0, num_blocks + 1))\n        self.index"),
+    "blocks to load into are not counted": ("scheduler", "if need + len(loads) > len(pool.free)", "if need > len(pool.free)"),
+    "content is not loaded": ("tiers", "        plan.loads.append((slot, block))\n", ""),
+    "a failed step's stores count": ("tiers", "self._end(plan, False)", "self._end(plan, True)"),
+    "a failed step's fetches are awaited": ("tiers", "            if self.fetching.pop(fetch.ticket, None):\n", "            if False:\n"),
+    "an evicted content is not stored": ("tiers", "        plan.stores.append((block, slot))\n", ""),
+    "a slot that a step reads is given away": ("tiers", "            if not self.pins[slot]:\n                del self.ready[h]", "            if True:\n                del self.ready[h]"),
+    "the pin of a load stays": ("tiers", "            self.pins[slot] -= 1\n            self._free", "            self._free"),
+    "a store counts before its step is committed": ("tiers", "        self.filling[h] = slot\n", "        self.ready[h] = slot\n        self.filling[h] = slot\n"),
+    "a missed fetch counts as arrived": ("tiers", 'arrived = news.kind == "fetched"', "arrived = True"),
+    "a missed fetch keeps its slot": ("tiers", "            self._settle(fetch.slot, arrived)\n", "            if arrived:\n                self._settle(fetch.slot, arrived)\n"),
+    "nobody hears of the disk while nothing runs": ("scheduler", "            plan.waits = bool(self.tiers.fetching)\n", ""),
+    "who waits for the disk never looks again": ("tiers", "        self.news += 1\n", ""),
+    "a content is in two slots": ("tiers", "elif content.hash not in self.filling and self._store", "elif self._store"),
+    "what was forgotten comes back": ("tiers", "        self.filling.clear()\n", ""),
+    "asking for more costs what is there": ("tiers", "del wanted[max(self._room() - here, 0) :]", "pass"),
 }  # fmt: skip
 
 
-MODULES = {"blocks": blocks, "groups": groups}
-IMPORTED = {"blocks": ("BlockPool", "chain", "root"), "groups": ("BeamSearch", "go_on")}  # by the scheduler
+MODULES = {"blocks": blocks, "groups": groups, "tiers": tiers}
+IMPORTED = {"blocks": ("BlockPool", "chain", "root"), "groups": ("BeamSearch", "go_on"), "tiers": ("Tiers",)}  # by the scheduler
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:

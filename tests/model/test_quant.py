@@ -26,7 +26,7 @@ installed = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, rea
 needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
 # Largest relative error of normal values: a step is the range over the number of codes.
 ERRORS = {
-    "int8": 0.02, "int8-g32": 0.007, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13,
+    "int8": 0.02, "int8-a8": 0.02, "int8-g32": 0.007, "fp8": 0.04, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13,
     "int4-g32-asym": 0.09, "int4-g64-asym": 0.1, "int4-g128-asym": 0.12,
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from octavo.model import build, registry
 from octavo.model.load import dummy_weights
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
+from octavo.runner.tiers import Tiers
 from octavo.types import Item, NewRow, Plan, SamplingParams
 from tests import tiny
 from tests.conftest import DEVICE
@@ -25,13 +26,13 @@ pytestmark = pytest.mark.parity
 BLOCK = 4
 
 
-def make_runner(graphs: bool) -> Runner:
+def make_runner(graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
     hf = tiny.hf_model("qwen3").config.to_dict()
     hf["architectures"] = ["Qwen3ForCausalLM"]
     config = registry.parse(hf)
     model = build(config, registry.find(hf), TritonOps(), torch.float32, DEVICE)
     dummy_weights(model, seed=1)
-    kv = KVStore(config, CacheConfig(BLOCK, 40), torch.float32, torch.device(DEVICE))
+    kv = KVStore(config, CacheConfig(BLOCK, 40), kv_dtype, torch.device(DEVICE))
     kv.tensor.zero_()
     return Runner(model, kv, 4, 64, 64, torch.device(DEVICE), graphs)
 
@@ -75,11 +76,14 @@ class WithoutCapture(StepGraphs):
         return captured
 
 
-def test_what_graphs_hold_equals_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kv_dtype", [torch.float32, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=["plain KV", "compressed KV"]
+)
+def test_what_graphs_hold_equals_the_general_path(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
-    general, special = make_runner(False), make_runner(False)
+    general, special = make_runner(False, kv_dtype), make_runner(False, kv_dtype)
     special.graphs = WithoutCapture(special.model, special.kv, special.rows, 4, 64, 64)
     for plan in plans():
         want = general.launch(plan).wait().tokens
@@ -92,6 +96,40 @@ def test_what_graphs_hold_equals_the_general_path(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
 
 
+def test_stores_are_done_before_a_graph_overwrites_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
+    runners = [make_runner(False), make_runner(False)]
+    runners[1].graphs = WithoutCapture(runners[1].model, runners[1].kv, runners[1].rows, 4, 64, 64)
+    for runner in runners:
+        runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
+        runner.tiers = Tiers(runner.kv, 2)
+    first, second = plans()[:2]
+    assert [block for _, _, block in plans()[2].appends] == [10]
+    third = plans()[2]
+    third.stores.append((10, 1))
+    for plan in (first, second, third):
+        results = [runner.launch(plan).wait() for runner in runners]
+        assert results[0].tokens == results[1].tokens
+    assert ("decode", 2) in runners[1].graphs.captured
+    for runner in runners:
+        assert runner.tiers is not None
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        assert runner.tiers.host[1].unique().tolist() == [7.0]
+        assert not (runner.kv.tensor[10] == 7.0).all(), "the step was meant to write to it"
+        runner.tiers.close()
+
+
+def test_a_step_that_loads_is_no_decode_graph_s() -> None:
+    runner = make_runner(False)
+    graphs = WithoutCapture(runner.model, runner.kv, runner.rows, 4, 64, 64)
+    items = [Item(0, 0, 0, None, 1, True, 4)]
+    assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(Plan(1, items=items, stores=[(1, 1)]))
+    assert not graphs.decodes(Plan(1, items=items, loads=[(1, 1)]))
+
+
 def test_sizes_cover_every_count() -> None:
     for most in (1, 3, 16, 100, 256, 1000, 4096):
         sizes = decode_sizes(most)
@@ -100,8 +138,9 @@ def test_sizes_cover_every_count() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_graphs_give_the_same_tokens() -> None:
-    general, captured = make_runner(False), make_runner(True)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
+def test_captured_graphs_give_the_same_tokens(kv_dtype: torch.dtype) -> None:
+    general, captured = make_runner(False, kv_dtype), make_runner(True, kv_dtype)
     captured.capture()
     for plan in plans():
         assert captured.launch(plan).wait().tokens == general.launch(plan).wait().tokens

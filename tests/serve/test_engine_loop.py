@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
 from octavo.serve.engine_process import EngineLoop
 from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
+from octavo.serve.metrics import Metrics
 from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
 from tests.fake_runner import FakeRunner
 from tests.toy_guide import ToyGuide
@@ -159,3 +161,35 @@ def test_bad_parameters_do_not_cross() -> None:
     bad.params.temperature = -1.0
     with pytest.raises(msgspec.ValidationError, match="temperature"):
         decode_to_engine(encode(bad))
+
+
+def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
+    schedule = ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
+    cache = CacheConfig(block_size=4, num_blocks=8, host_slots=20, block_bytes=1000)
+    scheduler = Scheduler(cache, schedule, vocab_size=1000)
+    script: list[Any] = []
+    for name, first in (("a", 1), ("b", 100), ("c", 1)):
+        prompt = list(range(first, first + 25))
+        script += [Add(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True), 0.0, ""), *[None] * 4]
+    loop = EngineLoop(Engine(scheduler, FakeRunner(8, 4, 20)), FakeLink(script))  # type: ignore[arg-type]
+    loop.run()
+    beat = loop.beat
+    assert beat.tiers["loads"] > 0 and beat.tiers["load_bytes"] == 1000 * beat.tiers["loads"]
+    assert beat.tiers["host_tokens"] == 4 * beat.tiers["loads"] and beat.cached_tokens == 24
+    assert sum(beat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20
+    assert decode_to_front(encode(beat)) == beat
+
+    metrics = Metrics("octavo", "m")
+    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+        supervisor=SimpleNamespace(beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1),
+        queue=SimpleNamespace(waiting=[], tokens=0),
+        open_requests={},
+        ready=True,
+    )
+    text = metrics.render().decode()
+    assert f'octavo:kv_tier_loads_total{{model_name="m"}} {float(beat.tiers["loads"])}' in text
+    assert 'octavo:kv_disk_misses_total{model_name="m",reason="corrupt"} 3.0' in text
+    assert f'octavo:prefix_cache_tier_hits_total{{model_name="m",tier="host"}} {float(beat.tiers["host_tokens"])}' in text
+    assert f'octavo:kv_host_slots_free{{model_name="m"}} {float(beat.tiers["slots_free"])}' in text
+    metrics.source.client.supervisor.beat = Beat()  # type: ignore[union-attr, attr-defined]
+    assert "kv_tier" not in metrics.render().decode(), "no tiers, nothing to tell"

@@ -62,6 +62,13 @@ def test_tokens_there_and_back(running: Running) -> None:
     assert strings == ["a", "b"]
 
 
+def test_special_tokens_are_found_where_nothing_is_generated(running: Running) -> None:
+    """lm-eval learns their ids so. What is generated from a text sees characters."""
+    assert running.post("/tokenize", {"prompt": "<|eos|>"}).json()["tokens"] == [256]
+    plain = running.post("/tokenize", {"prompt": "<|eos|>", "parse_special": False}).json()["tokens"]
+    assert len(plain) == len("<|eos|>") == running.complete(prompt="<|eos|>")["usage"]["prompt_tokens"]
+
+
 def test_render_shows_what_a_chat_becomes(running: Running) -> None:
     messages = [{"role": "user", "content": "hi"}]
     found = running.post("/v1/chat/completions/render", {"messages": messages}).json()

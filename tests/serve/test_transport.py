@@ -117,7 +117,9 @@ def test_an_unknown_route(running: Running, path: str) -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models"), ("PUT", "/generate"), ("POST", "/livez")])
 def test_a_wrong_method(running: Running, method: str, path: str) -> None:
-    check_error(running.http.request(method, path), 405, code="method_not_allowed")
+    reply = running.http.request(method, path)
+    check_error(reply, 405, code="method_not_allowed")
+    assert {"GET", "POST"} & set(reply.headers["allow"].split(", "))
 
 
 @pytest.mark.parametrize("host", ["evil.com", "127.0.0.1.evil.com", "localhost@evil.com", "", "evil.com:80", "[::ffff:8.8.8.8]"])

@@ -17,6 +17,7 @@ from octavo.ops.cpu.fused import FusedDecoder, attention_record, fits, spare_byt
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.workers import Workers, workers
 from octavo.ops.decoder import DecoderSpec, Fused
+from octavo.ops.kv import KV, LARGEST
 from octavo.ops.reference import ReferenceOps, noise_key
 from octavo.ops.weight import QuantWeight
 
@@ -31,7 +32,7 @@ class CpuOps(ReferenceOps):
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
             team = workers()
-            return weight if team is None else PackedWeight(weight, team.step.LANES)
+            return weight if team is None or weight.form.float else PackedWeight(weight, team.step.LANES)
         if not torch.backends.mkldnn.is_available() or weight.dtype not in (torch.float32, torch.bfloat16):
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
@@ -65,12 +66,17 @@ class CpuOps(ReferenceOps):
             team.run(job)
         return out
 
-    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
-        """Over plain weights torch attends too: its threads spin after every product and would be in the way of ours."""
-        team = workers() if kv.dtype == torch.float16 and q.dtype == torch.float32 else None
+    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+        """Over plain weights torch attends too: its threads spin after every product and would be in the way of ours. Codes
+        it would have to expand first: they are read in place."""
+        team = workers() if kv.dtype in (torch.float16, *LARGEST) and q.dtype == torch.float32 else None
         if team is None or kv.shape[-1] % team.step.LANES:
             return super().attention(q, kv, batch, scale, window)
         return paged_attention(team, q.contiguous(), kv, batch, scale, window)
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The kernels, which compute in float32, read no bfloat16."""
+        return tuple(kind for kind in super().kv_dtypes(dtype) if (dtype, kind) != (torch.float32, torch.bfloat16))
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
         team = workers() if isinstance(decoder.layers[0].qkv, PackedWeight) else None
@@ -110,8 +116,9 @@ def _team() -> Workers:
     return team
 
 
-def paged_attention(team: Workers, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
-    """ops.attention for q float32, contiguous, and kv float32 or float16, of which a block is contiguous."""
+def paged_attention(team: Workers, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
+    """ops.attention for q float32, contiguous, and kv float32, float16 or codes, of which a layer's part of a block is
+    contiguous."""
     step, out = team.step, torch.empty_like(q)
     job = np.zeros(step.FIELDS, dtype=np.int64)
     with team.lock:

@@ -14,6 +14,7 @@ from octavo.ops import ForwardBatch
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.workers import Workers
 from octavo.ops.decoder import DecoderLayer, DecoderSpec
+from octavo.ops.kv import KV, QuantKV
 
 Record = NDArray[np.int64]
 
@@ -40,13 +41,19 @@ def spare_bytes(lanes: int, tile: int, widest: int) -> int:
     return -(-(4 * (2 * widest + 2 * 128) + 2 * 4 * tile * lanes) // 64) * 64
 
 
-def attention_record(workers: Workers, batch: ForwardBatch, heads: int, kv: Tensor, scale: float) -> Record:
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8"}  # as jit/emit.py calls them
+
+
+def attention_record(workers: Workers, batch: ForwardBatch, heads: int, kv: KV, scale: float) -> Record:
     """kv [N, ..., 2, Hk, B, D], of which the last four dimensions are contiguous."""
     a = workers.step.attention
     kv_heads, block_size, dim = kv.shape[-3:]
     record: Record = np.zeros(a.FIELDS, dtype=np.int64)
-    record[a.KV], record[a.BLOCK_STRIDE] = kv.data_ptr(), kv.stride(0) * kv.element_size()
-    record[a.HALF] = kv.dtype == torch.float16
+    numbers = kv.codes if isinstance(kv, QuantKV) else kv
+    record[a.KV], record[a.BLOCK_STRIDE] = numbers.data_ptr(), numbers.stride(0) * numbers.element_size()
+    record[a.KIND] = getattr(a, KINDS[kv.dtype])
+    if isinstance(kv, QuantKV):
+        record[a.SCALES], record[a.SCALES_STRIDE] = kv.scales.data_ptr(), kv.scales.stride(0) * kv.scales.element_size()
     record[a.HEADS], record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = heads, kv_heads, block_size, dim
     record[a.SEQUENCES] = len(batch.seq_lens)
     record[a.QUERY_START], record[a.SEQ_LENS] = batch.query_start.data_ptr(), batch.seq_lens.data_ptr()
@@ -88,7 +95,7 @@ class FusedDecoder:
         row[step.WINDOW], row[step.ANGLES] = layer.window, layer.cos_sin.data_ptr()
         self.kept += [layer.cos_sin, *(norm for norm in norms if norm is not None)]
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KV) -> Tensor:
         """x [T, hidden] is overwritten."""
         spec, workers, step = self.spec, self.workers, self.workers.step
         rows, wide = len(x), spec.heads * spec.dim

@@ -7,25 +7,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.triton import attention, fused, gemm, sample
+from octavo.ops.triton import attention, fused, gemm, quant, sample
+from octavo.ops.weight import QuantWeight
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
 
+    def pack(self, weight: Any) -> Any:
+        return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
+
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
-        if not isinstance(weight, Tensor):
-            return super().linear(x, weight, bias, add)
+        if isinstance(weight, quant.PackedWeight):
+            return quant.linear(x, weight, bias, add)
         if x.shape[0] == 1:
             return gemm.gemv(x, weight, bias, add)
         if add is None:
             return super().linear(x, weight, bias)
         add.addmm_(x, weight.t())  # in the product's own epilogue
         return add if bias is None else add.add_(bias)
+
+    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, quant.PackedWeight):
+            return quant.embedding(ids, weight, scale)
+        return super().embedding(ids, weight, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         return fused.rms_norm(x, weight, eps, add)
@@ -39,7 +50,7 @@ class TritonOps(ReferenceOps):
     def rope_and_cache(
         self,
         qkv: Tensor,
-        kv: Tensor,
+        kv: KV,
         batch: ForwardBatch,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -48,8 +59,13 @@ class TritonOps(ReferenceOps):
     ) -> Tensor:
         return fused.rope_and_cache(qkv, kv, batch, cos_sin, q_norm, k_norm, eps)
 
-    def attention(self, q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
         return attention.attention(q, kv, batch, scale, window)
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Plain KV is multiplied as it is, so it must be like the queries; Triton knows float8 (e4m3) from Ada and Hopper on."""
+        float8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+        return (dtype, torch.int8, torch.float8_e4m3fn) if float8 else (dtype, torch.int8)
 
     def choose(
         self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor

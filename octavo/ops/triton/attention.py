@@ -1,7 +1,8 @@
 """Causal attention over the paged KV cache, read in place: one kernel for decoding rows, one for everything else.
 
 Both pack the G query heads that share a key head into the rows of one tile, so that each key and value is read once.
-Both keep a running maximum and sum (online softmax), in float32 and in powers of two.
+Both keep a running maximum and sum (online softmax), in float32 and in powers of two. Of compressed KV (octavo.ops.kv) the codes
+themselves are multiplied: a key's scale goes into its score, a value's into its weight.
 
     decode    one program a (sequence, key head, split): all of it is reading KV, so the split count only serves to
               occupy every multiprocessor; with several splits a second kernel joins their partial results
@@ -10,6 +11,7 @@ Both keep a running maximum and sum (online softmax), in float32 and in powers o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.kv import KV, LARGEST, QuantKV
+from octavo.ops.triton import codes
+from octavo.ops.triton.fused import arguments
 from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 LOG2E = 1.4426950408889634
@@ -29,13 +34,31 @@ PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with seque
 
 
 @triton.jit
+def _weigh(score, scale, column, position, own, peak, total, WINDOW: tl.constexpr, EDGE: tl.constexpr):
+    """Scores [rows, N] become weights; `scale` is one for all rows or [rows], `column` the same as it meets a score. Returns
+    the weights, what earlier sums must be multiplied by, and the new peak and total."""
+    if EDGE:
+        score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
+    if WINDOW > 0:
+        score = tl.where(position[None, :] > own[:, None] - WINDOW, score, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+    shift = new_peak
+    if WINDOW > 0:  # all of the tile may lie before a row's window, which leaves its maximum at -inf
+        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    p = tl.exp2(score * column - shift[:, None])
+    shrink = tl.exp2(peak - shift)
+    return p, shrink, new_peak, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
 def _attend(
-    queries, keys, values, table, low, high, own, peak, total, acc, scale, s_block, s_token,
+    queries, keys, values, key_scales, value_scales, table, low, high, own, peak, total, acc, scale, s_block, s_token, s_scales,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Take in the positions low .. high - 1, tile by tile. `own` [rows]: each row's position, which it sees up to and
-    including. Without EDGE the tiles are whole and every row sees all of them, so nothing is masked but by the window."""
+    including. Without EDGE the tiles are whole and every row sees all of them, so nothing is masked but by the window.
+    LARGEST: of the codes that KV is compressed to, or 0; `scale` is then each row's, and acc in units of 1 / LARGEST."""
     d, n = tl.arange(0, DP), tl.arange(0, N)
     for start in range(low, high, N):
         position = start + n
@@ -57,29 +80,85 @@ def _attend(
         else:
             k = tl.load(page_k + (at[None, :] + d[:, None]), mask=d[:, None] < D, other=0.0)
             v = tl.load(page_v + (at[:, None] + d[None, :]), mask=d[None, :] < D, other=0.0)
-        score = tl.dot(queries, k, input_precision=PRECISION)
-        if EDGE:
-            score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
-        if WINDOW > 0:
-            score = tl.where(position[None, :] > own[:, None] - WINDOW, score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
-        shift = new_peak
-        if WINDOW > 0:  # all of the tile may lie before a row's window, which leaves its maximum at -inf
-            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        p = tl.exp2(score * scale - shift[:, None])
-        shrink = tl.exp2(peak - shift)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        peak = new_peak
+        if LARGEST > 0:
+            key_scale, value_scale = _scales(key_scales, value_scales, table, start, high, s_scales, B, N, EDGE)
+            score = tl.dot(queries, codes.numbers(k, queries.dtype), input_precision=PRECISION)
+            score *= key_scale[None, :]
+            p, shrink, peak, total = _weigh(score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE)
+            p = (p * (value_scale * LARGEST)[None, :]).to(queries.dtype)
+            acc = tl.dot(p, codes.numbers(v, queries.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        else:
+            score = tl.dot(queries, k, input_precision=PRECISION)
+            p, shrink, peak, total = _weigh(score, scale, scale, position, own, peak, total, WINDOW, EDGE)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return peak, total, acc
 
 
 @triton.jit
+def _scales(key_scales, value_scales, table, start, high, s_scales, B: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr):
+    """A tile's two scales [N]; zeros behind the end, where anything may lie."""
+    n = tl.arange(0, N)
+    position = start + n
+    if B % N == 0:
+        slot = tl.load(table + start // B).to(tl.int64) * s_scales + (start % B + n)
+    else:
+        slot = tl.load(table + position // B, mask=position < high, other=0).to(tl.int64) * s_scales + position % B
+    if EDGE:
+        inside = position < high
+        return tl.load(key_scales + slot, mask=inside, other=0.0), tl.load(value_scales + slot, mask=inside, other=0.0)
+    return tl.load(key_scales + slot), tl.load(value_scales + slot)
+
+
+@triton.jit
+def _attend_words(
+    q0, q1, q2, q3, keys, values, key_scales, value_scales, table, low, high, own, peak, total, a0, a1, a2, a3,
+    scale, s_block, s_token, s_scales,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
+    PRECISION: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """_attend for few rows and codes that are read as words of four: dimensions 4i, 4i + 1, 4i + 2 and 4i + 3 are four problems
+    of a quarter of the width. Strides are in words. The matrix units want neighbouring positions of a value in one register,
+    and bytes can only be brought there one by one, which took half of the time; words are taken apart where they are."""
+    i, n = tl.arange(0, DP // 4), tl.arange(0, N)
+    for start in range(low, high, N):
+        position = start + n
+        at = (start % B + n) * s_token
+        block = tl.load(table + start // B).to(tl.int64) * s_block
+        if EDGE:
+            inside = position < high
+            k = tl.load(keys + block + (at[None, :] + i[:, None]), mask=inside[None, :] & (i[:, None] < D // 4), other=0)
+            v = tl.load(values + block + (at[:, None] + i[None, :]), mask=inside[:, None] & (i[None, :] < D // 4), other=0)
+        elif D == DP:
+            k = tl.load(keys + block + (at[None, :] + i[:, None]))
+            v = tl.load(values + block + (at[:, None] + i[None, :]))
+        else:
+            k = tl.load(keys + block + (at[None, :] + i[:, None]), mask=i[:, None] < D // 4, other=0)
+            v = tl.load(values + block + (at[:, None] + i[None, :]), mask=i[None, :] < D // 4, other=0)
+        key_scale, value_scale = _scales(key_scales, value_scales, table, start, high, s_scales, B, N, EDGE)
+        k0, k1, k2, k3 = codes.quarters(k, q0.dtype, LARGEST)
+        score = tl.dot(q0, k0, input_precision=PRECISION)
+        score = tl.dot(q1, k1, score, input_precision=PRECISION)
+        score = tl.dot(q2, k2, score, input_precision=PRECISION)
+        score = tl.dot(q3, k3, score, input_precision=PRECISION)
+        score *= key_scale[None, :]
+        p, shrink, peak, total = _weigh(score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE)
+        p = (p * (value_scale * LARGEST)[None, :]).to(q0.dtype)
+        v0, v1, v2, v3 = codes.quarters(v, q0.dtype, LARGEST)
+        a0 = tl.dot(p, v0, a0 * shrink[:, None], input_precision=PRECISION)
+        a1 = tl.dot(p, v1, a1 * shrink[:, None], input_precision=PRECISION)
+        a2 = tl.dot(p, v2, a2 * shrink[:, None], input_precision=PRECISION)
+        a3 = tl.dot(p, v3, a3 * shrink[:, None], input_precision=PRECISION)
+    return peak, total, a0, a1, a2, a3
+
+
+@triton.jit
 def decode_kernel(
-    q, kv, table, table_rows, seq_lens, out, part, part_max, part_sum, scale, s_block, s_kind, s_head, s_token, s_table,
+    q, kv, scales, table, table_rows, seq_lens, out, part, part_max, part_sum, scale,
+    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_inputs()
@@ -94,22 +173,49 @@ def decode_kernel(
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     rows = seq * HEADS + head * G + g
     mask = (g[:, None] < G) & (d[None, :] < D)
-    queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+    row_scale = scale
+    if WORDS:
+        i = tl.arange(0, DP // 4)
+        at, inside = q + rows[:, None] * D + 4 * i[None, :], (g[:, None] < G) & (i[None, :] < D // 4)
+        q0, q1, q2, q3, row_scale = codes.four_queries(at, inside, scale)
+    else:
+        queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+        if LARGEST > 0:
+            queries, row_scale = codes.queries(queries, scale)
     own = tl.zeros([GP], tl.int32) + length - 1
     peak = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
     table += tl.load(table_rows + seq).to(tl.int64) * s_table
     keys, values = kv + head * s_head, kv + head * s_head + s_kind
+    key_scales, value_scales = scales, scales
+    if LARGEST > 0:
+        key_scales += head * s_scales_head
+        value_scales = key_scales + s_scales_kind
     whole = tl.maximum(high // N * N, low)
-    peak, total, acc = _attend(
-        queries, keys, values, table, low, whole, own, peak, total, acc,
-        scale, s_block, s_token, D, DP, B, N, WINDOW, False, PRECISION,
-    )  # fmt: skip
-    peak, total, acc = _attend(
-        queries, keys, values, table, whole, high, own, peak, total, acc,
-        scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
-    )  # fmt: skip
+    if WORDS:
+        a0 = tl.zeros([GP, DP // 4], tl.float32)
+        a1, a2, a3 = a0, a0, a0
+        peak, total, a0, a1, a2, a3 = _attend_words(
+            q0, q1, q2, q3, keys, values, key_scales, value_scales, table, low, whole, own, peak, total, a0, a1, a2, a3,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, LARGEST,
+        )  # fmt: skip
+        peak, total, a0, a1, a2, a3 = _attend_words(
+            q0, q1, q2, q3, keys, values, key_scales, value_scales, table, whole, high, own, peak, total, a0, a1, a2, a3,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, LARGEST,
+        )  # fmt: skip
+        acc = tl.interleave(tl.interleave(a0, a2), tl.interleave(a1, a3))
+    else:
+        acc = tl.zeros([GP, DP], tl.float32)
+        peak, total, acc = _attend(
+            queries, keys, values, key_scales, value_scales, table, low, whole, own, peak, total, acc,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, LARGEST,
+        )  # fmt: skip
+        peak, total, acc = _attend(
+            queries, keys, values, key_scales, value_scales, table, whole, high, own, peak, total, acc,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, LARGEST,
+        )  # fmt: skip
+    if LARGEST > 0:
+        acc *= 1.0 / LARGEST
     if SPLITS == 1:
         tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
     else:
@@ -147,11 +253,12 @@ def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items"])
 def prefill_kernel(
-    q, kv, table, table_rows, query_start, seq_lens, out, scale, num_items, s_block, s_kind, s_head, s_token, s_table,
+    q, kv, scales, table, table_rows, query_start, seq_lens, out, scale, num_items,
+    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_inputs()
@@ -169,6 +276,9 @@ def prefill_kernel(
         rows = (begin + local).to(tl.int64) * HEADS + head * G + g
         mask = ((local < end - begin) & (g < G))[:, None] & (d[None, :] < D)
         queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+        row_scale = scale
+        if LARGEST > 0:
+            queries, row_scale = codes.queries(queries, scale)
         own = past + local
         low = 0
         if WINDOW > 0:
@@ -177,21 +287,27 @@ def prefill_kernel(
         high = past + tl.minimum(token + BLOCK_Q, end - begin)
         table += tl.load(table_rows + item).to(tl.int64) * s_table
         keys, values = kv + head * s_head, kv + head * s_head + s_kind
+        key_scales, value_scales = scales, scales
+        if LARGEST > 0:
+            key_scales += head * s_scales_head
+            value_scales = key_scales + s_scales_kind
         peak = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DP], tl.float32)
         peak, total, acc = _attend(
-            queries, keys, values, table, low, diagonal, own, peak, total, acc,
-            scale, s_block, s_token, D, DP, B, N, WINDOW, False, PRECISION,
+            queries, keys, values, key_scales, value_scales, table, low, diagonal, own, peak, total, acc,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, LARGEST,
         )  # fmt: skip
         peak, total, acc = _attend(
-            queries, keys, values, table, tl.maximum(low, diagonal), high, own, peak, total, acc,
-            scale, s_block, s_token, D, DP, B, N, WINDOW, True, PRECISION,
+            queries, keys, values, key_scales, value_scales, table, tl.maximum(low, diagonal), high, own, peak, total, acc,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, LARGEST,
         )  # fmt: skip
+        if LARGEST > 0:
+            acc *= 1.0 / LARGEST
         tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
 
 
-def attention(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
+def attention(q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
     """As Ops.attention. A plan lists decoding rows first, one token each; the rest is prefill."""
     out = torch.empty_like(q)
     decoding = next((i for i, span in enumerate(batch.spans) if span.num != 1), len(batch.spans))
@@ -202,34 +318,38 @@ def attention(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: 
     return out
 
 
-def _shape(q: Tensor, kv: Tensor) -> dict[str, Any]:
+def _shape(q: Tensor, kv: KV) -> dict[str, Any]:
     """What both kernels are specialised for."""
     heads, (_, _, kv_heads, block, dim) = q.shape[1], kv.shape
     return dict(HEADS=heads, G=heads // kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), B=block,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32")  # fmt: skip
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LARGEST=LARGEST.get(kv.dtype, 0.0))  # fmt: skip
 
 
-def _tile(kv: Tensor, dim: int) -> dict[str, int]:
+def _tile(kv: KV, dim: int) -> dict[str, int]:
     """Positions a tile, and how many tiles are on their way at once: as many as shared memory holds, up to four. A tile within
     one block has cheaper addresses: with blocks of 64 prefill runs a quarter faster than with blocks of 16."""
-    tile = max(16, min(64, 32768 // (dim * kv.element_size())))
-    return {"N": tile, "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.element_size())))}
+    tile = max(16, min(64, 32768 // (dim * kv.dtype.itemsize)))
+    return {"N": tile, "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.dtype.itemsize)))}
 
 
-def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
+def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
     shape, kv_heads = _shape(q, kv), kv.shape[2]
     tile = _tile(kv, shape["DP"])
+    words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
+    tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
     longest = max(span.end for span in batch.spans[:count])
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
+    splits = 1 << round(math.log2(splits))  # each number of splits is a kernel to compile: few of them
     part = part_max = part_sum = out
     if splits > 1:
         part = torch.empty(count, q.shape[1], splits, q.shape[2], dtype=torch.float32, device=q.device)
         part_max = torch.empty(2, count, q.shape[1], splits, dtype=torch.float32, device=q.device)
         part_max, part_sum = part_max.unbind(0)
     decode_kernel[count, kv_heads, splits](
-        q, kv, batch.block_table, batch.rows, batch.seq_lens, out, part, part_max, part_sum, scale * LOG2E,
-        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
-        GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, num_warps=2, **tile, **shape, **LAUNCH,
+        q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, part, part_max, part_sum, scale * LOG2E,
+        *strides, batch.block_table.stride(0),
+        GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, WORDS=words,
+        num_warps=1 if words and shape["DP"] < 128 else 2, **tile, **shape, **LAUNCH,
     )  # fmt: skip
     if splits > 1:
         join_kernel[count * q.shape[1],](
@@ -237,14 +357,14 @@ def _decode(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, count: int,
         )
 
 
-def _prefill(q: Tensor, kv: Tensor, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
-    shape, kv_heads = _shape(q, kv), kv.shape[2]
+def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
+    shape, kv_heads, (tensors, strides) = _shape(q, kv), kv.shape[2], arguments(kv)
     group = triton.next_power_of_2(shape["G"])
     items, tokens = len(batch.spans) - skip, q.shape[0] - skip
     rows = max(group, 64 if max(span.num for span in batch.spans[skip:]) * group > 16 else 16)
     tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
     prefill_kernel[tiles, kv_heads](
-        q, kv, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E, items,
-        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), batch.block_table.stride(0),
+        q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E,
+        items, *strides, batch.block_table.stride(0),
         GP=group, M=rows, WINDOW=window, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
     )  # fmt: skip

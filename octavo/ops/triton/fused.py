@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.kv import KV, LARGEST, QuantKV
 from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
 
 
@@ -84,12 +85,40 @@ def _turned(at, h, cos, sin, weight, eps, heads, D: tl.constexpr, HALF: tl.const
 
 
 @triton.jit
+def _code(x, LARGEST: tl.constexpr):
+    """x, in -LARGEST..LARGEST, as an int8 or as the bits of a float8 (e4m3): to the nearest, ties to even."""
+    if LARGEST == 127.0:
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8)  # the sum with 1.5 * 2^23 has no bits for fractions
+    bits = x.to(tl.int32, bitcast=True)
+    large = bits & 0x7FFFFFFF
+    large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - 960  # exponent's bias: 127 to 7, (127 - 7) << 3 is 960
+    small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)  # below 2^-6 the code counts steps of 2^-9
+    return (tl.where(tl.abs(x) < 0.015625, small, large) | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def _compress(a, b, rounded, kv, LARGEST: tl.constexpr):
+    """Codes of both halves [heads, D / 2], first rounded to the dtype that `rounded` points to, and scales [heads]: what
+    octavo.ops.kv.compress() computes."""
+    a, b = a.to(rounded.dtype.element_ty).to(tl.float32), b.to(rounded.dtype.element_ty).to(tl.float32)
+    peak = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+    spoiled = tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1)  # NaN, if anything is not finite
+    usable = (peak >= 1e-30) & (spoiled == 0.0)
+    factor = tl.div_rn(LARGEST, tl.where(usable, peak, 1.0))[:, None]
+    a, b = tl.where(usable[:, None], a * factor, 0.0), tl.where(usable[:, None], b * factor, 0.0)
+    scale = tl.where(usable, tl.div_rn(peak, LARGEST), 0.0) + spoiled
+    kind: tl.constexpr = kv.dtype.element_ty
+    return _code(a, LARGEST).to(kind, bitcast=True), _code(b, LARGEST).to(kind, bitcast=True), scale
+
+
+@triton.jit
 def rope_cache_kernel(
-    qkv, q_out, kv, slots, positions, cos_sin, q_norm, k_norm, eps, s_block, s_kind, s_head, s_token,
+    qkv, q_out, kv, scales, slots, positions, cos_sin, q_norm, k_norm, eps,
+    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head,
     HQ: tl.constexpr, HK: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    B: tl.constexpr, QNORM: tl.constexpr, KNORM: tl.constexpr, ROPE: tl.constexpr,
+    B: tl.constexpr, QNORM: tl.constexpr, KNORM: tl.constexpr, ROPE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program a token, all its heads: q to q_out, k and v to their slot in the cache."""
+    """One program a token, all its heads: q to q_out, k and v to their slot in the cache; LARGEST: the largest code, or 0."""
     start_next()
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
@@ -108,24 +137,39 @@ def rope_cache_kernel(
     tl.store(out + D // 2, b, mask=mask)
     a, b, mask = _turned(row + HQ * D, hk, cos, sin, k_norm, eps, HK, D, HALF, KNORM, ROPE)
     out = kv + (slot // B) * s_block + hk[:, None] * s_head + (slot % B) * s_token + c[None, :]
+    out_scale = scales
+    if LARGEST > 0:
+        out_scale = scales + (slot // B) * s_scales + hk * s_scales_head + slot % B
+        a, b, scale = _compress(a, b, qkv, kv, LARGEST)
+        tl.store(out_scale, scale, mask=hk < HK)
     tl.store(out, a, mask=mask)
     tl.store(out + D // 2, b, mask=mask)
     a, b, mask = _turned(row + (HQ + HK) * D, hk, cos, sin, k_norm, eps, HK, D, HALF, False, False)
+    if LARGEST > 0:
+        a, b, scale = _compress(a, b, qkv, kv, LARGEST)
+        tl.store(out_scale + s_scales_kind, scale, mask=hk < HK)
     tl.store(out + s_kind, a, mask=mask)
     tl.store(out + s_kind + D // 2, b, mask=mask)
 
 
 def rope_and_cache(
-    qkv: Tensor, kv: Tensor, batch: ForwardBatch, cos_sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    qkv: Tensor, kv: KV, batch: ForwardBatch, cos_sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
 ) -> Tensor:
     _, _, kv_heads, block, dim = kv.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, dim)
     size = triton.next_power_of_2
+    tensors, strides = arguments(kv)
     rope_cache_kernel[tokens,](
-        qkv, q, kv, batch.kv_slots, batch.positions, cos_sin, q_norm, k_norm, eps,
-        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
+        qkv, q, *tensors, batch.kv_slots, batch.positions, cos_sin, q_norm, k_norm, eps, *strides,
         heads, kv_heads, size(heads), size(kv_heads), dim, size(dim // 2), block,
-        q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=4, **LAUNCH,
+        q_norm is not None, k_norm is not None, cos_sin is not None, LARGEST.get(kv.dtype, 0.0), num_warps=4, **LAUNCH,
     )  # fmt: skip
     return q
+
+
+def arguments(kv: KV) -> tuple[tuple[Tensor, Tensor | None], tuple[int | None, ...]]:
+    """What kernels take for kv [N, 2, Hk, B, D]: its numbers or codes, scales if there are any, and the strides of both."""
+    if isinstance(kv, QuantKV):
+        return (kv.codes, kv.scales), (*kv.codes.stride()[:4], *kv.scales.stride()[:3])
+    return (kv, None), (*kv.stride()[:4], None, None, None)

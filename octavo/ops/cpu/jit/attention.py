@@ -12,9 +12,14 @@ from typing import Any
 from numba import types
 
 from octavo.ops.cpu.jit.emit import (
+    F8,
+    F16,
+    F32,
     FLOATS,
+    I8,
     LANES,
     POINTER,
+    SIZES,
     VOID,
     Emitter,
     Value,
@@ -39,18 +44,19 @@ CHUNK = WIDE * LANES  # keys between two corrections of the softmax
 
 # The batch to the kernel: a record of int64.
 QUERY, OUT, QUERY_STRIDE, KV, BLOCK_STRIDE, HEADS, KV_HEADS, BLOCK_SIZE, DIM = range(9)
-SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, HALF, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE, FIELDS = range(9, 21)
+SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, KIND, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE = range(9, 20)
+SCALES, SCALES_STRIDE, FIELDS = range(20, 23)  # of codes: where the scales of block 0 are, and bytes from block to block
 
 
-def transpose(half: bool) -> Any:
-    size = 2 if half else 4
+def transpose(kind: int) -> Any:
+    size = SIZES[kind]
 
     @intrinsic(VOID, POINTER, POINTER, INT, INT)
     def run(e: Emitter, pointers: Value, out: Value, vectors: Value, stride: Value) -> None:
         """Rows at pointers [LANES], vectors * LANES long -> out [vectors * LANES, LANES], whose rows are `stride` bytes apart."""
         rows = [e.load(pointers + 8 * j, i64) for j in range(LANES)]
         with e.loop(vectors) as d:
-            block = [e.load_floats(row + d * (size * LANES), half) for row in rows]
+            block = [e.load_floats(row + d * (size * LANES), kind) for row in rows]
             bit = 1
             while bit < LANES:  # exchange one bit of the row's number with the same bit of the lane's
                 for i in range(LANES):
@@ -66,7 +72,19 @@ def transpose(half: bool) -> Any:
     return run
 
 
-transpose_floats, transpose_halves = transpose(False), transpose(True)
+transpose_f32, transpose_f16, transpose_i8, transpose_f8 = (transpose(kind) for kind in (F32, F16, I8, F8))
+
+
+@inner
+def transpose_rows(kind: int, pointers: int, out: int, vectors: int, stride: int) -> None:
+    if kind == F32:
+        transpose_f32(pointers, out, vectors, stride)
+    elif kind == F16:
+        transpose_f16(pointers, out, vectors, stride)
+    elif kind == I8:
+        transpose_i8(pointers, out, vectors, stride)
+    else:
+        transpose_f8(pointers, out, vectors, stride)
 
 
 def add_scores(vectors: int) -> Any:
@@ -118,8 +136,15 @@ def soften(e: Emitter, row: Value, state: Value, vectors: Value, low: Value, hig
     e.store(factor, state + 8)
 
 
-def add_values(vectors: int, half: bool) -> Any:
-    size = 2 if half else 4
+@intrinsic(VOID, POINTER, POINTER, INT)
+def multiply_by(e: Emitter, row: Value, factors: Value, vectors: Value) -> None:
+    with e.loop(vectors) as v:
+        at = row + v * (4 * LANES)
+        e.store(e.load(at, FLOATS) * e.load(factors + v * (4 * LANES), FLOATS), at)
+
+
+def add_values(vectors: int, kind: int) -> Any:
+    size = SIZES[kind]
 
     @intrinsic(VOID, POINTER, POINTER, POINTER, INT, POINTER, INT, INT)
     def run(
@@ -135,7 +160,7 @@ def add_values(vectors: int, half: bool) -> Any:
             sums.append([e.variable(e.load(a, FLOATS) * factor) for a in at])
         with e.loop(keys) as j:
             row = e.load(pointers + j * 8, i64) + offset * size
-            value = [e.load_floats(row + size * LANES * v, half) for v in range(vectors)]
+            value = [e.load_floats(row + size * LANES * v, kind) for v in range(vectors)]
             for r in range(ROWS):
                 weight = e.splat(e.load(weights + 4 * CHUNK * r + j * 4, f32))
                 for v in range(vectors):
@@ -147,14 +172,58 @@ def add_values(vectors: int, half: bool) -> Any:
     return run
 
 
-add_wide, add_narrow = add_values(WIDE, False), add_values(1, False)
-add_wide_halves, add_narrow_halves = add_values(WIDE, True), add_values(1, True)
+add_wide_f32, add_wide_f16, add_wide_i8, add_wide_f8 = (add_values(WIDE, kind) for kind in (F32, F16, I8, F8))
+add_narrow_f32, add_narrow_f16, add_narrow_i8, add_narrow_f8 = (add_values(1, kind) for kind in (F32, F16, I8, F8))
+
+
+@inner
+def add_wide(kind: int, weights: int, state: int, pointers: int, keys: int, out: int, stride: int, offset: int) -> None:
+    if kind == F32:
+        add_wide_f32(weights, state, pointers, keys, out, stride, offset)
+    elif kind == F16:
+        add_wide_f16(weights, state, pointers, keys, out, stride, offset)
+    elif kind == I8:
+        add_wide_i8(weights, state, pointers, keys, out, stride, offset)
+    else:
+        add_wide_f8(weights, state, pointers, keys, out, stride, offset)
+
+
+@inner
+def add_narrow(kind: int, weights: int, state: int, pointers: int, keys: int, out: int, stride: int, offset: int) -> None:
+    if kind == F32:
+        add_narrow_f32(weights, state, pointers, keys, out, stride, offset)
+    elif kind == F16:
+        add_narrow_f16(weights, state, pointers, keys, out, stride, offset)
+    elif kind == I8:
+        add_narrow_i8(weights, state, pointers, keys, out, stride, offset)
+    else:
+        add_narrow_f8(weights, state, pointers, keys, out, stride, offset)
 
 
 @intrinsic(VOID, POINTER, POINTER, types.float32, INT)
 def scaled_copy(e: Emitter, source: Value, target: Value, factor: Value, vectors: Value) -> None:
     with e.loop(vectors) as i:
         e.store(e.load(source + i * (4 * LANES), FLOATS) * e.splat(factor), target + i * (4 * LANES))
+
+
+@inner
+def gather_scales(
+    table: int, block: int, offset: int, count: int, block_size: int, scales: int, stride: int, out: int, factor: float
+) -> None:
+    """Scales of `count` positions from a block and offset on, times a factor -> out; zeros up to a whole vector."""
+    j = 0
+    while j < count:
+        at = scales + load_i32(table + 4 * block) * stride + 4 * offset
+        stop = min(count, j + block_size - offset)
+        while j < stop:
+            store_f32(out + 4 * j, load_f32(at) * factor)
+            at += 4
+            j += 1
+        block += 1
+        offset = 0
+    while j % LANES != 0:
+        store_f32(out + 4 * j, 0.0)
+        j += 1
 
 
 @inner
@@ -166,7 +235,7 @@ def task_tokens(heads: int, kv_heads: int) -> int:
 def scratch_size(heads: int, kv_heads: int, dim: int) -> int:
     """Bytes that one thread needs."""
     rows = max(1, TASK_ROWS * kv_heads // heads) * (heads // kv_heads) + ROWS
-    return 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK
+    return 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
 
 
 @inner
@@ -179,7 +248,7 @@ def count_tasks(batch: int) -> int:
 
 
 @inner
-def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
+def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: int) -> None:
     heads, kv_heads, dim = load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS), load_i64(batch + 8 * DIM)
     share, tokens, block_size = heads // kv_heads, task_tokens(heads, kv_heads), load_i64(batch + 8 * BLOCK_SIZE)
     starts = load_i64(batch + 8 * QUERY_START)
@@ -206,6 +275,8 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
     states = weights + 4 * most * CHUNK
     key_rows = states + 16 * most
     value_rows = key_rows + 8 * CHUNK
+    key_scales = value_rows + 8 * CHUNK
+    value_scales = key_scales + 4 * CHUNK
 
     stride, vectors = load_i64(batch + 8 * QUERY_STRIDE), dim // LANES
     scale = load_f32(batch + 8 * SCALE)
@@ -222,8 +293,10 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
 
     table = load_i64(batch + 8 * TABLE)
     table += 4 * load_i32(load_i64(batch + 8 * ROW) + 4 * s) * load_i64(batch + 8 * TABLE_WIDTH)
-    half = load_i64(batch + 8 * HALF)
-    row_size = dim * (2 if half else 4)
+    kind = load_i64(batch + 8 * KIND)
+    row_size, coded = dim * SIZES[kind], kind in (I8, F8)
+    bias = types.float32(256.0 if kind == F8 else 1.0)  # see load_floats
+    scales, scales_stride = scales + 4 * head * block_size, load_i64(batch + 8 * SCALES_STRIDE)
     kv, block_stride = kv + head * block_size * row_size, load_i64(batch + 8 * BLOCK_STRIDE)
     values = kv_heads * block_size * row_size  # from a key to its value
     end = first_position + count  # keys that any row sees
@@ -231,6 +304,10 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
     block, offset = chunk // block_size, chunk % block_size
     while chunk < end:
         width = (min(CHUNK, end - chunk) + LANES - 1) // LANES  # vectors of keys
+        if coded:
+            gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, scales, scales_stride, key_scales, bias)
+            of_values = scales + 4 * kv_heads * block_size
+            gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, of_values, scales_stride, value_scales, bias)
         at = kv + load_i32(table + 4 * block) * block_stride + offset * row_size
         for j in range(width * LANES):
             if chunk + j < end:
@@ -250,37 +327,34 @@ def run_task(batch: int, task: int, thread: int, kv: int, window: int) -> None:
                 store_i64(key_rows + 8 * j, zeros)
                 store_i64(value_rows + 8 * j, zeros)
         for v in range(width):
-            if half:
-                transpose_halves(key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
-            else:
-                transpose_floats(key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
+            transpose_rows(kind, key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
         for r in range(0, padded, ROWS):
             if width == WIDE:
                 scores_wide(q + r * dim * 4, dim, keys, weights + r * 4 * CHUNK)
             else:
                 for v in range(width):
                     scores_narrow(q + r * dim * 4, dim, keys + 4 * v * LANES, weights + (r * CHUNK + v * LANES) * 4)
+        if coded:
+            for r in range(padded):
+                multiply_by(weights + r * 4 * CHUNK, key_scales, width)
         for r in range(rows):
             p = first_position + r // share
             low = 0 if window == 0 else p - window + 1 - chunk
             soften(weights + r * 4 * CHUNK, states + 16 * r, width, low, p + 1 - chunk)
         for r in range(rows, padded):
             soften(weights + r * 4 * CHUNK, states + 16 * r, width, 0, 0)
+        if coded:  # a value's scale goes into its weight
+            for r in range(padded):
+                multiply_by(weights + r * 4 * CHUNK, value_scales, width)
         some = min(width * LANES, end - chunk)
         for r in range(0, padded, ROWS):
             part, state, sum_rows = weights + r * 4 * CHUNK, states + 16 * r, sums + r * dim * 4
             v = 0
             while v + WIDE <= vectors:
-                if half:
-                    add_wide_halves(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
-                else:
-                    add_wide(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
+                add_wide(kind, part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
                 v += WIDE
             while v < vectors:
-                if half:
-                    add_narrow_halves(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
-                else:
-                    add_narrow(part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
+                add_narrow(kind, part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
                 v += 1
         chunk += CHUNK
 

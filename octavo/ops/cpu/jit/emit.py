@@ -34,6 +34,10 @@ BYTES, SHORTS = ir.VectorType(i8, 4 * LANES), ir.VectorType(i16, 2 * LANES)  # a
 NARROW = ir.VectorType(i8, LANES)
 POINTER, FLOAT, VOID = types.int64, types.float32, types.void
 
+# How numbers are stored that kernels read and write as float32, and the bytes of one.
+F32, F16, I8, F8 = range(4)
+SIZES = (4, 2, 1, 1)
+
 
 class Value:
     """An LLVM value that can be calculated with; a Python number on the other side becomes a constant of its type."""
@@ -137,9 +141,33 @@ class Emitter:
     def store(self, value: Value, address: Value) -> None:
         self.b.store(value.v, self.b.inttoptr(address.v, value.v.type.as_pointer())).align = 1
 
-    def load_floats(self, address: Value, half: bool) -> Value:
-        """LANES float32, from as many halves if they are stored so."""
-        return self.to_float(self.load(address, HALVES)) if half else self.load(address, FLOATS)
+    def load_floats(self, address: Value, kind: int) -> Value:
+        """LANES float32 from how they are stored. Of float8 (e4m3) they are 2^-8 times what they should be: its bits are those
+        of a half with another bias."""
+        if kind == F32:
+            return self.load(address, FLOATS)
+        if kind == F16:
+            return self.to_float(self.load(address, HALVES))
+        stored = self.load(address, NARROW)
+        if kind == I8:
+            return self.to_float(Value(self, self.b.sext(stored.v, INTS)))
+        bits = Value(self, self.b.zext(stored.v, ir.VectorType(i16, LANES)))
+        return self.to_float((((bits & 0x80) << 8) + ((bits & 0x7F) << 7)).bits(HALVES))
+
+    def store_floats(self, value: Value, address: Value, kind: int) -> None:
+        """FLOATS as they are to be stored. Of bytes they must be in range: -127..127, or -448..448."""
+        if kind == F32:
+            return self.store(value, address)
+        if kind == F16:
+            return self.store(self.to_half(value), address)
+        if kind == I8:
+            return self.store(self.narrow(self.to_int(self.round(value))), address)
+        size, bits = self.absolute(value), value.bits(INTS)
+        large = bits & 0x7FFFFFFF
+        large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - (120 << 3)  # to nearest, ties to even; exponent's bias 127 to 7
+        small = self.to_int(self.round(size * 512.0))  # below 2^-6 the steps are 2^-9 wide, and the code counts them
+        code = self.select(size.compare("<", 2.0**-6), small, large) + ((bits >> 24) & 0x80)
+        return self.store(self.narrow(code), address)
 
     # ---- control -------------------------------------------------------------------------------------
 

@@ -16,9 +16,14 @@ from numba import types
 from octavo.ops.cpu.jit import attention, product, team
 from octavo.ops.cpu.jit.choose import draw
 from octavo.ops.cpu.jit.emit import (
+    F8,
+    F16,
+    F32,
     FLOATS,
+    I8,
     LANES,
     POINTER,
+    SIZES,
     VOID,
     Emitter,
     Value,
@@ -79,17 +84,60 @@ def turn(kind: ir.Type) -> Any:
 turn_one, turn_many = turn(f32), turn(FLOATS)
 
 
-def copy(half: bool) -> Any:
+def copy(kind: int) -> Any:
     @intrinsic(VOID, POINTER, POINTER, INT)
     def run(e: Emitter, source: Value, target: Value, vectors: Value) -> None:
         with e.loop(vectors) as i:
-            x = e.load(source + i * (4 * LANES), FLOATS)
-            e.store(e.to_half(x) if half else x, target + i * ((2 if half else 4) * LANES))
+            e.store_floats(e.load(source + i * (4 * LANES), FLOATS), target + i * (SIZES[kind] * LANES), kind)
 
     return run
 
 
-copy_floats, copy_halves = copy(False), copy(True)
+copy_f32, copy_f16 = copy(F32), copy(F16)
+
+
+@intrinsic(FLOAT, POINTER, INT)
+def peak(e: Emitter, x: Value, vectors: Value) -> Value:
+    """The largest magnitude, or NaN where anything is not finite."""
+    most, spoiled = e.variable(e.constant(FLOATS, 0.0)), e.variable(e.constant(FLOATS, 0.0))
+    with e.loop(vectors) as i:
+        v = e.load(x + i * (4 * LANES), FLOATS)
+        most.set(e.maximum(most.get(), e.absolute(v)))
+        spoiled.set(spoiled.get() + v * 0.0)
+    return e.largest(most.get()) + e.total(spoiled.get())
+
+
+def encode(kind: int, largest: float) -> Any:
+    @intrinsic(VOID, POINTER, POINTER, INT, FLOAT)
+    def run(e: Emitter, source: Value, target: Value, vectors: Value, inverse: Value) -> None:
+        """Codes of source * inverse."""
+        with e.loop(vectors) as i:
+            x = e.load(source + i * (4 * LANES), FLOATS) * e.splat(inverse)
+            x = e.maximum(e.minimum(x, e.constant(FLOATS, largest)), e.constant(FLOATS, -largest))  # NaN too
+            e.store_floats(x, target + i * LANES, kind)
+
+    return run
+
+
+encode_i8, encode_f8 = encode(I8, 127.0), encode(F8, 448.0)
+
+
+@inner
+def store_vector(source: int, target: int, scale: int, kind: int, dim: int) -> None:
+    """One head's key or value into the cache; codes as octavo.ops.kv defines them."""
+    if kind == F32:
+        copy_f32(source, target, dim // LANES)
+    elif kind == F16:
+        copy_f16(source, target, dim // LANES)
+    else:
+        most, largest = peak(source, dim // LANES), FLOAT(127.0 if kind == I8 else 448.0)
+        zero = most < FLOAT(1e-30)
+        store_f32(scale, FLOAT(0.0) if zero else most / largest)
+        inverse = FLOAT(0.0) if zero else largest / most
+        if kind == I8:
+            encode_i8(source, target, dim // LANES, inverse)
+        else:
+            encode_f8(source, target, dim // LANES, inverse)
 
 
 @intrinsic(VOID, POINTER, POINTER, POINTER, INT)
@@ -252,7 +300,7 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
 
 
 @inner
-def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
+def rotate_and_store(me: int, job: int, layer: int, kv: int, scales: int) -> None:
     """Of each token's qkv: norm and rotate queries and keys, write keys and values to its slot."""
     batch, eps = load_i64(job + 8 * BATCH), load_f32(job + 8 * EPS)
     heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
@@ -260,33 +308,33 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int) -> None:
     stride, qkv = load_i64(batch + 8 * attention.QUERY_STRIDE), load_i64(job + 8 * QKV)
     q_norm, k_norm = load_i64(layer + 8 * Q_NORM), load_i64(layer + 8 * K_NORM)
     angles, positions, slots = load_i64(layer + 8 * ANGLES), load_i64(job + 8 * POSITIONS), load_i64(job + 8 * SLOTS)
-    rows, size = load_i64(job + 8 * ROWS), 2 if load_i64(batch + 8 * attention.HALF) != 0 else 4
+    rows, kind = load_i64(job + 8 * ROWS), load_i64(batch + 8 * attention.KIND)
+    size = SIZES[kind]
     t = team.take(me, rows)
     while t >= 0:
         row, turn = qkv + t * stride, angles + load_i64(positions + 8 * t) * dim * 4
         slot = load_i64(slots + 8 * t)
-        at = kv + slot // block_size * load_i64(batch + 8 * attention.BLOCK_STRIDE) + slot % block_size * dim * size
+        block, offset = slot // block_size, slot % block_size
+        at = kv + block * load_i64(batch + 8 * attention.BLOCK_STRIDE) + offset * dim * size
+        scale = scales + block * load_i64(batch + 8 * attention.SCALES_STRIDE) + offset * 4
         for h in range(heads + kv_heads):
             head, weight = row + h * dim * 4, q_norm if h < heads else k_norm
             if weight != 0:
                 norm(head, weight, head, eps, dim)
             rotate(head, turn, dim // 2)
         for h in range(2 * kv_heads):
-            source, target = row + (heads + h) * dim * 4, at + h * block_size * dim * size
-            if size == 2:
-                copy_halves(source, target, dim // LANES)
-            else:
-                copy_floats(source, target, dim // LANES)
+            place = h * block_size
+            store_vector(row + (heads + h) * dim * 4, at + place * dim * size, scale + place * 4, kind, dim)
         t = team.take(me, rows)
     team.finish(me, rows)
 
 
 @inner
-def attend(me: int, batch: int, kv: int, window: int) -> None:
+def attend(me: int, batch: int, kv: int, scales: int, window: int) -> None:
     pieces = attention.count_tasks(batch)
     piece = team.take(me, pieces)
     while piece >= 0:
-        attention.run_task(batch, piece, load_i64(me + 8 * team.NUMBER), kv, window)
+        attention.run_task(batch, piece, load_i64(me + 8 * team.NUMBER), kv, scales, window)
         piece = team.take(me, pieces)
     team.finish(me, pieces)
 
@@ -302,16 +350,17 @@ def decode(me: int, job: int) -> None:
     batch, gelu = load_i64(job + 8 * BATCH), load_i64(job + 8 * GELU)
     heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
     dim, block_size = load_i64(batch + 8 * attention.DIM), load_i64(batch + 8 * attention.BLOCK_SIZE)
-    size = 2 if load_i64(batch + 8 * attention.HALF) != 0 else 4
+    slots = 2 * kv_heads * block_size  # of a layer in a block
     layer, post = load_i64(job + 8 * LAYERS), 0
     for i in range(load_i64(job + 8 * LAYER_COUNT)):
-        kv = load_i64(batch + 8 * attention.KV) + i * 2 * kv_heads * block_size * dim * size
+        kv = load_i64(batch + 8 * attention.KV) + i * slots * dim * SIZES[load_i64(batch + 8 * attention.KIND)]
+        scales = load_i64(batch + 8 * attention.SCALES) + i * slots * 4
         to_qkv, to_out = layer, layer + 8 * product.FIELDS
         to_inner, to_hidden = layer + 16 * product.FIELDS, layer + 24 * product.FIELDS
         add_and_norm(me, job, post, load_i64(layer + 8 * ATTN_NORM), to_qkv, 1 if i == 0 else 0)
         multiply(me, job, to_qkv, rows, qkv, (heads + 2 * kv_heads) * dim, 0)
-        rotate_and_store(me, job, layer, kv)
-        attend(me, batch, kv, load_i64(layer + 8 * WINDOW))
+        rotate_and_store(me, job, layer, kv, scales)
+        attend(me, batch, kv, scales, load_i64(layer + 8 * WINDOW))
         quantize_rows(me, job, mixed, rows, to_out)
         multiply(me, job, to_out, rows, delta, hidden, 0)
         add_and_norm(me, job, load_i64(layer + 8 * POST_ATTN), load_i64(layer + 8 * MLP_NORM), to_inner, 0)
@@ -376,7 +425,8 @@ def work(state: int, number: int) -> None:
         multiply(me, job, weight, rows, load_i64(job + 8 * Y), load_i64(weight + 8 * product.OUTPUTS), 0)
     elif kind == ATTENTION:
         batch = load_i64(job + 8 * BATCH)
-        attend(me, batch, load_i64(batch + 8 * attention.KV), load_i64(job + 8 * WINDOW_OF))
+        kv, scales = load_i64(batch + 8 * attention.KV), load_i64(batch + 8 * attention.SCALES)
+        attend(me, batch, kv, scales, load_i64(job + 8 * WINDOW_OF))
     elif kind == DECODER:
         decode(me, job)
     elif kind == EMBED:

@@ -1,0 +1,220 @@
+"""What the tiers below the device are worth: the time to the first token of a prompt that was computed, evicted by other
+traffic and asked for again, from host memory, and after a restart from disk, against computing it.
+
+Every prompt is asked for cold first, so that each ratio is of one prompt, and then from the device's own cache: that computes
+exactly what the others do, so theirs must be the same tokens. (In 16 bits a prompt in one piece may round otherwise than in two.)
+Loading is forced: what the engine would have chosen by itself is told beside it. The floor of a load is the link.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from octavo.bench.batching import spread
+from octavo.core.engine import Handle, Runner
+from octavo.core.tiers import Costs
+from octavo.errors import OctavoError
+from octavo.llm import LLM
+from octavo.types import Plan, SamplingParams, StepResult
+
+OUTPUT = 8  # tokens, compared
+SETTLE = 0.5  # seconds without a new record, after which all are written
+
+
+class Eager(Costs):
+    """Loads whatever can be loaded."""
+
+    def pays(self, disk: bool = False) -> bool:
+        return True
+
+
+class Watched:
+    """A runner that adds up how long its loads took."""
+
+    def __init__(self, runner: Runner):
+        self.runner, self.seconds, self.blocks = runner, 0.0, 0
+
+    def launch(self, plan: Plan) -> Handle:
+        return WatchedHandle(self, plan, self.runner.launch(plan))
+
+
+class WatchedHandle(NamedTuple):
+    watched: Watched
+    plan: Plan
+    handle: Handle
+
+    def wait(self) -> StepResult:
+        result = self.handle.wait()
+        if self.plan.loads:
+            self.watched.seconds += result.load_seconds
+            self.watched.blocks += len(self.plan.loads)
+        return result
+
+
+class Answer(NamedTuple):
+    seconds: float  # to the first token
+    tokens: list[int]
+    cached: int  # tokens of the prompt
+
+
+def ask(llm: LLM, prompt: list[int]) -> Answer:
+    before, params = llm.engine.scheduler.count.cached_tokens, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    params.detokenize = False
+    start = time.perf_counter()
+    stream = llm.stream(prompt, params)
+    first = next(stream)
+    seconds = time.perf_counter() - start
+    tokens = [*first.token_ids, *(t for piece in stream for t in piece.token_ids)]
+    if len(tokens) != OUTPUT:
+        raise OctavoError(f"{len(tokens)} of {OUTPUT} tokens arrived: not counted")
+    return Answer(seconds, tokens, llm.engine.scheduler.count.cached_tokens - before)
+
+
+def eager(llm: LLM) -> Costs:
+    """Make it load whatever it can. The costs it goes on measuring."""
+    tiers = llm.engine.scheduler.tiers
+    if tiers is None:
+        raise OctavoError("this engine has no second tier: page-locked memory was refused, or no room was given")
+    old = tiers.costs
+    tiers.costs = Eager(old.size, old.load, old.fetch, old.tokens, old.seconds)
+    return tiers.costs
+
+
+def measure(
+    make: Callable[[], LLM], directory: Path, tokens: int = 4000, repeat: int = 3, done: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """`make`: an engine whose pool holds one such prompt and little more, with host memory, and a disk at `directory`. Calls
+    `done` 4 * repeat times."""
+    rng = random.Random(0)
+    llm = make()
+    vocabulary = min(llm.config.vocab_size, 10000)
+
+    def prompt() -> list[int]:
+        return [rng.randrange(vocabulary) for _ in range(tokens)]
+
+    llm.warm_up()
+    ask(llm, prompt())
+    costs, tiers = eager(llm), llm.engine.scheduler.count.tiers
+    watched = Watched(llm.engine.runner)
+    llm.engine.runner = watched
+    prompts = [prompt() for _ in range(repeat)]
+    cold, device, host = list[Answer](), list[Answer](), list[Answer]()
+    for p in prompts:
+        cold.append(ask(llm, p))
+        device.append(ask(llm, p))
+        done()
+        ask(llm, prompt())  # other traffic: it takes all of the pool
+        host.append(ask(llm, p))
+        done()
+        settle(directory)
+    link = copy_rate(llm.device, llm.memory.block_bytes)
+    rate = watched.blocks * llm.memory.block_bytes / watched.seconds if watched.seconds else 0.0
+    result: dict[str, Any] = {
+        "bench": "tiers",
+        "device": llm.device.type,
+        "dtype": str(llm.model_dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "block_size": llm.cache.block_size,
+        "block_bytes": llm.memory.block_bytes,
+        "pool_blocks": llm.cache.num_blocks,
+        "host_blocks": llm.cache.host_slots,
+        "cold_ttft_s": spread([a.seconds for a in cold]),
+        "device_ttft_s": spread([a.seconds for a in device]),
+        "host_ttft_s": spread([a.seconds for a in host]),
+        "host_ratio": spread([c.seconds / h.seconds for c, h in zip(cold, host, strict=True)]),
+        "host_cached_tokens": min(a.cached for a in host),
+        "load_bytes": watched.blocks * llm.memory.block_bytes,
+        "load_bytes_s": rate,
+        "link_bytes_s": link,
+        "of_link": rate / link,
+        "chooses_host": Costs.pays(costs),
+        "stores": tiers.stores,
+    }
+    llm.close()
+    watched.runner = None  # type: ignore[assignment]
+    del llm, watched
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+    records = settle(directory)
+    forget_pages(directory)
+    llm = make()
+    llm.warm_up()
+    ask(llm, prompt())
+    costs, count = eager(llm), llm.engine.scheduler.count.tiers
+    passes: list[list[Answer]] = []
+    for _ in range(2):  # the second time the system has the records in memory
+        passes.append([])
+        for p in prompts:
+            passes[-1].append(ask(llm, p))
+            done()
+        llm.reset_prefix_cache()
+    disk, paged = passes
+    record = len(prompts) * (tokens - 1) // llm.cache.block_size * llm.memory.block_bytes
+    result |= {
+        "disk_ttft_s": spread([a.seconds for a in disk]),
+        "disk_ratio": spread([c.seconds / d.seconds for c, d in zip(cold, disk, strict=True)]),
+        "disk_cached_tokens": min(a.cached for a in disk),
+        "disk_bytes_s": record / sum(a.seconds for a in disk),
+        "paged_ttft_s": spread([a.seconds for a in paged]),
+        "paged_ratio": spread([c.seconds / d.seconds for c, d in zip(cold, paged, strict=True)]),
+        "paged_cached_tokens": min(a.cached for a in paged),
+        "paged_bytes_s": record / sum(a.seconds for a in paged),
+        "disk_records": records,
+        "disk_misses": dict(count.misses),
+        "chooses_disk": Costs.pays(costs, disk=True),
+        "same_tokens": all(len({tuple(a.tokens) for a in each}) == 1 for each in zip(device, host, disk, paged, strict=True)),
+        "same_as_computed": all(c.tokens == d.tokens for c, d in zip(cold, device, strict=True)),
+    }
+    llm.close()
+    return result
+
+
+def settle(directory: Path, patience: float = 60.0) -> int:
+    """Wait until no more records come. How many there are."""
+    count, since, deadline = -1, 0.0, time.monotonic() + patience
+    while time.monotonic() < deadline:
+        found = sum(1 for _ in directory.glob("kv-*/*.kv"))
+        if found != count:
+            count, since = found, time.monotonic()
+        elif time.monotonic() - since > SETTLE:
+            break
+        time.sleep(SETTLE / 10)
+    return count
+
+
+def forget_pages(directory: Path) -> None:
+    """The records are to come from the disk and not from the system's memory of it, as far as the system lets us say so."""
+    for path in directory.glob("kv-*/*.kv"):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def copy_rate(device: torch.device, size: int, total: int = 2**28, rounds: int = 5) -> float:
+    """Bytes a second from host memory to the device, in pieces of this size, the fastest of some rounds."""
+    cuda = device.type == "cuda"
+    count = max(total // size, 1)
+    source = torch.ones(count, size, dtype=torch.uint8, pin_memory=cuda)
+    target = torch.empty(count, size, dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for i in range(count):
+            target[i].copy_(source[i], non_blocking=True)
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return count * size / best

@@ -1,0 +1,316 @@
+"""The tiers below the device, as an index: which contents lie in which slot of host memory, and which are on disk.
+
+Knows hashes and slots, no bytes: the runner moves those. A host slot is in exactly one state:
+
+    free      nothing in it
+    filling   a store of a step in flight, or the disk, is writing to it: it has a content nobody can find yet
+    ready     its content can be found. The least recently used one gives way, unless a step in flight reads it (a pin)
+
+    device block --evicted--> host slot --(written behind)--> disk         stores, saves
+    device block <--admission-- host slot <--asked for-- disk              loads, fetches
+
+A store counts once its step is committed, so a step that failed leaves nothing behind. A sequence asks the disk once in a
+life, waits while that pays, and is then admitted with what has come: whatever the disk does, it gets on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from octavo.core.blocks import BlockPool, Content
+from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
+
+LINK_RATE, DISK_RATE = 10e9, 1e9  # bytes a second, until something was measured
+SMOOTH = 0.2  # weight of the newest measurement
+PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened so far, in blocks where nothing else is said."""
+
+    stores: int = 0  # device -> host
+    loads: int = 0  # host -> device
+    saves: int = 0  # host -> disk
+    fetches: int = 0  # disk -> host
+    host_tokens: int = 0  # positions served by content that lay in host memory
+    disk_tokens: int = 0  # likewise on disk
+    evictions: int = 0  # contents that gave way in host memory
+    dropped: int = 0  # contents that left the device and found no slot
+    refused: int = 0  # times that a prompt was sooner computed than loaded
+    misses: dict[str, int] = field(default_factory=dict)  # what the disk could not give or take, by reason
+
+    def miss(self, why: str) -> None:
+        self.misses[why] = self.misses.get(why, 0) + 1
+
+
+@dataclass(slots=True)
+class Costs:
+    """Load or recompute? Seconds for a block over each link against seconds to compute it, as measured while running."""
+
+    size: int  # tokens in a block
+    load: float
+    fetch: float
+    tokens: float = 0.0  # of recent steps that computed prompts, later ones weighing more,
+    seconds: float = 0.0  # and what those took
+    refused: int = 0
+
+    def pays(self, disk: bool = False) -> bool:
+        return not self.tokens or self.load + disk * self.fetch < self.size * self.seconds / self.tokens
+
+    def try_it(self, disk: bool = False) -> bool:
+        if self.pays(disk):
+            return True
+        self.refused += 1
+        return self.refused % PROBE == 0
+
+    def in_tokens(self, loads: int) -> int:
+        """How many tokens could be computed while these blocks are loaded."""
+        return int(loads * self.load * self.tokens / self.seconds) if loads and self.seconds else 0
+
+    def learn(self, plan: Plan, result: StepResult) -> None:
+        if plan.loads and result.load_seconds:
+            self.load += SMOOTH * (result.load_seconds / len(plan.loads) - self.load)
+        if result.seconds:
+            prompt, total = sum(item.num for item in plan.items if item.start is not None), plan.num_tokens
+            if prompt >= 2 * self.size and 2 * prompt > total:  # shorter ones tell what a step costs, not what a token does
+                self.tokens = (1 - SMOOTH) * self.tokens + total
+                self.seconds = (1 - SMOOTH) * self.seconds + result.seconds
+
+    def learn_fetch(self, seconds: float) -> None:
+        self.fetch += SMOOTH * (seconds - self.fetch)
+
+
+class Tiers:
+    def __init__(self, slots: int, block_size: int, block_bytes: int, disk: bool = False):
+        self.slots, self.size, self.disk = slots, block_size, disk
+        self.block_bytes = block_bytes
+        self.hash: list[bytes | None] = [None] * slots
+        self.tokens: list[array[int] | None] = [None] * slots  # compared on a hit
+        self.pins = [0] * slots  # who fills the slot, and loads in flight that read it
+        self.free = list(range(slots))
+        self.ready: OrderedDict[bytes, int] = OrderedDict()  # oldest first
+        self.filling: dict[bytes, int] = {}
+        self.fetching: dict[int, Fetch] = {}  # by ticket
+        self.fetched: set[int] = set()  # slots whose content came from disk and was not used yet
+        self.on_disk: set[bytes] = set()
+        self.news = 1  # how often a slot was settled: who waits looks again when this has moved
+        self.count = TierCounters()
+        self.costs = Costs(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
+        self._tickets = 0
+
+    # ---- up: what admission finds ------------------------------------------------------------------
+
+    def find(self, h: bytes, tokens: array[int]) -> int | None:
+        """The slot whose content can be loaded. Tokens are compared, as in the pool."""
+        slot = self.ready.get(h)
+        return slot if slot is not None and self.tokens[slot] == tokens else None
+
+    def extend(
+        self, hits: list[int], hashes: list[bytes], tokens: array[int], pool: BlockPool, computing: dict[bytes, int]
+    ) -> list[tuple[int, int]]:
+        """Continue a match where the pool's own ended: a hit of 0 is to be loaded. (logical block, slot) of those."""
+        size, loads = self.size, list[tuple[int, int]]()
+        pays: bool | None = None
+        for j in range(len(hits), len(hashes)):
+            h, part = hashes[j], tokens[j * size : (j + 1) * size]
+            block = pool.find(h, part)
+            if not block:
+                slot = self.find(h, part)
+                if slot is None or h in computing:  # being computed, or loaded by another: it will be in the pool soon
+                    break
+                if pays is None and not (pays := self.costs.try_it()):
+                    self.count.refused += 1
+                if not pays:
+                    break
+                self.ready.move_to_end(h)
+                loads.append((j, slot))
+            hits.append(block)
+        return loads
+
+    def ask(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], pool: BlockPool, plan: Plan) -> bool:
+        """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
+        if not self.disk:
+            return False
+        hashes, wanted, coming, here = seq.hashes, list[int](), 0, len(loads)
+        for j in range(len(hits), (len(seq.tokens) - 1) // self.size):
+            h = hashes[j]
+            if h in self.ready or h in pool.index:
+                here += 1
+            elif h in self.filling:
+                coming += 1
+            elif seq.asked < 0 and h in self.on_disk:
+                wanted.append(j)
+            else:
+                break
+        if wanted:
+            del wanted[max(self._room() - here, 0) :]  # never at the cost of its own blocks that are here already
+            if not self.costs.try_it(disk=True):
+                self.count.refused += 1
+                wanted, coming = [], 0
+        elif seq.asked > 0 and not self.costs.pays(disk=True):
+            coming = 0  # slower than it seemed: what has come is enough
+        for j in wanted:
+            slot = self._take()
+            assert slot is not None
+            self._tickets += 1
+            fetch = Fetch(self._tickets, slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size])
+            self._fill(slot, fetch.hash, fetch.tokens)
+            self.fetching[fetch.ticket] = fetch
+            plan.fetches.append(fetch)
+            self.count.fetches += 1
+        waits = bool(wanted or coming)
+        seq.asked = self.news if waits else 0
+        return waits
+
+    def load(self, slot: int, block: int, plan: Plan) -> None:
+        """Nothing else may come into the slot before the step that reads it is over."""
+        self.pins[slot] += 1
+        plan.loads.append((slot, block))
+        self.count.loads += 1
+        if slot in self.fetched:
+            self.fetched.remove(slot)
+            self.count.disk_tokens += self.size
+        else:
+            self.count.host_tokens += self.size
+
+    # ---- down: what leaves the device --------------------------------------------------------------
+
+    def demote(self, pool: BlockPool, plan: Plan) -> None:
+        """Contents that the plan evicts from the device move here, and from here to the disk as soon as it has time. On disk
+        a block is of no use without those before it, which may never leave the device: they are copied with it."""
+        for content in pool.evicted:
+            if content.hash in self.ready:
+                self.ready.move_to_end(content.hash)
+            elif content.hash not in self.filling and self._store(content, plan) and self.disk:
+                before = pool.content(content.parent)
+                while before and not self._below(before.hash) and self._store(before, plan):
+                    before = pool.content(before.parent)
+
+    def flush(self, pool: BlockPool, plan: Plan) -> None:
+        """At the end: what the device alone has goes to disk, the most recently used first, as much as fits in here."""
+        for block in reversed(pool.free):
+            content = pool.content(pool.hash[block] or b"")
+            if content and not self._below(content.hash) and len(plan.stores) < self.slots:
+                self._store(content, plan)
+
+    def _below(self, h: bytes) -> bool:
+        return h in self.ready or h in self.filling or h in self.on_disk
+
+    def _store(self, content: Content, plan: Plan) -> bool:
+        block, h, tokens, _ = content
+        slot = self._take()
+        if slot is None:
+            self.count.dropped += 1
+            return False
+        self._fill(slot, h, tokens)
+        plan.stores.append((block, slot))
+        self.count.stores += 1
+        if self.disk and h not in self.on_disk:
+            plan.saves.append(Save(slot, h, tokens))
+        return True
+
+    # ---- what became of it -------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, result: StepResult) -> None:
+        self._end(plan, True)
+        self.costs.learn(plan, result)
+        for news in result.news:
+            self._hear(news)
+
+    def fail(self, plan: Plan) -> None:
+        """The step may have done all of its moves, some or none."""
+        self._end(plan, False)
+        for fetch in plan.fetches:
+            if self.fetching.pop(fetch.ticket, None):
+                self._settle(fetch.slot, False)
+
+    def _end(self, plan: Plan, stored: bool) -> None:
+        for _, slot in plan.stores:
+            self._settle(slot, stored)
+        for slot, _ in plan.loads:
+            self.pins[slot] -= 1
+            self._free_if_unused(slot)
+
+    def _hear(self, news: DiskNews) -> None:
+        if news.kind == "listed":
+            self.on_disk = set(news.hashes)
+        elif news.kind == "saved":
+            self.on_disk.add(news.hash)
+            self.count.saves += 1
+        elif news.kind == "unsaved":
+            self.count.miss(news.why)
+        elif fetch := self.fetching.pop(news.ticket, None):
+            arrived = news.kind == "fetched"
+            if news.seconds:
+                self.costs.learn_fetch(news.seconds)
+            if not arrived:
+                self.count.miss(news.why)
+                self.on_disk.discard(fetch.hash)
+            elif self.hash[fetch.slot] is not None:
+                self.fetched.add(fetch.slot)
+            self._settle(fetch.slot, arrived)
+
+    def forget(self) -> None:
+        """Nothing here is findable any more; what is being filled is given back when that is over. The disk keeps its own."""
+        known = [*self.ready.values(), *self.filling.values()]
+        self.ready.clear()
+        self.filling.clear()
+        self.fetched.clear()
+        for slot in known:
+            self.hash[slot] = self.tokens[slot] = None
+            self._free_if_unused(slot)
+
+    # ---- slots -------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        return len(self.free) + sum(not self.pins[slot] for slot in self.ready.values())
+
+    def _take(self) -> int | None:
+        """A slot to fill: a free one, or that of the content unused for longest."""
+        if self.free:
+            return self.free.pop()
+        for h, slot in self.ready.items():
+            if not self.pins[slot]:
+                del self.ready[h]
+                self.fetched.discard(slot)
+                self.count.evictions += 1
+                return slot
+        return None
+
+    def _fill(self, slot: int, h: bytes, tokens: array[int]) -> None:
+        self.hash[slot], self.tokens[slot], self.pins[slot] = h, tokens, 1
+        self.filling[h] = slot
+
+    def _settle(self, slot: int, filled: bool) -> None:
+        """Whoever filled the slot is done with it."""
+        self.pins[slot] -= 1
+        self.news += 1
+        h = self.hash[slot]
+        if h is not None:  # not forgotten meanwhile
+            del self.filling[h]
+            if filled:
+                self.ready[h] = slot
+            else:
+                self.hash[slot] = self.tokens[slot] = None
+        self._free_if_unused(slot)
+
+    def _free_if_unused(self, slot: int) -> None:
+        if self.hash[slot] is None and not self.pins[slot]:
+            self.free.append(slot)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one state."""
+        for states in (self.ready, self.filling):
+            assert all(self.hash[slot] == h for h, slot in states.items()), "the index names a slot of another content"
+        ready, filling = list(self.ready.values()), list(self.filling.values())
+        assert sorted([*ready, *filling]) == [s for s in range(self.slots) if self.hash[s] is not None], "a slot in two states"
+        unused = [s for s in range(self.slots) if self.hash[s] is None and not self.pins[s]]
+        assert sorted(self.free) == unused, "a slot is lost, or free and in use"
+        assert all(pins >= 0 for pins in self.pins), "a slot was let go twice"
+        assert all(self.pins[slot] for slot in filling), "nobody fills a slot that is being filled"
+        assert all(self.pins[f.slot] for f in self.fetching.values()), "a slot was given away while the disk fills it"
+        assert self.fetched <= set(ready), "a slot is said to come from disk and holds nothing"
+        assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))

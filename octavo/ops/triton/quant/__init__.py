@@ -1,0 +1,90 @@
+"""Products with quantised weights on a GPU. Reading order: packed, codes, gemv, gemm.
+
+    rows                what computes
+    1                   gemv: float32 multiply and add
+    up to DENSE_ROWS    gemm: weights become bfloat16 in registers, then tensor cores
+    more                dense: the weight is written out as numbers, then cuBLAS: that many rows pay for it
+
+In formats that round activations (fp8, int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
+bits by 8 bits. How a product is cut up follows from its shape alone, so a row's result depends on how many rows there are and
+never on what the others hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.triton.overlap import AVAILABLE
+from octavo.ops.triton.quant.codes import FP8, INT4, INT8
+from octavo.ops.triton.quant.dense import Dense, dense, embedding
+from octavo.ops.triton.quant.gemm import Gemm, gemm
+from octavo.ops.triton.quant.gemv import Gemv, gemv
+from octavo.ops.triton.quant.packed import PackedWeight
+from octavo.ops.triton.quant.rounded import Rounded, rounded
+
+__all__ = ["How", "PackedWeight", "choose", "embedding", "linear"]
+
+How = Gemv | Gemm | Rounded | Dense
+EXACT_ROWS = 16
+DENSE_ROWS = 1024
+
+# How products are cut up: by kind of code, and by the most rows that an entry is for. `octavo bench linear SHAPE --tune` tries
+# others and prints the best.
+ROWS: dict[int, dict[int, Gemv | Gemm]] = {
+    INT4.value: {
+        1: Gemv(4, 4),
+        16: Gemm(16, 64, 2, 4, 3, after=True),
+        32: Gemm(32, 64, 1, 4, 4, after=True),
+        64: Gemm(64, 128, 1, 4, 2),
+        128: Gemm(128, 64, 1, 3, 2),
+        DENSE_ROWS: Gemm(256, 128, 1, 3, 1),
+    },
+    INT8.value: {
+        1: Gemv(4, 4),
+        16: Gemm(16, 64, 2, 4, 4),
+        32: Gemm(32, 64, 2, 4, 3),
+        64: Gemm(64, 128, 1, 4, 3),
+        128: Gemm(128, 128, 1, 4, 2),
+        DENSE_ROWS: Gemm(256, 128, 1, 4, 1),
+    },
+}
+ROWS[FP8.value] = ROWS[INT8.value]
+ROUNDED = {
+    64: Rounded(Gemm(64, 128, 2, 4, 2)),
+    128: Rounded(Gemm(128, 128, 2, 4, 1)),
+    1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
+}
+FLOAT32 = Gemm(16, 64, 1, 2, 2)  # activations of four bytes: twice the shared memory, no tensor cores
+
+
+def linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add: Tensor | None = None, how: How | None = None
+) -> Tensor:
+    """x [T, in] -> [T, out], written over add where there is one"""
+    x = x.contiguous()
+    how = how or choose(len(x), x.dtype, weight)
+    if isinstance(how, Gemv):
+        return gemv(x, weight, bias, add, how)
+    if isinstance(how, Gemm):
+        out = gemm(x, weight, bias, how)
+    elif isinstance(how, Rounded):
+        out = rounded(x, weight, bias, how)
+    else:
+        out = dense(x, weight, bias, how)
+    return out if add is None else add.add_(out)
+
+
+def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
+    if rows > EXACT_ROWS and weight.form.rounds and _can_round(dtype, weight):
+        return next(how for most, how in ROUNDED.items() if rows <= most)
+    if rows > DENSE_ROWS:
+        return Dense()
+    if rows > 1 and dtype == torch.float32:
+        return FLOAT32
+    return next(how for most, how in ROWS[weight.kind].items() if rows <= most)
+
+
+def _can_round(dtype: torch.dtype, weight: PackedWeight) -> bool:
+    """Integers always; e4m3 where the library multiplies it: a Hopper GPU, bfloat16, outputs in sixteens."""
+    return not weight.form.float or (AVAILABLE and dtype == torch.bfloat16 and weight.shape[0] % 16 == 0)

@@ -1,0 +1,210 @@
+"""Blocks as files: one directory, shared by whoever serves the same model, kept over restarts, bounded in bytes.
+
+    DIRECTORY/kv-<fingerprint>/<hash>.kv       one record a block
+    header | tokens [n] int32 | KV bytes       the header names the model, the format, the content and a checksum of it all
+
+The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
+file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
+and the checksum: what is odd in any way is a miss, with its reason, and never wrong bytes. Knows no device, starts no thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import shutil
+import stat
+import struct
+import time
+import zlib
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.errors import InvalidRequest
+
+MAGIC, VERSION = b"OCTAVOKV", 2
+HEADER = struct.Struct("<8sII16s16s48sQI")  # magic, version, tokens, hash, fingerprint, format, bytes of KV, checksum
+FOLDER, RECORD, HALF = re.compile(r"kv-[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}\.kv"), re.compile(r"\.\d+-\d+\.tmp")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+STALE = 600.0  # seconds after which a half-written file is nobody's any more
+PAGE = 4096  # bytes
+KEPT = 0.9  # of the limit, after the oldest records were removed: not one removal a write
+
+
+class Miss(Exception):
+    """The disk does not give or take a record. `why` is one of a few words, to be counted by."""
+
+    def __init__(self, why: str, detail: object = ""):
+        super().__init__(f"{why}: {detail}" if detail else why)
+        self.why = why
+
+
+class Entry(NamedTuple):
+    used: float  # when it was last written or read
+    path: Path
+    size: int
+
+
+class Disk:
+    """The records of one model and format. `form` is what a reader of a header should see: dtype and shape of a block."""
+
+    def __init__(self, directory: Path, limit: int, fingerprint: bytes, form: str, block_bytes: int):
+        self.root, self.limit, self.block_bytes = directory, limit, block_bytes
+        self.fingerprint, self.form = fingerprint, form.encode()[:48].ljust(48, b"\0")
+        self.folder = directory / f"kv-{fingerprint.hex()}"
+        self._count = itertools.count()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (probe := self._new_path()).touch()
+            probe.unlink()
+            total = shutil.disk_usage(directory).total
+        except OSError as error:
+            raise InvalidRequest(
+                f"KV cannot be kept in {directory} ({error.strerror}): name a directory that can be written to", "kv_disk_path"
+            ) from error
+        if limit > total:
+            raise InvalidRequest(
+                f"kv_disk_gib {limit / 2**30:g} is more than all of the {total / 2**30:.1f} GiB that {directory} is on",
+                "kv_disk_gib",
+            )
+        self.used = 0
+        self.known = self.sweep()  # at the start
+
+    # ---- one record --------------------------------------------------------------------------------
+
+    def read(self, h: bytes, tokens: array[int], into: memoryview) -> None:
+        """The KV of this content, or Miss. `into` [block_bytes] holds anything after a miss."""
+        path = self._path(h)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self._read(file, h, tokens, into)
+            finally:
+                os.close(file)
+        except FileNotFoundError as error:
+            raise Miss("gone", error) from error
+        except OSError as error:
+            raise Miss("io", error) from error
+        except Miss as miss:
+            if miss.why == "corrupt":
+                _remove(path)
+            raise
+        with suppress(OSError):
+            os.utime(path)  # used now: others are removed first
+
+    def _read(self, file: int, h: bytes, tokens: array[int], into: memoryview) -> None:
+        words = tokens.tobytes()
+        length = HEADER.size + len(words) + self.block_bytes
+        if (size := os.fstat(file).st_size) != length:
+            raise Miss("corrupt", f"{size} bytes instead of {length}")
+        head = os.read(file, HEADER.size + len(words))
+        if len(head) < HEADER.size + len(words):
+            raise Miss("corrupt", "it ends in the header")
+        *fields, checksum = HEADER.unpack_from(head)
+        expected = [MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes]
+        if fields != expected:
+            raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
+        at = 0
+        while at < self.block_bytes:
+            count = os.readv(file, [into[at:]])
+            if not count:
+                raise Miss("corrupt", f"it ends after {at} bytes of KV")
+            at += count
+        if checksum != self._checksum(head[: HEADER.size - 4], head[HEADER.size :], into):
+            raise Miss("corrupt", "checksum")
+        if head[HEADER.size :] != words:
+            raise Miss("collision", "other tokens of the same hash")
+
+    def write(self, h: bytes, tokens: array[int], data: memoryview) -> None:
+        """Keep the KV of this content, or Miss. Removes the records unused for longest when there are too many."""
+        words = tokens.tobytes()
+        head = HEADER.pack(MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes, 0)[:-4]
+        head += struct.pack("<I", self._checksum(head, words, data))
+        length = len(head) + len(words) + len(data)
+        if self.used + length > self.limit:
+            self.sweep(length)
+        half = self._new_path()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
+            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                for view in (memoryview(head + words), data):
+                    while view:
+                        view = view[os.write(file, view) :]
+            finally:
+                os.close(file)
+            os.replace(half, self._path(h))
+        except OSError as error:
+            _remove(half)
+            raise Miss("full" if error.errno in FULL else "io", error) from error
+        self.used += length
+
+    @staticmethod
+    def _checksum(head: bytes, words: bytes, data: memoryview) -> int:
+        """CRC of the header, the tokens and the sums of each 4 KiB of KV as 64-bit numbers: no flipped bit, no lost or moved page
+        goes unnoticed, at ten times the speed of a CRC of it all."""
+        whole = len(data) // PAGE * PAGE
+        sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64)
+        return zlib.crc32(data[whole:], zlib.crc32(sums.tobytes(), zlib.crc32(words, zlib.crc32(head))))
+
+    def _path(self, h: bytes) -> Path:
+        return self.folder / f"{h.hex()}.kv"
+
+    def _new_path(self) -> Path:
+        return self.folder / f".{os.getpid()}-{next(self._count)}.tmp"
+
+    # ---- all of them -------------------------------------------------------------------------------
+
+    def sweep(self, room: int = 0) -> frozenset[bytes]:
+        """Count what there is, of every model; remove the oldest if this and `room` more are over the limit. What is left
+        of this model. Nothing is touched that this class did not name."""
+        entries = sorted(self._entries())
+        total, gone = sum(entry.size for entry in entries), 0
+        if total + room > self.limit:
+            target = max(int(self.limit * KEPT) - room, 0)
+            while gone < len(entries) and total > target:
+                _remove(entries[gone].path)
+                total -= entries[gone].size
+                gone += 1
+        self.used = total
+        return frozenset(
+            bytes.fromhex(e.path.stem) for e in entries[gone:] if e.path.parent == self.folder and RECORD.fullmatch(e.path.name)
+        )
+
+    def _entries(self) -> Iterator[Entry]:
+        now = time.time()
+        for folder in _listed(self.root):
+            if not FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
+                continue
+            for item in _listed(Path(folder.path)):
+                half = HALF.fullmatch(item.name)
+                if not half and not RECORD.fullmatch(item.name):
+                    continue
+                try:
+                    found = item.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if half and now - found.st_mtime > STALE:
+                    _remove(Path(item.path))
+                elif stat.S_ISREG(found.st_mode):
+                    yield Entry(found.st_mtime, Path(item.path), found.st_size)
+
+
+def _listed(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

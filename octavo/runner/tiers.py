@@ -1,0 +1,299 @@
+"""The bytes of the tiers below the device: slots in host memory, and records on disk behind them.
+
+    plan.stores   block -> slot     before the step overwrites the block      } copies, in plan order
+    plan.loads    slot -> block     before the step reads it                  }
+    plan.saves    slot -> disk      by a thread, some time later, if the slot still holds the same
+    plan.fetches  disk -> slot      by threads; news says when it is there, or that it will not be
+
+On a GPU a store is two copies: into a staging buffer on the step's own stream, at the speed of device memory, and from there
+to the host on a stream of its own, while the step computes. A load waits for the store that filled its slot and then runs on
+the step's stream. A slot changes owner with everything that comes into it, under the slot's lock; a thread touches a slot only
+under that lock and only if its owner is the one it was asked for. Threads never call CUDA, which would break a graph that is
+being captured: they are told of a slot once its store is over. Knows slots and hashes; who wants them, core knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.errors import NotEnoughMemory
+from octavo.runner.disk import Disk, Miss
+from octavo.runner.kvstore import KVStore
+from octavo.types import DiskNews, Fetch, Plan, Save
+
+log = logging.getLogger(__name__)
+
+READERS = 16  # threads, and no more than cores
+PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
+LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
+SWEEP = 60.0  # seconds between looks at what others put into the directory
+PAUSE = 10.0  # seconds without writing after a write failed
+QUIET = 60.0  # seconds between two warnings of one kind
+
+
+class Tiers:
+    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0):
+        """`staging`: bytes of device memory for stores on their way; a block each way is the least."""
+        self.kv, self.disk, self.slots = kv.tensor, disk, slots
+        self.block_bytes = kv.tensor[0].nbytes
+        cuda = kv.tensor.is_cuda
+        shape = (slots, *kv.tensor.shape[1:])
+        self.host = _page_locked(shape, kv.tensor.dtype) if cuda else torch.empty(shape, dtype=kv.tensor.dtype)
+        self._bytes = self.host.view(slots, -1).view(torch.uint8).numpy()  # [slots, block_bytes]
+        self._owner = [0] * slots
+        self._locks = [threading.Lock() for _ in range(slots)]
+        self._owners = 0
+        self._stage = _Stage(self, staging) if cuda else None
+        self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
+        self._bell = threading.Event()
+        self._pending: dict[int, Fetch] = {}  # fetches that have no news yet
+        self._progress = 0.0  # when the disk last gave something, or was first asked
+        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
+        self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
+        self._warned: dict[str, float] = {}
+        self._threads: list[threading.Thread] = []
+        if disk is not None:
+            readers = min(READERS, os.cpu_count() or 1)
+            self._threads = [threading.Thread(target=self._save_all, daemon=True, name="kv-save")]
+            self._threads += [threading.Thread(target=self._fetch_all, daemon=True, name="kv-fetch") for _ in range(readers)]
+            for thread in self._threads:
+                thread.start()
+
+    # ---- a step ------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan) -> None:
+        """What leaves the device, and what the disk is asked. Before anything else of the step."""
+        for _, slot in plan.stores:
+            self._own(slot)
+        if self._stage is not None:
+            self._stage.store(plan.stores)
+        else:
+            for block, slot in plan.stores:
+                self.host[slot].copy_(self.kv[block])
+        for save in plan.saves:
+            if self._saves.qsize() + len(self._held) < self.slots:
+                self._when_stored(save.slot, partial(self._saves.put, (save, self._owner[save.slot])))
+            else:  # it could not still be there when its turn comes
+                self._tell(DiskNews("unsaved", save.hash, why="behind"))
+        if plan.fetches and not self._pending:
+            self._progress = time.monotonic()
+        for fetch in plan.fetches:
+            self._pending[fetch.ticket] = fetch
+            self._when_stored(fetch.slot, partial(self._fetches.put, (fetch, self._own(fetch.slot))))
+
+    def load(self, loads: list[tuple[int, int]]) -> None:
+        if self._stage is not None:
+            self._stage.await_stores([slot for slot, _ in loads])
+        for slot, block in loads:
+            self.kv[block].copy_(self.host[slot], non_blocking=True)
+
+    def news(self, wait: bool) -> list[DiskNews]:
+        """What the disk did since the last call, each fetch once. `wait`: a moment, if there is none yet."""
+        while self._held and self._held[0][0].query():
+            self._held.popleft()[1]()
+        if wait and self._pending and not self._news:
+            self._bell.wait(LISTEN)
+        self._bell.clear()
+        out: list[DiskNews] = []
+        while self._news:
+            when, news = self._news.popleft()
+            if news.ticket and self._pending.pop(news.ticket, None) is None:
+                continue  # it was late, and nobody waits any more
+            if news.kind == "fetched":  # beside others: what it added to their time
+                news = news._replace(seconds=max(when - max(self._progress, when - news.seconds), 1e-9))
+            if news.ticket:
+                self._progress = when
+            out.append(news)
+        if self._pending and time.monotonic() - self._progress > PATIENCE:
+            self._warn("late", f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead")
+            for fetch in self._pending.values():
+                self._own(fetch.slot)  # who has not begun to read it need not
+                out.append(DiskNews("missed", fetch.hash, fetch.ticket, "late", PATIENCE))
+            self._pending.clear()
+        return out
+
+    def _when_stored(self, slot: int, then: Callable[[], None]) -> None:
+        """At once, or after the next step that finds the latest store into this slot done."""
+        event = self._stage.stored.get(slot) if self._stage is not None else None
+        if event is None or event.query():
+            then()
+        else:
+            self._held.append((event, then))
+
+    def _own(self, slot: int) -> int:
+        """Something new comes into the slot. Waits for a thread that is copying out of it or into it: a millisecond."""
+        with self._locks[slot]:
+            self._owners += 1
+            self._owner[slot] = self._owners
+            return self._owners
+
+    # ---- the disk's threads --------------------------------------------------------------------------
+
+    def _fetch_all(self) -> None:
+        buffer = np.empty(self.block_bytes, dtype=np.uint8)
+        while (job := self._fetches.get()) is not None:
+            fetch, owner = job
+            if self._owner[fetch.slot] != owner:
+                continue
+            start = time.monotonic()
+            why = self._tried(self._fetch, fetch, owner, buffer)
+            kind = "missed" if why else "fetched"
+            self._tell(DiskNews(kind, fetch.hash, fetch.ticket, why, 0.0 if why else time.monotonic() - start))
+
+    def _fetch(self, fetch: Fetch, owner: int, buffer: np.ndarray) -> None:
+        assert self.disk is not None
+        self.disk.read(fetch.hash, fetch.tokens, buffer.data)
+        with self._locks[fetch.slot]:
+            if self._owner[fetch.slot] == owner:
+                self._bytes[fetch.slot] = buffer
+
+    def _save_all(self) -> None:
+        assert self.disk is not None
+        buffer = np.empty(self.block_bytes, dtype=np.uint8)
+        swept, paused = time.monotonic(), 0.0
+        while (job := self._saves.get()) is not None:
+            save, owner = job
+            now = time.monotonic()
+            if now - swept > SWEEP:
+                swept = now
+                self._tell(DiskNews("listed", hashes=self.disk.sweep()))
+            why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)
+            if why in ("full", "io", "error"):
+                paused = time.monotonic() + PAUSE
+            self._tell(DiskNews("unsaved" if why else "saved", save.hash, why=why))
+
+    def _save(self, save: Save, owner: int, buffer: np.ndarray) -> None:
+        assert self.disk is not None
+        with self._locks[save.slot]:
+            if self._owner[save.slot] != owner:
+                raise Miss("overtaken")
+            buffer[:] = self._bytes[save.slot]
+        self.disk.write(save.hash, save.tokens, buffer.data)
+
+    def _tried(self, work: Callable[..., None], *arguments: object) -> str:
+        """In a word why the work failed; empty if it did not."""
+        try:
+            work(*arguments)
+        except Miss as miss:
+            if miss.why not in ("gone", "overtaken"):  # those happen where several servers share a directory, or a slow disk
+                self._warn(miss.why, f"KV on disk: {miss}")
+            return miss.why
+        except Exception as error:
+            self._warn("error", f"KV on disk: {type(error).__name__}: {error}")
+            return "error"
+        return ""
+
+    def _tell(self, news: DiskNews) -> None:
+        self._news.append((time.monotonic(), news))
+        self._bell.set()
+
+    def _warn(self, kind: str, message: str) -> None:
+        now = time.monotonic()
+        if now - self._warned.get(kind, -QUIET) >= QUIET:
+            self._warned[kind] = now
+            log.warning("%s", message)
+
+    def close(self, patience: float = 10.0) -> None:
+        """Write what is waiting to be written, within reason, and end the threads."""
+        for event, then in self._held:
+            event.synchronize()
+            then()
+        self._held.clear()
+        for _ in self._threads[1:]:
+            self._fetches.put(None)
+        self._saves.put(None)
+        deadline = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._threads = []
+        if self._stage is not None and self.host.numel():
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
+            self.host = self.host[:0]
+
+
+class _Stage:
+    """The way from the device to page-locked memory, in two halves: one is filled while the other drains."""
+
+    def __init__(self, tiers: Tiers, staging: int):
+        kv = tiers.kv
+        self.kv, self.host = kv, tiers.host
+        self.half = max(staging // 2 // tiers.block_bytes, 1)  # blocks
+        self.buffers = [torch.empty((self.half, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
+        self.drained = [torch.cuda.Event() for _ in range(2)]  # the half may be filled again
+        self.stream = torch.cuda.Stream(kv.device)
+        self.stored: dict[int, torch.cuda.Event] = {}  # slot -> its content is there
+        self.turn = 0
+
+    def store(self, stores: list[tuple[int, int]]) -> None:
+        main = torch.cuda.current_stream()
+        for first in range(0, len(stores), self.half):
+            part = stores[first : first + self.half]
+            buffer, drained = self.buffers[self.turn], self.drained[self.turn]
+            self.turn = 1 - self.turn
+            main.wait_event(drained)
+            for k, (block, _) in enumerate(part):
+                buffer[k].copy_(self.kv[block], non_blocking=True)
+            self.stream.wait_stream(main)
+            stored = torch.cuda.Event()
+            with torch.cuda.stream(self.stream):
+                for k, (_, slot) in enumerate(part):
+                    self.host[slot].copy_(buffer[k], non_blocking=True)
+                    self.stored[slot] = stored
+                drained.record()
+                stored.record()
+
+    def await_stores(self, slots: list[int]) -> None:
+        """The step's stream waits; the host does not."""
+        main = torch.cuda.current_stream()
+        for event in {self.stored[slot] for slot in slots if slot in self.stored}:
+            main.wait_event(event)
+
+
+class Lap:
+    """How long a step's loads and the rest of it take on the device, known when the step is over."""
+
+    def __init__(self, device: torch.device):
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+        self.times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Called at the start, after the loads and at the end."""
+        if self.events:
+            self.events[len(self.times)].record()
+        self.times.append(time.perf_counter())
+
+    def seconds(self) -> tuple[float, float]:
+        """(loads, the rest)"""
+        if self.events:
+            start, loaded, end = self.events
+            end.synchronize()
+            return start.elapsed_time(loaded) / 1e3, loaded.elapsed_time(end) / 1e3
+        start_s, loaded_s, end_s = self.times
+        return loaded_s - start_s, end_s - loaded_s
+
+
+def _page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that the GPU can read and write by itself. Exactly this much: torch's own allocator takes the next power of two."""
+    tensor = torch.empty(shape, dtype=dtype)
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code:
+        with suppress(RuntimeError):  # CUDA tells the next kernel of this too: let it be one that nobody needs
+            torch.zeros(1, device="cuda")
+        raise NotEnoughMemory(f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code})")
+    return tensor

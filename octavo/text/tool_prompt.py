@@ -1,0 +1,113 @@
+"""What a model is told of tools, and what it is held to where it must call one. What it writes is read by tools.py.
+
+Knows text alone: messages in, messages out; tools in, a grammar out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.text.tools import HERMES, Format
+
+_INTRODUCTION = """\
+You can call functions. These are the ones there are, as JSON:
+<tools>
+{tools}
+</tools>
+To call one, write its name and its arguments as JSON between these tags, once for each call:
+{open}
+{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
+{close}"""
+
+
+def spell_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """A conversation with tools for a template that knows nothing of them: the tools are described in the system message, calls
+    and their results are written as models of the hermes kind write them."""
+    spelled: list[dict[str, Any]] = []
+    before = None  # the role of the message before
+    for message in messages:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            text = HERMES.between.join(map(_written, message["tool_calls"]))
+            spelled.append({"role": "assistant", "content": "\n".join(filter(None, (message.get("content"), text)))})
+        elif message["role"] in ("tool", "function"):
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            if before in ("tool", "function"):
+                spelled[-1]["content"] += f"\n{text}"  # templates may insist that roles alternate
+            else:
+                spelled.append({"role": "user", "content": text})
+        else:
+            spelled.append(message)
+        before = message["role"]
+    if tools:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        text = _INTRODUCTION.format(tools=lines, open=HERMES.open, close=HERMES.close)
+        if spelled[0]["role"] in ("system", "developer"):
+            spelled[0] = {**spelled[0], "content": "\n\n".join(filter(None, (spelled[0].get("content"), text)))}
+        else:
+            spelled.insert(0, {"role": "system", "content": text})
+    return spelled
+
+
+def _written(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    said = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return f"{HERMES.open}\n{json.dumps(said, ensure_ascii=False)}\n{HERMES.close}"
+
+
+def call_grammar(
+    format: Format,
+    tools: list[dict[str, Any]],
+    parallel: bool,
+    special_ids: dict[str, int],
+    answer: str | None = None,
+    free: bool = False,
+) -> str:
+    """A grammar in llguidance's dialect of Lark for calls of these tools: one, or with `parallel` one or more. Instead of calls
+    there may be an `answer` that matches a JSON schema; or, with `free`, any text around them, and perhaps no call at all: then
+    only tools that are `strict` are held to their parameters.
+
+    `special_ids`: which of the format's tags are special tokens, and so must be named by id. Each tool's parameters stand as a
+    schema of their own, so that references within them (#/$defs/...) mean what they meant.
+    """
+
+    def tag(text: str) -> str:
+        return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text)
+
+    rest = f'"\\n" function "\\n" {tag(format.close)}'
+    call = f"{tag(format.open)} {rest}" if format.close else "function"
+    rules = [
+        f"calls: call ({json.dumps(format.between)} call)*" if parallel else "calls: call",
+        f"call: {call}",
+        "function: " + " | ".join(f"f{i}" for i in range(len(tools))),
+    ]
+    if answer is not None:
+        rules += ["start: calls | answer", f"answer: %json {_literal(json.loads(answer))}"]
+    elif not free:
+        rules += ["start: calls"]
+    elif format.close:  # lazy: the first tag ends the text before it
+        lazy = "" if format.open in special_ids else "[lazy]"
+        rules += ["start: called* text", f"called: opening {rest}", f"opening{lazy}: TEXT {tag(format.open)}"]
+        rules += ["text: TEXT", r"TEXT: /(.|\n)*/"]
+    else:
+        rules += ["start: calls | text", "text: TEXT?", r"TEXT: /[^{](.|\n)*/"]
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        head = f'{{"name": {json.dumps(function["name"])}, "{format.arguments}": '
+        loose = free and not function.get("strict")
+        schema = _literal(_schema({"additionalProperties": True} if loose else function.get("parameters")))
+        rules.append(f'f{i}: {json.dumps(head)} %json {schema} "}}"')
+    return "\n".join(rules)
+
+
+def _literal(schema: Any) -> str:
+    """As JSON in which no %json can be found but the grammar's own."""
+    return json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
+
+
+def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The parameters' own schema, narrowed to what a model can be trusted to end: only the parameters that are named, unless the
+    schema says that others are welcome, and one way to set white space."""
+    style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+    closed: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    return {**closed, **(parameters or {}), "x-guidance": style}

@@ -1,0 +1,318 @@
+"""The index of the tiers, and what the scheduler makes of it, plan by plan."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from itertools import count
+
+import pytest
+
+from octavo.core.blocks import BlockPool, chain
+from octavo.core.engine import Engine
+from octavo.core.tiers import PROBE, Costs, Tiers
+from octavo.types import DiskNews, Item, Plan, Request, SamplingParams, StepResult
+from tests import oracle
+from tests.fake_runner import FakeDisk, FakeRunner
+from tests.workloads import make_engine, run_dry
+
+SIZE = 4
+
+
+def request(name: str, length: int = 17, max_tokens: int = 2, **more: str) -> Request:
+    g = random.Random(name)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    return Request(name, [g.randrange(1, oracle.VOCAB) for _ in range(length)], params, **more)
+
+
+def small(host: int, disk: FakeDisk | None = None, blocks: int = 6, depth: int = 1) -> Engine:
+    """A pool that holds one request of 17 tokens and little more."""
+    return make_engine(blocks, SIZE, rows=2, budget=64, depth=depth, host=host, disk=disk)
+
+
+names = count()
+
+
+def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
+    """(tokens, how many of the prompt were cached)"""
+    engine.add(Request(f"{asked.id} {next(names)}", asked.prompt, asked.params, cache_salt=asked.cache_salt))
+    tokens, cached = [], 0
+    for _ in range(500):
+        for out in engine.step():
+            tokens += out.tokens
+            cached = max(cached, out.cached_tokens)
+        engine.scheduler.check()
+        if engine.idle:
+            assert tokens == oracle.generate(asked.prompt, asked.params, 1)
+            return tokens, cached
+    raise AssertionError("no progress")
+
+
+# ---- host memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_evicted_prompt_is_loaded_instead_of_computed(depth: int) -> None:
+    engine = small(host=20, depth=depth)
+    a, b = request("a"), request("b")
+    assert answer(engine, a)[1] == 0
+    answer(engine, b)
+    before = engine.scheduler.count.computed_tokens
+    assert answer(engine, a)[1] == 16, "all of the prompt's full blocks: some from the device, the rest from host memory"
+    assert engine.scheduler.count.computed_tokens - before == 1 + 1, "the prompt's last token, and the first generated one"
+    tiers = engine.scheduler.count.tiers
+    assert tiers.loads > 0 and tiers.host_tokens == tiers.loads * SIZE
+
+
+def test_without_a_tier_it_is_computed_again() -> None:
+    engine = small(host=0)
+    a, b = request("a"), request("b")
+    answer(engine, a)
+    answer(engine, b)
+    assert answer(engine, a)[1] < 16
+
+
+def test_what_is_in_host_memory_already_is_not_stored_again() -> None:
+    engine = small(host=20)
+    a, b = request("a"), request("b")
+    for asked in (a, b, a, b, a, b):
+        answer(engine, asked)
+    assert engine.scheduler.count.tiers.stores <= 2 * 4, "each full block once"
+
+
+def test_a_full_tier_lets_go_of_what_was_unused_for_longest() -> None:
+    engine = small(host=4)
+    for name in "abcdef":
+        answer(engine, request(name))
+    tiers = engine.scheduler.tiers
+    assert tiers is not None and tiers.count.evictions > 0
+    assert answer(engine, request("e"))[1] > 0 and answer(engine, request("a"))[1] == 0
+
+
+def test_preemption_is_release_and_resuming_is_a_load() -> None:
+    def recomputed(host: int) -> int:
+        engine = make_engine(8, SIZE, rows=4, budget=64, depth=1, host=host)
+        asked = [request(f"r{i}", 9, max_tokens=16) for i in range(4)]
+        got: dict[str, list[int]] = {r.id: [] for r in asked}
+        for r in asked:
+            engine.add(r)
+        while not engine.idle:
+            for out in engine.step():
+                got[out.request_id] += out.tokens
+            engine.scheduler.check()
+        assert all(got[r.id] == oracle.generate(r.prompt, r.params, 1) for r in asked)
+        assert engine.scheduler.count.preemptions > 0
+        return engine.scheduler.count.recomputed_tokens
+
+    assert recomputed(host=50) < recomputed(host=0) / 2
+
+
+def test_salts_share_nothing_in_any_tier() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk)
+    mine, other = request("a", cache_salt="mine"), request("b")
+    answer(engine, mine)
+    answer(engine, other)
+    run_dry(engine)
+    for salt in ("", "theirs"):
+        assert answer(engine, Request("a", mine.prompt, mine.params, cache_salt=salt))[1] == 0
+    again = small(host=20, disk=disk)
+    assert answer(again, Request("a", mine.prompt, mine.params, cache_salt="theirs"))[1] == 0
+    assert answer(again, mine)[1] > 0
+
+
+def test_the_cache_can_be_emptied_while_steps_are_in_flight() -> None:
+    engine = small(host=20, depth=3)
+    for name in "ab":
+        answer(engine, request(name))
+    engine.add(request("a"))
+    engine.step()
+    engine.scheduler.forget()
+    run_dry(engine)
+    tiers = engine.scheduler.tiers
+    assert tiers is not None
+    assert engine.scheduler.pool.num_cached <= 4 and not tiers.filling
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+def test_a_step_that_fails_leaves_nothing_to_be_found(when: str) -> None:
+    """Its loads may not have happened: who comes next must not read what it was to write."""
+    engine = small(host=20)
+    a, b = request("a"), request("b")
+    answer(engine, a)
+    answer(engine, b)
+    runner = engine.runner
+    assert isinstance(runner, FakeRunner)
+    engine.add(Request("failing", a.prompt, a.params))
+    runner.failing, runner.failures, runner.dice = 1.0, 1, random.Random(10 if when == "launch" else 1)
+    (out,) = engine.step()
+    assert out.finish_reason == "error" and out.error == f"Planted: {when}"
+    engine.scheduler.check()
+    answer(engine, a)
+
+
+# ---- disk -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_new_engine_finds_what_an_earlier_one_left_on_disk(depth: int) -> None:
+    disk = FakeDisk(slowest=3)
+    engine = small(host=20, disk=disk, depth=depth)
+    for name in "abc":
+        answer(engine, request(name))
+    for _ in range(10):
+        answer(engine, request("short", 3))  # time for the disk
+    again = small(host=20, disk=disk, depth=depth)
+    assert answer(again, request("a"))[1] == 16
+    assert again.scheduler.count.tiers.disk_tokens == 16
+
+
+def test_a_block_goes_to_disk_with_all_that_come_before_it() -> None:
+    """The first block of what is asked most never leaves the device; on disk the others would be of no use without it."""
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk, blocks=8)
+    shared = request("a", 33).prompt[:8]
+    for i in range(6):
+        prompt = shared + request(f"tail {i}", 12).prompt
+        answer(engine, Request("x", prompt, request("x").params))
+    run_dry(engine)
+    answer(engine, request("short", 3))
+    tiers = engine.scheduler.tiers
+    assert tiers is not None
+    first = chain(b"", array("i", shared[:4]))
+    assert first in engine.scheduler.pool.index and first in disk.records
+
+
+def test_the_rest_of_the_device_goes_to_disk_at_the_end() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk, blocks=50)
+    answer(engine, request("a"))
+    plan = engine.scheduler.flush()
+    assert len(plan.stores) == len(plan.saves) == 4
+    engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
+    engine.scheduler.commit(empty := Plan(99), engine.runner.launch(empty).wait())
+    assert len(disk.records) == 4
+
+
+def test_others_go_on_while_one_waits_for_the_disk() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    disk.never = 1.0
+    again = make_engine(30, SIZE, rows=4, budget=64, depth=1, host=20, disk=disk)
+    again.add(request("a"))
+    again.add(Request("like a", [*request("a").prompt[:8], 1, 2, 3, 4, 5, 6], request("a").params, cache_salt="x"))
+    again.add(request("other"))
+    order = [out.request_id for _ in range(60) for out in again.step() if out.finish_reason]
+    assert order == ["like a", "other", "a"], "the disk never answers: computed in the end"
+    assert again.scheduler.count.tiers.misses == {"late": 4}
+    run_dry(again)
+
+
+def test_the_disk_is_asked_once_in_a_life() -> None:
+    """It says that it has the blocks and never gives them: whoever believed it twice would wait for ever."""
+    disk = FakeDisk(slowest=1, lists=1.0)
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    disk.missing = 1.0
+    again = small(host=20, disk=disk)
+    assert answer(again, request("a"))[1] == 0
+    assert again.scheduler.count.tiers.fetches == 4
+    assert again.scheduler.count.tiers.misses == {"fault": 4}
+
+
+def test_no_more_is_fetched_than_fits() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    again = small(host=2, disk=disk)
+    assert answer(again, request("a"))[1] == 8, "two blocks of four"
+
+
+def test_what_is_fetched_never_takes_the_place_of_what_is_there() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    again = small(host=3, disk=disk)
+    a = request("a")
+    start = Request("a", a.prompt[:13], a.params)
+    assert answer(again, start)[1] == 12, "three blocks, by way of all three slots"
+    answer(again, request("d", 21, max_tokens=1))  # takes the pool
+    assert answer(again, a)[1] >= 12, "for the fourth there is no room beside them"
+
+
+# ---- costs ------------------------------------------------------------------------------------------
+
+
+def prefill(tokens: int) -> Plan:
+    return Plan(1, items=[Item(1, 0, 0, 0, tokens, True, tokens)])
+
+
+def test_what_is_sooner_computed_is_not_loaded() -> None:
+    costs = Costs(SIZE, load=0.1, fetch=1.0)
+    assert costs.pays() and costs.pays(disk=True), "nothing was measured: loading is the better guess"
+    costs.learn(prefill(100), StepResult([], seconds=10.0))
+    assert costs.pays() and not costs.pays(disk=True), "0.4 s to compute a block"
+    for _ in range(20):
+        costs.learn(prefill(100), StepResult([], seconds=1.0))
+    assert not costs.pays(), "0.04 s"
+    assert [costs.try_it() for _ in range(PROBE)].count(True) == 1, "now and then, to see whether it is still so"
+    for _ in range(30):
+        costs.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
+    assert costs.pays() and costs.in_tokens(10) == 1
+
+
+def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
+    costs = Costs(SIZE, load=0.1, fetch=1.0)
+    costs.learn(prefill(2), StepResult([], seconds=10.0))
+    costs.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
+    assert not costs.tokens
+
+
+def test_a_slow_disk_is_given_up_while_waiting() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    again = small(host=20, disk=disk)
+    tiers = again.scheduler.tiers
+    assert tiers is not None
+    tiers.costs.tokens, tiers.costs.seconds = 1e6, 1.0
+    tiers.costs.load = tiers.costs.fetch = 1e-9
+    again.add(request("a"))
+    again.scheduler.plan()
+    (seq,) = again.scheduler.waiting
+    assert seq.asked > 0
+    first = min(tiers.fetching)
+    tiers.commit(Plan(2), StepResult([], news=[DiskNews("fetched", ticket=first, seconds=1.0)]))
+    plan = again.scheduler.plan()
+    assert seq.asked == 0 and [item.num for item in plan.items] == [13], "the one that came is loaded, the rest computed"
+
+
+# ---- the index itself -------------------------------------------------------------------------------
+
+
+def test_a_colliding_hash_is_a_miss_here_too() -> None:
+    pool, tiers, plan = BlockPool(1, 2), Tiers(2, 2, 100), Plan(1)
+    a, b = array("i", [1, 2]), array("i", [3, 4])
+    pool.publish(block := pool.take(), b"h", a)
+    pool.drop(block)
+    pool.take()
+    tiers.demote(pool, plan)
+    assert plan.stores == [(1, 1)] and tiers.find(b"h", a) is None, "not before the step is committed"
+    tiers.commit(plan, StepResult([]))
+    assert tiers.find(b"h", a) == 1 and tiers.find(b"h", b) is None
+    tiers.check()
+
+
+def test_check_notices_a_slot_in_two_states() -> None:
+    tiers = Tiers(2, 2, 100)
+    tiers.check()
+    tiers._take()
+    with pytest.raises(AssertionError, match="lost"):
+        tiers.check()

@@ -1,0 +1,83 @@
+"""Compiles for a Hopper GPU, without one, what products with quantised weights launch: `python -m tests.ops.compile_quant`.
+
+Launches are recorded, not made; a line of JSON says for each what it takes. Needs Triton's compiler and no driver."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+KERNELS = {
+    "gemv": ("gemv_kernel",), "gemm": ("gemm_kernel",), "dense": ("expand_kernel",), "rounded": ("round_kernel", "int8_kernel")
+}  # fmt: skip
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
+
+
+class Recorder:
+    """In a kernel's place: notes what it would be launched with."""
+
+    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    signature, constants, aligned = {}, {}, {}
+    for param, value in zip(kernel.params, args, strict=True):
+        signature[param.name] = "constexpr"
+        if isinstance(value, torch.Tensor):
+            signature[param.name], aligned[param.num,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
+        elif param.is_constexpr or value is None:
+            constants[param.num,] = value
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
+                aligned[param.num,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={k: options[k] for k in OPTIONS if k in options})
+
+
+def main() -> None:
+    # What the kernels ask torch when they are imported; as an H200 answers.
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment,return-value]
+    from octavo.model import quant
+    from octavo.ops.triton import quant as packed
+    from octavo.ops.weight import QuantWeight
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    for module, names in KERNELS.items():
+        loaded = importlib.import_module(f"octavo.ops.triton.quant.{module}")
+        for name in names:
+            setattr(loaded, name, Recorder(getattr(loaded, name), launches))
+    torch._scaled_mm = lambda a, b, *_, **__: a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16)  # type: ignore[assignment]
+    for name, form in quant.FORMATS.items():
+        weight = packed.PackedWeight(QuantWeight.empty(form, 1024, 2048))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for rows in (1, 16, 32, 64, 128, 256, 1100) if dtype == torch.bfloat16 else (1, 5, 256):
+                how = packed.choose(rows, dtype, weight)
+                packed.linear(torch.empty(rows, 2048, dtype=dtype), weight, None, how)
+                while launches:
+                    kernel, args, options = launches.pop()
+                    compiled = compile_launch(kernel, args, options)
+                    written = any(word in compiled.asm["ptx"] for word in ("lop3.b32", "prmt.b32", "e4m3x2"))
+                    line = {"format": name, "dtype": str(dtype), "rows": rows, "how": str(how), "by_hand": written}
+                    print(json.dumps({"kernel": kernel.__name__, "shared": compiled.metadata.shared} | line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What the tables name can be compiled for a Hopper GPU and fits one, which the interpreter cannot tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+SHARED = 227 * 1024  # bytes a program may have
+
+
+@pytest.mark.slow
+def test_every_product_compiles_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_quant"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} >= {"gemv_kernel", "gemm_kernel", "expand_kernel", "round_kernel", "int8_kernel"}
+    assert [line for line in lines if line["shared"] > SHARED] == []
+    products = [line for line in lines if line["kernel"] in ("gemv_kernel", "gemm_kernel") and "float32" not in line["dtype"]]
+    assert products and all(line["by_hand"] for line in products)  # with our instructions, not with the plain expressions

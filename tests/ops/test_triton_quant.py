@@ -1,0 +1,153 @@
+"""Products with packed weights are products with what the weights mean, for every format, shape and number of rows.
+
+Without a GPU the kernels run interpreted, in float16: the interpreter does not round to bfloat16 as a GPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.model import quant
+from octavo.ops.reference import ReferenceOps
+from octavo.ops.weight import QuantWeight
+from tests.conftest import DEVICE
+from tests.ops.test_reference import draw
+
+pytest.importorskip("triton")
+from octavo.ops.triton import TritonOps
+from octavo.ops.triton import quant as packed
+from octavo.ops.triton.quant.dense import Dense
+from octavo.ops.triton.quant.gemm import Gemm, cut
+from octavo.ops.triton.quant.gemv import Gemv
+
+pytestmark = pytest.mark.parity
+TRITON, REFERENCE = TritonOps(), ReferenceOps()
+FORMATS = list(quant.FORMATS)
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+ROWS = {(70, 100): (1, 3, 17, 64), (33, 576): (1, 2, 16, 33), (144, 257): (1, 5, 130)}  # (outputs, inputs): rows
+if DEVICE == "cuda":
+    ROWS = {(outputs, inputs): (1, 2, 3, 5, 16, 17, 33, 64, 130, 300, 1030) for outputs, inputs in [*ROWS, (512, 1024)]}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return draw(*shape, seed=seed).to(DEVICE, dtype)
+
+
+def quantized(name: str, outputs: int, inputs: int) -> QuantWeight:
+    with torch.device(DEVICE):
+        weight = QuantWeight.empty(quant.FORMATS[name], outputs, inputs)
+    quant.fill(weight, random(outputs, inputs, seed=1))
+    return weight
+
+
+def error(got: Tensor, x: Tensor, weight: QuantWeight, bias: Tensor | None = None) -> float:
+    """Relative to the product of what x and the weight mean, in float64."""
+    want = x.double() @ weight.dequantize().double().T + (0 if bias is None else bias.double())
+    return float((got.double() - want).norm() / want.norm())
+
+
+def rounded(x: Tensor, weight: QuantWeight) -> Tensor:
+    """What is left of x where activations have 8 bits."""
+    if not weight.form.rounds or len(x) <= packed.EXACT_ROWS:
+        return x
+    if weight.form.float:
+        if DEVICE != "cuda" or x.dtype != torch.bfloat16 or weight.shape[0] % 16:
+            return x
+        unit = x.float().abs().amax(1, keepdim=True) / 448
+        return (x.float() / unit).to(torch.float8_e4m3fn).float() * unit
+    unit = x.float().abs().amax(1, keepdim=True) / 127
+    return (x.float() / unit + 0.5).floor() * unit
+
+
+@pytest.mark.parametrize("shape", ROWS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear(name: str, shape: tuple[int, int]) -> None:
+    weight = quantized(name, *shape)
+    ready, bias = TRITON.pack(weight), random(shape[0], seed=2, dtype=HALF)
+    for rows in ROWS[shape]:
+        x = random(rows, shape[1], dtype=HALF)
+        b = bias if rows % 2 else None
+        assert error(TRITON.linear(x, ready, b), rounded(x, weight), weight, b) < (6e-3 if DEVICE == "cuda" else 1e-3), rows
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_in_float32(name: str) -> None:
+    weight = quantized(name, 70, 300)
+    ready = TRITON.pack(weight)
+    for rows in (1, 5, 20):
+        x = random(rows, 300)
+        assert error(TRITON.linear(x, ready), rounded(x, weight), weight) < 2e-6, rows
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_embedding(name: str) -> None:
+    """Exactly the rows of the weight, whatever their order."""
+    weight = quantized(name, 70, 100)
+    ids = torch.tensor([3, 69, 0, 3, 17], device=DEVICE)
+    ready = TRITON.pack(weight)
+    assert torch.equal(TRITON.embedding(ids, ready), weight.dequantize()[ids])
+    assert torch.equal(TRITON.embedding(ids, ready, 1.7), REFERENCE.embedding(ids, weight, 1.7))
+
+
+# Ways to cut a product that the tables may come to hold.
+WAYS = [
+    Gemv(2, 1),
+    Gemv(8, 2),
+    Gemm(16, 64, 1, 2, 1),
+    Gemm(16, 64, 2, 3, 8, after=True),
+    Gemm(32, 128, 4, 2, 16),
+    Dense(),
+    Dense(chunk=10_000),
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", ["int8", "fp8", "int8-g32", "int4-g128", "int4-g64", "int4-g32-asym"])
+def test_every_way_gives_the_same(name: str, how: packed.How) -> None:
+    weight = quantized(name, 40, 600)
+    x = random(1 if isinstance(how, Gemv) else 20, 600, dtype=HALF)
+    ready = TRITON.pack(weight)
+    got = packed.linear(x, ready, how=how)
+    assert error(got, x, weight) < (6e-3 if DEVICE == "cuda" else 1e-3)
+    assert torch.equal(got, packed.linear(x, ready, how=how))  # and again: what programs share is as it was before
+
+
+def test_programs_that_share_a_tile_leave_no_trace() -> None:
+    weight, how = TRITON.pack(quantized("int4-g128", 70, 1500)), Gemm(16, 64, 1, 2, 8)
+    assert cut(3, weight, how)[1] > 1
+    packed.linear(random(3, 1500, dtype=HALF), weight, how=how)
+    assert not weight.locks.any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-a8", "int4-g128"])
+@pytest.mark.parametrize("rows", [5, 40])
+def test_a_row_does_not_depend_on_the_others(rows: int, name: str) -> None:
+    weight = TRITON.pack(quantized(name, 70, 300))
+    x, other = random(rows, 300, dtype=HALF), random(rows, 300, seed=3, dtype=HALF) * 100
+    other[2] = x[2]
+    assert torch.equal(TRITON.linear(x, weight)[2], TRITON.linear(other, weight)[2])
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.53), ("fp8", 0.53), ("int4-g128", 0.27), ("int4-g32", 0.285)])
+def test_memory(name: str, most: float) -> None:
+    """Of what the weight takes in 16 bits."""
+    weight = TRITON.pack(quantized(name, 512, 2048))
+    assert weight.words.nbytes + weight.info.nbytes <= most * 512 * 2048 * 2
+
+
+@pytest.mark.gpu
+def test_products_can_be_captured() -> None:
+    """Nothing in a product makes the host wait or depends on the data."""
+    weights = [TRITON.pack(quantized(name, 256, 512)) for name in ("int8", "fp8", "int8-a8", "int4-g128")]
+    for rows in (1, 7, 100):
+        x = random(rows, 512, dtype=HALF)
+        want = [TRITON.linear(x, weight) for weight in weights]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [TRITON.linear(x, weight) for weight in weights]
+        for _ in range(3):
+            graph.replay()
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a, b)
