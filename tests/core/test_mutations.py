@@ -47,7 +47,7 @@ BUGS = {
     "who decodes is not kept in order": ("scheduler", "            self.prefilling.remove(seq)\n            insort(self.decoding, seq, key=by_rank)\n\n    def _rank_waiting", "            self.prefilling.remove(seq)\n            self.decoding.append(seq)\n\n    def _rank_waiting"),
     "work is paused for who ranks after it": ("scheduler", "if s.rank > seq.rank and self.policy.pauses(seq, s)]", "if s.rank < seq.rank]"),
     "what was paused comes straight back, in the plan that paused it": ("scheduler", "            if seq.rank >= before:\n                break\n            if not self._may_begin", "            if not self._may_begin"),
-    "a batch forms while one runs": ("scheduler", "not any(id in self.requests for id in self.batch)", "True"),
+    "a batch forms while one runs": ("scheduler", "if not running or beside:", "if True:"),
     "a batch forms of nobody": ("scheduler", "formed = self.form is None or seq.request.id in self.batch", "formed = self.form is None"),
     "the row is not given back": ("scheduler", "        self.rows.append(seq.row)\n", ""),
     "blocks are not given back": ("scheduler", "            self.pool.drop(b)\n", "            pass\n"),
