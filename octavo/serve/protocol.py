@@ -113,6 +113,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": (),
     "functions": (),
+    "messages": (),  # of a completion
+    "prompt": (),  # of a chat
     "function_call": (),
     "use_beam_search": (False,),
     "suffix": ("",),
