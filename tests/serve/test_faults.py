@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
-from tests.serve.running import Running, check_error, events, server
+from octavo.serve.health import STUCK, HealthServer
+from octavo.serve.lag import Seen
+from tests.serve.running import Running, check_error, events, free_port, server
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -72,6 +77,7 @@ def test_roles_in_an_order_that_the_template_rejects(trusting: Running) -> None:
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{% for a in range(100000) %}{% for b in range(100000) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
         "{{ 'x' * 10000000000 }}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
         "{% include '/etc/passwd' %}",
         "{{ messages | map(attribute='__class__') | list }}",
         "{% if %}",
@@ -215,6 +221,47 @@ def test_parallel_tool_calls_null_is_the_default(running: Running) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     reply = running.post(CHAT, {"messages": HI, "max_tokens": 1, "tools": [tool], "parallel_tool_calls": None})
     assert reply.status_code == 200
+
+
+# ---- G: the host ----------------------------------------------------------------------------------------------
+
+
+def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_path: Path) -> None:
+    port = free_port()
+    with server(tmp_path, ready=False, health_port=port) as front, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        assert http.get("/livez").json()["state"] == "alive"
+        assert http.get("/metrics").status_code == 404
+        front.process.send_signal(signal.SIGUSR2)
+        time.sleep(0.2)
+        begun, slowest, late = time.monotonic(), 0.0, 0.0
+        while time.monotonic() - begun < 1.5:
+            asked = time.monotonic()
+            reply = http.get("/livez")
+            slowest = max(slowest, time.monotonic() - asked)
+            assert reply.status_code == 200
+            late = reply.json()["loop_late_s"]
+            time.sleep(0.01)
+        assert slowest < 0.3 and late > 1, (slowest, late)
+        assert front.get("/livez").status_code == 200, "the other one waits for the loop"
+        assert "the event loop has been blocked" in front.log.read_text()
+        for _ in range(100):  # who connects and says nothing keeps nobody out for long
+            idle = socket.create_connection(("127.0.0.1", port))
+            idle.close()
+        assert http.get("/livez").status_code == 200
+
+
+def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
+    seen = Seen()
+    found = HealthServer(("127.0.0.1", 0), seen)
+    found.begin()
+    try:
+        url = f"http://127.0.0.1:{found.server_address[1]}/livez"
+        assert httpx.get(url).status_code == 200
+        seen.last -= STUCK + 1
+        assert httpx.get(url).status_code == 503 and httpx.get(url).json()["state"] == "stuck"
+    finally:
+        found.shutdown()
+        found.server_close()
 
 
 # ---- E: streams -----------------------------------------------------------------------------------------------
