@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -113,8 +114,10 @@ class Observed:
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, link: Link, guides: Guides | None = None):
+    def __init__(self, engine: Engine, link: Link, guides: Guides | None = None, check_interval: float = 0.0):
         self.engine, self.link, self.guides = engine, link, guides
+        self.check_interval, self.checked = check_interval, time.monotonic()
+        self.checks = self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         self.observed = engine.runner = Observed(engine.runner)
         self.beat = Beat()
@@ -134,6 +137,9 @@ class EngineLoop:
             outputs = engine.step()
             self.send(outputs)
             now, resting = time.monotonic(), engine.idle and not self.held
+            if self.check_interval and now - self.checked > self.check_interval:
+                self.checked = now
+                self._check()
             if rested or resting or now - told > PULSE:
                 told = now
                 self._snapshot()
@@ -187,6 +193,27 @@ class EngineLoop:
         if outputs or begun:
             self.link.send(News(outputs, begun, self.observed.tokens))
 
+    def _check(self) -> None:
+        """Do the books agree? If not it is written down and counted, and the engine goes on: whoever reads it decides."""
+        scheduler = self.engine.scheduler
+        self.checks += 1
+        try:
+            scheduler.check()
+        except Exception as error:
+            self.check_failures += 1
+            self._snapshot()
+            dump = {
+                "event": "invariant_broken",
+                "error": f"{type(error).__name__}: {error}",
+                "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
+                "sequences": [
+                    dict(request=s.request.id, index=s.index, status=s.status.value, computed=s.computed, planned=s.planned,
+                         inflight=s.inflight, epoch=s.epoch, row=s.row, published=s.published, table=s.table[:64])
+                    for s in list(scheduler.live.values())[:64]
+                ],
+            }  # fmt: skip
+            log.error("%s", json.dumps(dump))
+
     def _snapshot(self) -> None:
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         count, used = scheduler.count, pool.num_blocks - len(pool.free)
@@ -212,6 +239,8 @@ class EngineLoop:
             tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
             dict(count.tiers.misses),
             *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else ()),
+            checks=self.checks,
+            check_failures=self.check_failures,
         )
 
 
@@ -327,7 +356,7 @@ def main(address: str, stacks: int) -> int:
     except OctavoError as error:
         link.send(Failed(str(error)))
         return 2
-    pulse.loop = EngineLoop(llm.engine, link, llm.guides)
+    pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
     link.send(Ready())
     pulse.loop.run()
     llm.close()

@@ -26,7 +26,7 @@ JSON = {"content-type": "application/json"}
 def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Takes templates from requests, and is strict in what the other server is not."""
     folder: Path = tmp_path_factory.mktemp("trusting")
-    with server(folder, request_templates=True, limits={"logprob_entries": 100}) as found:
+    with server(folder, request_templates=True, limits={"logprob_entries": 100}, check_interval=0.01) as found:
         yield found
 
 
@@ -262,6 +262,18 @@ def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
     finally:
         found.shutdown()
         found.server_close()
+
+
+def test_the_books_are_checked_while_it_serves_and_every_block_is_counted(trusting: Running) -> None:
+    checks = trusting.metrics()["octavo:invariant_checks_total"]
+    for k in range(8):
+        trusting.complete(prompt=[k] * 200, max_tokens=50)
+        found = trusting.metrics()
+        parts = [found[f"octavo:kv_blocks_{state}"] for state in ("used", "cached", "free")]
+        assert sum(parts) == found["octavo:kv_blocks_total"] == 512, parts
+    time.sleep(0.5)
+    found = trusting.metrics()
+    assert found["octavo:invariant_checks_total"] > checks and found["octavo:invariant_failures_total"] == 0
 
 
 # ---- E: streams -----------------------------------------------------------------------------------------------
