@@ -133,7 +133,7 @@ class LLM:
         if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
             raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
         if kv_canary and (swap_space or kv_disk_path is not None):
-            raise InvalidRequest("kv_canary follows blocks on the device alone: leave out swap_space and kv_disk_path", "kv_canary")
+            raise InvalidRequest("kv_canary knows the device alone: leave out swap_space and kv_disk_path", "kv_canary")
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:

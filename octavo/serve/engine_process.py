@@ -238,9 +238,9 @@ class EngineLoop:
             count.recomputed_tokens,
             tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
             dict(count.tiers.misses),
-            *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else ()),
-            checks=self.checks,
-            check_failures=self.check_failures,
+            *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else (0, 0, 0.0)),
+            self.checks,
+            self.check_failures,
         )
 
 

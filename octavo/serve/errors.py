@@ -114,7 +114,7 @@ def step_failed() -> ApiError:
 
 
 def poisoned() -> ApiError:
-    return ApiError(500, "this request stopped the engine again and again: it is not tried any more for a while", "poison_request")
+    return ApiError(500, "this request failed the engine again and again: it is not tried any more for a while", "poison_request")
 
 
 def tried_alone() -> ApiError:

@@ -26,7 +26,7 @@ GUILTY = 1 << 30  # failures, as it were
 
 def fingerprint(request: Request) -> bytes:
     digest = hashlib.blake2b(array("q", request.prompt).tobytes(), digest_size=16)
-    digest.update(encode(request.params))  # type: ignore[arg-type]
+    digest.update(encode(request.params))
     return digest.digest()
 
 

@@ -83,7 +83,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise OverflowError("it formats to more than 9999 characters")
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(obj, "__self__", None), str):
             _check_size(*args, *kwargs.values())
         return super().call(context, obj, *args, **kwargs)
