@@ -59,7 +59,9 @@ class BlockPool:
 
     def take(self) -> int:
         """A block to write to. Forgets the least recently used cached content if nothing else is left."""
-        block = self._next()
+        block, _ = self.free.popitem(last=False)
+        if self.owner[block] and self.hash[block] is not None:
+            block = self._instead_of(block)
         if (h := self.hash[block]) is not None:
             if content := self.content(h):
                 self.evicted.append(content)
@@ -69,13 +71,14 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
-    def _next(self) -> int:
-        """The block that gives way, no longer free."""
-        block = next(iter(self.free))
-        if self.hash[block] is not None and self.owner[block]:
-            owner, block = self.shares.victim(self.owner[block], block)
-            self.shares.remove(owner, block)
-        del self.free[block]
+    def _instead_of(self, oldest: int) -> int:
+        """The block that gives way, which is the oldest one if its owner has more than a fair share."""
+        owner, block = self.shares.victim(self.owner[oldest], oldest)
+        self.shares.remove(owner, block)
+        if block != oldest:
+            self.free[oldest] = None
+            self.free.move_to_end(oldest, last=False)
+            del self.free[block]
         return block
 
     def share(self, block: int) -> int:

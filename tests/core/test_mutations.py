@@ -67,7 +67,7 @@ BUGS = {
     "a published block is published twice": ("blocks", "if h not in self.index and self.hash[block] is None:", "if True:"),
     "padding is handed out": ("blocks", "range(1, num_blocks + 1))\n        self.index", "range(0, num_blocks + 1))\n        self.index"),
     "a shared block stays among its owner's": ("blocks", "                self.shares.remove(self.owner[block], block)\n", "                pass\n"),
-    "a block that gives way stays among its owner's": ("blocks", "            self.shares.remove(owner, block)\n", ""),
+    "a block that gives way stays among its owner's": ("blocks", "        self.shares.remove(owner, block)\n", ""),
     "a cached block is not its owner's": ("blocks", "            elif self.owner[block]:\n                self.shares.add(self.owner[block], block)\n", ""),
     "blocks to load into are not counted": ("scheduler", "if need + len(loads) > len(pool.free)", "if need > len(pool.free)"),
     "content is not loaded": ("tiers", "        plan.loads.append((slot, block))\n", ""),
