@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-    from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.types import SamplingParams, StructuredOutputsParams
+    from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from octavo.types import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams",
+]  # fmt: skip
 
 # Read by GNU OpenMP, torch's on Linux, when torch is first imported. Its threads wait for each other by spinning, by default
 # for about a millisecond; on a machine with anything else to do that made a small model 40 times slower. A short spin, then
@@ -24,6 +27,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOME = {
     "LLM": "octavo.llm",
+    "BeamSearchOutput": "octavo.outputs",
+    "BeamSearchParams": "octavo.types",
     "CompletionOutput": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.types",

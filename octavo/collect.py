@@ -6,6 +6,7 @@ Knows tokens and text; knows nothing of scheduling or devices.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.text.detokenize import TextStream
@@ -19,19 +20,19 @@ class Collector:
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None):
         self.request, self.prompt, self.tokenizer = request, prompt, tokenizer
         params = request.params
-        self.outputs = [CompletionOutput(i, "", []) for i in range(params.n)]
-        if params.logprobs is not None:
-            for completion in self.outputs:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
+        self.outputs = [CompletionOutput(i, "", []) for i in range(params.completions)]  # all: `best` are those asked for
+        for completion in self.outputs:
+            completion.logprobs = None if params.logprobs is None else []
+            completion.cumulative_logprob = 0.0 if params.ranked or params.logprobs is not None else None
         text = tokenizer if params.detokenize else None
-        self.texts = [TextStream(text, params) for _ in range(params.n)]
+        self.texts = [TextStream(text, params) for _ in self.outputs]
         self.metrics = RequestMetrics(request.arrival)
         self.cached = 0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
         self.news: list[CompletionOutput] | None = None  # what is new, where somebody follows the stream
-        self.open = params.n  # completions that have not ended
-        self._ids_only = text is None and params.logprobs is None
+        self.open = len(self.outputs)  # completions that have not ended
+        self._ids_only = text is None and params.logprobs is None and not params.ranked
 
     @property
     def finished(self) -> bool:
@@ -56,12 +57,13 @@ class Collector:
             new = new[: stream.tokens_used - len(completion.token_ids)]
             reason, stop_reason = "stop", stop
         piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason, error=out.error)
-        if out.logprobs is not None and completion.logprobs is not None:
+        if out.logprobs is not None:
             chosen = out.logprobs[: len(new)]
-            piece.logprobs = [self._logprobs(p) for p in chosen]
             piece.cumulative_logprob = sum(p.logprob for p in chosen)
-            completion.logprobs += piece.logprobs
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + piece.cumulative_logprob
+            if completion.logprobs is not None:
+                piece.logprobs = [self._logprobs(p) for p in chosen]
+                completion.logprobs += piece.logprobs
         completion.token_ids += new
         completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, out.error
         if reason is not None:
@@ -83,12 +85,21 @@ class Collector:
     def _decoded(self, token: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
+    @property
+    def best(self) -> list[CompletionOutput]:
+        """What was asked for: of best_of drawn texts the n likeliest by token, best first."""
+        n = self.request.params.n
+        if len(self.outputs) == n:
+            return self.outputs
+        order = sorted(self.outputs, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1))
+        return [replace(completion, index=i) for i, completion in enumerate(order[:n])]
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             self.request.id,
             self.prompt,
             self.request.prompt,
-            self.outputs,
+            self.best,
             self.finished,
             self.metrics,
             self.cached,

@@ -51,7 +51,7 @@ from octavo.model.fingerprint import fingerprint
 from octavo.model.load import load_model
 from octavo.ops import select
 from octavo.ops.kv import dtype_name
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
@@ -60,7 +60,7 @@ from octavo.runner.tiers import Tiers
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, SamplingParams, check_real, check_whole
+from octavo.types import BeamSearchParams, Output, Request, SamplingParams, check_real, check_whole
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +273,28 @@ class LLM:
         many: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         return self._run([(None, self.encode_chat(m, **template), "") for m in many], sampling_params, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | list[Prompt] | Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest texts after each prompt, as beam search finds them. `concurrency_limit` is taken, and has no effect: how
+        many fit at once is the scheduler's business."""
+        if lora_request is not None:
+            raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
+        found = self._run([self._read(p) for p in _as_list(prompts)], params.sampling(), use_tqdm)
+        return [BeamSearchOutput([self._beam(out, c, params) for c in out.outputs], out.error) for out in found]
+
+    def _beam(self, output: RequestOutput, found: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        hidden = found.finish_reason == "stop" and not params.include_stop_str_in_output
+        tokens = output.prompt_token_ids + (found.token_ids[:-1] if hidden else found.token_ids)
+        text = None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=False)
+        score = found.cumulative_logprob or 0.0
+        return BeamSearchSequence(tokens, found.logprobs or [], score, text, found.finish_reason, found.stop_reason)
+
     def encode_chat(
         self,
         messages: list[Message],
@@ -304,7 +326,11 @@ class LLM:
             read: Read = None, self.encode_chat(prompt), ""
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
-        return Stream(self, self._submit(read, sampling_params or SamplingParams(), arrival))
+        params = sampling_params or SamplingParams()
+        if params.ranked:
+            name = "use_beam_search" if params.use_beam_search else "best_of"
+            raise InvalidRequest(f"{name} cannot be streamed: which is best is known at the end", name, "unsupported_parameter")
+        return Stream(self, self._submit(read, params, arrival))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prompt, as if the engine had just started: what is on disk can be found again."""

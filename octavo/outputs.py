@@ -32,6 +32,26 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One text of a beam search, with the prompt in front of it."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]  # of what came after the prompt
+    cum_logprob: float = 0.0  # their sum
+    text: str | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "error"
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """Of one prompt: as many as the search was wide, best first."""
+
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """Seconds on the monotonic clock, from before tokenisation on."""
 

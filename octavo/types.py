@@ -1,6 +1,6 @@
 """The data that every part shares: what is asked, what a step does, what comes back. Data only, no torch.
 
-StructuredOutputs, SamplingParams, Request   what the client asked
+StructuredOutputs, SamplingParams, BeamSearchParams, Request   what the client asked
 Guide                           follows a text that must match something
 Sequence                        one token stream, as the scheduler knows it
 Item, NewRow, Save, Fetch, Plan what one step computes and moves: goes down to the runner
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from octavo.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_BEAMS = 64
 
 
 # ---- asked -------------------------------------------------------------------------------------
@@ -94,6 +95,7 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
 
     n: int = 1
+    best_of: int | None = None  # compute this many and give back the n best; of beams: how many live
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -115,12 +117,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool = False  # the likeliest texts instead of drawn ones: octavo/core/groups.py
+    length_penalty: float = 1.0  # of beams: a text ranks by the sum of its logprobs / its length ** this
+    early_stopping: bool | str = False  # of beams, as in transformers: True, False or "never"
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
         check_whole("n", self.n, 1, 128)
+        if self.best_of is not None:
+            check_whole("best_of", self.best_of, self.n, 128)
+        self._validate_beams()
         check_real("presence_penalty", self.presence_penalty, -2, 2)
         check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         check_real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
@@ -173,6 +181,33 @@ class SamplingParams:
                     "allowed_token_ids",
                 )
 
+    def _validate_beams(self) -> None:
+        """A beam search goes by the model's own logprobs: what would change them is refused, what draws from them is unused."""
+        check_real("length_penalty", self.length_penalty, -10, 10)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequest(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r:.100}', "early_stopping"
+            )
+        self.early_stopping = self.early_stopping if self.early_stopping == "never" else bool(self.early_stopping)
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise InvalidRequest(f"{name} is for beam search: set use_beam_search or leave it out", name)
+            return
+        check_whole("n" if self.best_of is None else "best_of", self.width, 1, MAX_BEAMS)
+        changed = {
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "logit_bias": bool(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "structured_outputs": self.structured_outputs is not None,
+            "stop": bool(self.stop),
+        }
+        for name in (name for name, given in changed.items() if given):
+            hint = ": use stop_token_ids" if name == "stop" else ": leave it out"
+            raise InvalidRequest(f"{name} is not supported with beam search{hint}", name, "unsupported_parameter")
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are checked once the model is known."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
@@ -181,12 +216,58 @@ class SamplingParams:
                     raise InvalidRequest(f"{name} names token {t}, but the vocabulary has ids 0..{vocab_size - 1}", name)
 
     @property
+    def width(self) -> int:
+        """Sequences that are computed."""
+        return self.best_of or self.n
+
+    @property
+    def completions(self) -> int:
+        """Sequences that the engine tells of: all that were drawn, of a beam search the best."""
+        return self.n if self.use_beam_search else self.width
+
+    @property
+    def ranked(self) -> bool:
+        """Which are given back is known at the end, from their logprobs."""
+        return self.use_beam_search or self.width > self.n
+
+    @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return self.temperature < 1e-5 or self.use_beam_search
 
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """How LLM.beam_search searches. Names and defaults are those of vLLM's class of this name, and early_stopping."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # taken, and without effect: nothing is drawn
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # the token that ends a text is among its tokens
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        check_whole("beam_width", self.beam_width, 1, MAX_BEAMS)
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=0,
+            detokenize=False,
+        )
 
 
 class Guide(Protocol):
@@ -238,11 +319,20 @@ def child_seed(seed: int, index: int) -> int:
 Rank = tuple[float, int, int]  # what the policy says, then the order of arrival, then which of the request's completions
 
 
+@dataclass(slots=True)
+class Beam:
+    """What a beam search knows of one of its sequences."""
+
+    score: float = 0.0  # sum of the logprobs of what it said
+    said: list[TokenLogprobs] = field(default_factory=list)
+    report: TokenLogprobs | None = None  # what may come next; None: not computed yet
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     id: int
     request: Request
-    index: int  # which of the request's n completions
+    index: int  # which of the request's completions, or of its beams
     tokens: array[int]  # prompt + committed output: host truth. An array: copied, hashed and shipped as bytes
     prompt_len: int
     limit: int  # it ends when len(tokens) reaches this
@@ -261,6 +351,8 @@ class Sequence:
     cached: int = 0  # prompt positions served by the prefix cache at first admission
     rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
     preemptions: int = 0
+    shared: int = 0  # leading tokens that it has from the sequence it was forked from
+    beam: Beam | None = None
     lost: int = 0  # positions it had when it was preempted last
     guide: Guide | None = None  # at the last committed token
     asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
@@ -300,6 +392,7 @@ class NewRow(NamedTuple):
     seed: int
     stop_ids: frozenset[int]
     params: SamplingParams
+    logprobs: int | None = None  # of each token sampled, and of so many of the likeliest
 
 
 class Save(NamedTuple):

@@ -50,6 +50,7 @@ class Row:
     computed: int
     table: list[int]
     seed: int
+    logprobs: int | None
 
 
 class FakeRunner:
@@ -75,6 +76,7 @@ class FakeRunner:
         stored = [(slot, self._own(slot), list(self.kv[block])) for block, slot in plan.stores]
         self._apply(plan)
         tokens: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs]] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         seen: set[int] = set()
         for i, item in enumerate(plan.items):
@@ -87,18 +89,23 @@ class FakeRunner:
             for p in range(start, start + item.num):
                 self.kv[row.table[p // self.size]][p % self.size] = (row.tokens[p], p)
             row.computed = start + item.num
-            new = []
+            new, found = [], []
             if item.sample:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
                 entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
-                new = [oracle.model(entries, row.seed, plan.masks.get(i))]  # type: ignore[arg-type]
+                if row.logprobs is None:
+                    new = [oracle.model(entries, row.seed, plan.masks.get(i))]  # type: ignore[arg-type]
+                else:
+                    found = [ranked(oracle.logprobs(entries), row.logprobs)]  # type: ignore[arg-type]
+                    new = [found[0].token]
                 row.tokens += new
             tokens.append(new)
+            logprobs.append(found)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
                 after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
                 prompt_logprobs[i] = [TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)]
         self._ask_disk(plan)
-        result = StepResult(tokens, prompt_logprobs=prompt_logprobs)
+        result = StepResult(tokens, logprobs, prompt_logprobs)
         if self.host:
             result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
 
@@ -177,4 +184,10 @@ class FakeRunner:
             table[j : j + 1] = [block]
 
     def _row(self, r: NewRow) -> Row:
-        return Row(list(r.tokens), r.computed, list(r.table), r.seed)
+        return Row(list(r.tokens), r.computed, list(r.table), r.seed, r.logprobs)
+
+
+def ranked(logprobs: list[float], count: int) -> TokenLogprobs:
+    """The likeliest token, which a greedy row takes, and so many of the likeliest."""
+    top = sorted(enumerate(logprobs), key=lambda at: -at[1])
+    return TokenLogprobs(top[0][0], top[0][1], 1, top[:count])

@@ -1,11 +1,14 @@
 """The naive engine: one request at a time, no cache, no batch, no blocks. What the real one must equal, token for token.
 
 Its model is a hash of everything before the position, so that one wrong, missing or stale KV entry changes the output.
+Its beam search goes by the letter of transformers': every beam with every token of the vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import random
 from collections.abc import Iterable
 
 from octavo.types import Guide, SamplingParams, child_seed
@@ -19,6 +22,42 @@ def model(entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = No
     digest = hashlib.blake2b(repr((list(entries), seed)).encode(), digest_size=8).digest()
     allowed = [t for t in range(VOCAB) if mask is None or mask[t // 8] >> t % 8 & 1]
     return allowed[int.from_bytes(digest, "little") % len(allowed)]
+
+
+def logprobs(entries: Iterable[tuple[int, int]]) -> list[float]:
+    """Of every token after the entries."""
+    g = random.Random(repr(list(entries)))
+    weights = [g.random() ** 4 for _ in range(VOCAB)]
+    weights[EOS] += g.choice([0.0, 0.0, 2.0])
+    total = math.log(sum(weights))
+    return [math.log(w) - total for w in weights]
+
+
+def beam_search(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9) -> list[tuple[float, list[int]]]:
+    """The n best: (score, tokens)."""
+    width, penalty = params.best_of or params.n, params.length_penalty
+    stop = set(params.stop_token_ids or []) | (set() if params.ignore_eos else {EOS})
+    longest = min(params.max_tokens or max_model_len, max_model_len - len(prompt))
+    running: list[tuple[float, list[int]]] = [(0.0, [])]
+    ended: list[tuple[float, list[int]]] = []
+    for length in range(1, longest + 1):
+        grown = []
+        for score, said in running:
+            found = logprobs((t, p) for p, t in enumerate(prompt + said))
+            for token in range(VOCAB):
+                if token not in stop or length > params.min_tokens:
+                    grown.append((score + found[token], [*said, token]))
+        grown = sorted(grown, reverse=True)[: (1 + max(len(stop), 1)) * width]
+        over = [said[-1] in stop or length == longest for _, said in grown]
+        ended += [(score / length**penalty, said) for (score, said), end in zip(grown[:width], over, strict=False) if end]
+        ended = sorted(ended, reverse=True)[:width]
+        running = [one for one, end in zip(grown, over, strict=True) if not end][:width]
+        if length == longest or (len(ended) == width and params.early_stopping is True):
+            break
+        ideal = longest if params.early_stopping == "never" and penalty > 0 else length
+        if len(ended) == width and running[0][0] / ideal**penalty <= ended[-1][0]:
+            break
+    return ended[: params.n]
 
 
 def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,30 @@ def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> Non
         assert got == want, options
         assert llm.engine.scheduler.count.copies > 0, "the forks were meant to write to a shared block"
     assert len({tuple(t) for c in want or [] for t in c}) > 6
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_other_tiers_hold_codes_and_scales(codes: str, reference: None, tmp_path: Path) -> None:
+    """Evicted to host memory and come back; on disk after a restart, where the other format finds nothing."""
+    g = random.Random(3)
+    many, params = [[g.randrange(250) for _ in range(100)] for _ in range(4)], SamplingParams(max_tokens=8, **GREEDY)
+    options: dict[str, Any] = dict(num_gpu_blocks_override=16, swap_space=1 / 1024, kv_disk_path=tmp_path)
+
+    def ask(llm: LLM) -> list[tuple[list[int], int]]:
+        found = [llm.generate([p], params)[0] for p in many]
+        return [(o.outputs[0].token_ids, o.num_cached_tokens or 0) for o in found]
+
+    llm = make("llama", kv_cache_dtype=codes, **options)
+    want = [naive(llm, p, 8) for p in many]
+    for cached in (0, 96):
+        assert ask(llm) == [(tokens, cached) for tokens in want]
+    llm.close()
+    again = make("llama", kv_cache_dtype=codes, **options)
+    assert ask(again) == [(tokens, 96) for tokens in want]
+    again.close()
+    other = make("llama", kv_cache_dtype=next(c for c in CODES if c != codes), **options)
+    assert [cached for _, cached in ask(other)] == [0] * 4
+    other.close()
 
 
 def test_codes_are_near_the_numbers() -> None:

@@ -38,6 +38,7 @@ class Trial:
 
     sequences: int = 0
     guided: int = 0
+    beams: int = 0
     preemptions: int = 0
     copies: int = 0
     cached: int = 0
@@ -107,9 +108,36 @@ def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: li
     )
 
 
-def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False) -> Trial:
-    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the requests
-    follow guides, several of them the same."""
+def random_beams(g: random.Random) -> SamplingParams:
+    """Widths beyond the rows too."""
+    return SamplingParams(
+        n=g.choice([1, 2]),
+        best_of=g.choice([2, 3, 5, 8]),
+        use_beam_search=True,
+        length_penalty=g.choice([1.0, 1.0, 0.5, 2.0, -1.0, 0.0]),
+        early_stopping=g.choice([False, False, True, "never"]),
+        max_tokens=g.choice([1, 2, g.randrange(1, 18), g.randrange(1, 18), None]),
+        ignore_eos=g.random() < 0.3,
+        stop_token_ids=[7] if g.random() < 0.2 else [],
+        min_tokens=g.choice([0, 0, 1]),
+        prompt_logprobs=0 if g.random() < 0.1 else None,
+    )
+
+
+def check_beams(r: Request, found: list[Output]) -> None:
+    want = oracle.beam_search(r.prompt, r.params, MAX_LEN)
+    assert [out.index for out in found] == list(range(r.params.n)), f"{r.id}: {len(found)} outputs"
+    for out, (score, tokens) in zip(found, want, strict=True):
+        assert out.tokens == tokens, f"{out.tokens} instead of {tokens}"
+        assert out.logprobs is not None and [at.token for at in out.logprobs] == tokens
+        assert abs(sum(at.logprob for at in out.logprobs) / len(tokens) ** r.params.length_penalty - score) < 1e-9
+        stopped = tokens[-1] in (r.params.stop_token_ids or []) or (tokens[-1] == oracle.EOS and not r.params.ignore_eos)
+        assert out.finish_reason == ("stop" if stopped else "length")
+
+
+def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False, beams: bool = False) -> Trial:
+    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
+    requests follow guides, several of them the same. `beams`: some are beam searches."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -127,6 +155,9 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     guides = [ToyGuide(g.randrange(1000)) for _ in range(2)] if guided else []
     for i in range(g.randrange(3, 14)):
         todo.append(random_request(g, i, bases, todo, guides))
+    for r in todo if beams else ():
+        if r.guide is None and g.random() < 0.4:
+            r.params = random_beams(g)
     requests = {r.id: r for r in todo}
     if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
         earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed)
@@ -141,6 +172,7 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
+    searched: dict[str, list[Output]] = {}
     aborted: set[str] = set()
     result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching, **modes))
     result.settings |= dict(host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
@@ -155,6 +187,8 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
             if out.finish_reason is not None:
                 ended[key] = out.finish_reason
                 assert out.finish_reason != "error" or (out.error or "").startswith("Planted"), out.error
+            if requests[out.request_id].params.use_beam_search:
+                searched.setdefault(out.request_id, []).append(out)
 
     steps = 0
     while todo or not engine.idle:
@@ -187,6 +221,18 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     assert len(scheduler.rows) == rows and not scheduler.live and not scheduler.requests
 
     for r in requests.values():
+        if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":
+            have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
+            assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
+        if r.params.use_beam_search:
+            try:
+                assert len(searched[r.id]) == r.params.n, f"{r.id} never ended"
+                if r.id not in aborted and ended[r.id, 0] != "error":
+                    check_beams(r, searched[r.id])
+            except AssertionError as error:
+                raise AssertionError(f"trial {seed} {r.id} {result.settings} {r.params}: {error}") from None
+            result.beams += 1
+            continue
         for index in range(r.params.n):
             key = (r.id, index)
             want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide)
@@ -202,9 +248,6 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
             result.sequences += 1
             result.guided += r.guide is not None
-        if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":
-            have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
-            assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
     result.recomputed = count.recomputed_tokens

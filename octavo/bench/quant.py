@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.bench.batching import spread
 from octavo.errors import OctavoError
 from octavo.llm import LLM
@@ -23,7 +25,19 @@ from octavo.types import SamplingParams
 
 PLAIN = "none"
 KV_FORMATS = ("auto", "int8", "fp8")
-FORMATS = (PLAIN, "auto", "int8", "int8-g32", "int4-g32-asym", "int4-g32", "int4-g64-asym", "int4-g64", "int4-g128")
+FORMATS: tuple[str, ...] = (
+    PLAIN,
+    "auto",
+    "int8",
+    "int8-g32",
+    "int4-g32-asym",
+    "int4-g32",
+    "int4-g64-asym",
+    "int4-g64",
+    "int4-g128",
+)
+if torch.cuda.is_available():  # only there they differ from int8, or are fast
+    FORMATS += ("int8-a8", "fp8")
 PROMPT = 128  # tokens, of which the time to the first token is measured
 OUTPUT = 64
 
@@ -109,6 +123,8 @@ def measure(
         rows[-1]["perplexity_ratio"] = rows[-1]["perplexity"] / rows[0]["perplexity"]
         del llm
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         done(name)
     return rows
 

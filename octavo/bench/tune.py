@@ -32,8 +32,6 @@ def candidates(form: Format, rows: int) -> list[Any]:
 
     tall = min(256, max(16, 1 << (rows - 1).bit_length()))
     if form.rounds and rows > 16:
-        if form.float:
-            return []  # the library's
         tiles = [(tall, 64), (tall, 128)] + ([(128, 128), (128, 256)] if tall == 256 else [])
         return [Rounded(Gemm(m, n, 2, s, 2 if m * n <= 8192 else 1)) for m, n in tiles for s in (3, 4, 5)]
     found: list[Any] = []
@@ -45,7 +43,8 @@ def candidates(form: Format, rows: int) -> list[Any]:
     elif rows <= 128:
         found += [Gemm(tall, n, b, s, r) for n, r in ((64, 2), (64, 3), (128, 1), (128, 2)) for b, s in ((1, 3), (1, 4), (2, 3))]
     else:
-        found += [Gemm(m, n, 1, s, 1) for m, n in ((256, 128), (128, 128), (128, 256), (64, 256)) for s in (3, 4)]
+        shapes = ((256, 128, 1), (256, 64, 2), (128, 128, 1), (128, 128, 2), (128, 64, 2), (128, 256, 1))
+        found += [Gemm(m, n, 1, s, r) for m, n, r in shapes for s in (3, 4)]
     return found
 
 

@@ -62,14 +62,15 @@ class Machine(NamedTuple):
 
 
 def floor_seconds(
-    load: Workload, model: ModelConfig, step_bytes: int, dtype_bytes: int, kv_per_token: int, machine: Machine
+    load: Workload, model: ModelConfig, parameters: int, step_bytes: int, kv_per_token: int, machine: Machine
 ) -> float:
-    """No engine runs the workload faster: every prompt's products once, then for every step the weights (step_bytes) and
-    each row's KV read once; what all share is computed once and read once a step."""
+    """No engine runs the workload faster: every prompt's products once, with all parameters but the embedding's and the head's,
+    then for every step the weights (step_bytes) and each row's KV read once; what all share is computed once and read once a
+    step."""
     lengths = [len(prompt) - load.shared for prompt in load.prompts]
     tokens = load.shared + sum(lengths)
     pairs = load.shared**2 / 2 + sum(n * load.shared + n * n / 2 for n in lengths)
-    body = step_bytes / dtype_bytes - model.vocab_size * model.hidden_size  # parameters that every prompt token meets
+    body = parameters - (1 if model.tied else 2) * model.vocab_size * model.hidden_size
     flops = 2 * body * tokens + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
     read = 0.0
     for step in range(1, max(load.outputs)):

@@ -207,25 +207,27 @@ def tiers(
         engine.max_model_len = tokens + OUTPUT
         kind = _kind(engine.device)
         engine.num_blocks = engine.num_blocks or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
-        task = progress.add_task("measuring", total=3 * repeat)
+        task = progress.add_task("measuring", total=4 * repeat)
         r = measure(lambda: load_shape(engine, model), engine.kv_disk, tokens, repeat, lambda: progress.advance(task))
     r = {"model": model or "smollm2", **r}
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in (f"{tokens:,} tokens, first token after", "median", "min - max", "sooner", "rate", "the engine chooses it"):
         table.add_column(column, justify="left" if not table.columns else "right")
-    speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"]}
-    for name, key in (("computed", "cold"), ("host memory", "host"), ("disk, after a restart", "disk")):
+    speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
+    chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
+    names = {"cold": "computed", "device": "device's cache", "host": "host memory", "disk": "disk, after a restart",
+             "paged": "disk, in the system's cache"}  # fmt: skip
+    for key, name in names.items():
         t = r[f"{key}_ttft_s"]
         more = []
         if key in speeds:
-            chosen = "yes" if r[f"chooses_{key}"] else "no"
-            more = [f"{r[f'{key}_ratio']['median']:.1f}x", f"{in_bytes(int(speeds[key]))}/s", chosen]
+            more = [f"{r[f'{key}_ratio']['median']:.1f}x", f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
         table.add_row(name, f"{t['median'] * 1e3:.1f} ms", f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}", *more)
     console.print(table)
     link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
     console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
-    console.print(f"All ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
+    console.print(f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
     finish(r, output)
 
 

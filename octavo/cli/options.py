@@ -83,7 +83,7 @@ class SizeOptions:
     quantization: Annotated[
         str,
         option(
-            "Weights as none, int8, int4-g64, ...; auto: as a GGUF file has them.",
+            "Weights as none, int8, int4-g64, ...; auto: as the checkpoint has them.",
             "Model",
             "FORMAT",
             "--quant",

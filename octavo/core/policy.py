@@ -121,7 +121,7 @@ class Fair(Policy):
             del self.live[key]
 
     def _given(self, seq: Sequence, upto: int) -> int:
-        return upto - (seq.prompt_len if seq.index else 0)  # a request's completions share its prompt
+        return max(upto - seq.shared, 0)  # a request's completions share its prompt, its beams more
 
     def look(self, scheduler: Scheduler) -> None:
         counter = dict(self.served)

@@ -28,11 +28,13 @@ from operator import attrgetter
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.batching import Pace, former
 from octavo.core.blocks import BlockPool, chain, root
+from octavo.core.groups import BeamSearch, go_on
 from octavo.core.policy import find_policy
 from octavo.core.tiers import TierCounters, Tiers
 from octavo.core.trace import Recorder
 from octavo.errors import ContextLengthExceeded, GuideError, InvalidRequest, KVCapacityExceeded
 from octavo.types import (
+    Beam,
     Guide,
     Item,
     NewRow,
@@ -96,6 +98,8 @@ class Scheduler:
         self.rows = list(range(schedule.max_num_seqs))  # device rows nobody uses
         self.live: dict[int, Sequence] = {}
         self.requests: dict[str, list[Sequence]] = {}
+        self.searches: dict[str, BeamSearch] = {}  # by request
+        self.rewritten: dict[int, Sequence] = {}  # whose row the next plan must write: forks, and beams that were told a token
         self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
         self.count = Counters()
         self.recorder: Recorder | None = None
@@ -148,10 +152,17 @@ class Scheduler:
                 f"{limit - len(prompt)} new tokens, but the pool has {self.pool.num_blocks}: lower max_tokens to "
                 f"{max(self.pool.num_blocks * self.pool.size + 1 - len(prompt), 0)} or enlarge the pool"
             )
+        if params.use_beam_search and (guide is not None or params.width + len(stop_ids) > self.vocab_size):
+            why = "a guide" if guide is not None else f"{len(stop_ids)} stop tokens in a vocabulary of {self.vocab_size}"
+            raise InvalidRequest(f"{params.width} beams are not possible with {why}", "use_beam_search", "unsupported_parameter")
         self._arrivals += 1
         seed = params.seed if params.seed is not None else child_seed(self.seed, self._arrivals)
-        seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids, forks=params.n - 1)
+        seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids)
         seq.guide = guide
+        if params.use_beam_search:
+            seq.beam, self.searches[request.id] = Beam(), BeamSearch(seq)
+        else:
+            seq.forks = params.width - 1
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * len(prompt)
         seq.rank = (self.policy.rank(seq) if self.policy.fixed else 0.0, self._arrivals, 0)
@@ -162,11 +173,12 @@ class Scheduler:
 
     def abort(self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None) -> list[Output]:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
-        out: list[Output] = []
-        for seq in list(self.requests.get(request_id, ())):
-            for index in range(seq.index, seq.index + 1 + seq.forks):  # children that were never born end too
-                last = Output(request_id, index, [], finish_reason=reason, cached_tokens=seq.cached, error=error, code=code)
-                out.append(last)
+        family = list(self.requests.get(request_id, ()))
+        missing = [index for seq in family for index in range(seq.index, seq.index + 1 + seq.forks)]  # and children never born
+        if request_id in self.searches:
+            missing = list(range(family[0].params.completions))
+        out = [Output(request_id, index, [], None, reason, None, family[0].cached, None, error, code) for index in missing]
+        for seq in family:
             self._end(seq)
         return out
 
@@ -189,6 +201,8 @@ class Scheduler:
     def plan(self) -> Plan:
         self.count.steps += 1
         plan, left = Plan(self.count.steps), self._budget()
+        if self.searches:
+            self._make_way()
         if not self.policy.fixed and self.rows and self.waiting:
             self._rank_waiting()
         if self.form is not None and self.waiting and not any(id in self.requests for id in self.batch):
@@ -231,6 +245,16 @@ class Scheduler:
             return most
         return len(self.decoding) + self.pace.chunk(most - len(self.decoding))
 
+    def _make_way(self) -> None:
+        """A beam that has reported keeps its room as long as all that have not are decoding: those get on. Otherwise it gives
+        way, for it is its siblings that it waits for."""
+        for id in self.searches:
+            todo = [s for s in self.requests[id] if not reported(s)]
+            if any(s.status is Status.WAITING or s in self.prefilling for s in todo):
+                for seq in self.requests[id]:
+                    if seq.status is Status.RUNNING and reported(seq):
+                        self._preempt(seq)
+
     def _make_room(self, left: int) -> Rank:
         """Pause running work for those whom the policy lets take its place, before anything is planned: no victim is in the
         plan. Returns the rank of the first that was paused: it does not come straight back, nor does who ranks after it."""
@@ -268,7 +292,7 @@ class Scheduler:
 
     def _plan_decoding(self, plan: Plan) -> int:
         """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide.
-        What a guided one may say depends on its last token: while that is in flight, it sits out."""
+        What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
         size, refs, items = self.pool.size, self.pool.refs, plan.items
         i = 0
         while i < len(self.decoding):
@@ -277,7 +301,7 @@ class Scheduler:
             at = seq.planned
             if at + 1 >= seq.limit:  # what is in flight reaches the limit
                 continue
-            if seq.guide is not None and seq.inflight:
+            if at >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
                 continue
             j = at // size
             if j >= len(seq.table) or refs[seq.table[j]] > 1:
@@ -340,9 +364,10 @@ class Scheduler:
         insort(self.waiting, seq, key=by_rank)
 
     def _may_begin(self, seq: Sequence) -> bool:
-        """Its batch has formed, and the disk has brought something since it looked, if it waits for the disk."""
+        """Its batch has formed, and the disk has brought something since it looked, if it waits for the disk. A beam that has
+        reported does not come back before its siblings have."""
         formed = self.form is None or seq.request.id in self.batch
-        return formed and (self.tiers is None or seq.asked != self.tiers.news)
+        return formed and not reported(seq) and (self.tiers is None or seq.asked != self.tiers.news)
 
     def _plan_waiting(self, plan: Plan, left: int, before: Rank) -> int:
         """Admit in order, up to this rank. Who shares most of a prompt with one that is being computed waits for that instead
@@ -367,7 +392,7 @@ class Scheduler:
                 held.add(seq.hashes[0])
                 i += 1
                 continue
-            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, len(found[0]), self.pool, plan):
+            if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, *found, self.pool, plan):
                 i += 1
                 continue
             used = self._admit(seq, *found, left, plan)
@@ -445,31 +470,36 @@ class Scheduler:
         """A prompt computed but for its last token splits: each child shares the table and goes its own way."""
         ready = [q for q in self.prefilling if q.forks and not q.inflight and q.computed == len(q.tokens) - 1]
         for seq in ready:
-            children = []
-            for index in range(1, seq.forks + 1):
-                seed = child_seed(seq.seed, index)
-                child = Sequence(
-                    self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids
-                )
-                child.hashes, child.cached, child.rank = list(seq.hashes), seq.cached, (*seq.rank[:2], index)
-                child.guide = None if seq.guide is None else seq.guide.copy()
-                self.live[child.id] = child
-                self.policy.arrived(child)
-                children.append(child)
-            self.requests[seq.request.id] += children
-            seq.forks = 0
+            forks, seq.forks = seq.forks, 0
             self.prefilling.remove(seq)
             insort(self.decoding, seq, key=by_rank)
-            for child in children:
-                if not self.rows:
-                    self._return(child)  # an ordinary request, which finds the prompt in the cache
-                    continue
-                child.status, child.row = Status.RUNNING, self.rows.pop()
-                child.computed = child.planned = seq.computed
-                child.published = seq.published
-                child.table = [self.pool.share(b) for b in seq.table]
-                insort(self.decoding, child, key=by_rank)
-                plan.rows.append(self._new_row(child))
+            for index in range(1, forks + 1):
+                self._child(seq, index).shared = seq.prompt_len
+        for seq in self.rewritten.values():
+            if seq.status is Status.RUNNING:
+                plan.rows.append(self._new_row(seq))
+        self.rewritten.clear()
+
+    def _child(self, seq: Sequence, index: int) -> Sequence:
+        """A fork: it has its parent's tokens and shares its blocks. Without a row, or if the parent has no blocks, it waits like
+        any other request, and finds in the cache what is there."""
+        seed = child_seed(seq.seed, index)
+        child = Sequence(self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids)
+        child.hashes, child.cached, child.rank = list(seq.hashes), seq.cached, (*seq.rank[:2], index)
+        child.guide = None if seq.guide is None else seq.guide.copy()
+        self.live[child.id] = child
+        self.policy.arrived(child)
+        self.requests[seq.request.id].append(child)
+        if not self.rows or seq.status is not Status.RUNNING:
+            self._return(child)
+            return child
+        child.status, child.row = Status.RUNNING, self.rows.pop()
+        child.computed = child.planned = seq.computed
+        child.published = seq.published
+        child.table = [self.pool.share(b) for b in seq.table]
+        insort(self.decoding, child, key=by_rank)
+        self.rewritten[child.id] = child
+        return child
 
     # ---- commit ------------------------------------------------------------------------------------
 
@@ -488,6 +518,15 @@ class Scheduler:
             count.computed_tokens += item.num
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 self._take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
+            if caching and seq.computed >= (seq.published + 1) * size:
+                self._publish(seq)
+            if new and seq.beam is not None:
+                assert result.logprobs is not None
+                seq.beam.report = result.logprobs[i][0]
+                count.generated_tokens += 1
+                if all(map(reported, self.requests[seq.request.id])):
+                    out += self._step_beams(self.searches[seq.request.id])
+                continue
             reason: str | None = None
             for t in new:
                 seq.tokens.append(t)
@@ -502,12 +541,10 @@ class Scheduler:
                 except GuideError as e:
                     out += self.abort(seq.request.id, "error", str(e), e.code)
                     continue
-            if caching and seq.computed >= (seq.published + 1) * size:
-                self._publish(seq)
             if new:
                 count.generated_tokens += len(new)
                 news = Output(seq.request.id, seq.index, new, None, reason)
-                if result.logprobs is not None and seq.params.logprobs is not None:
+                if result.logprobs is not None and result.logprobs[i]:
                     news.logprobs = result.logprobs[i]
                 if len(seq.tokens) == seq.prompt_len + len(new):
                     news.cached_tokens, news.prompt_logprobs = seq.cached, seq.prompt_logprobs
@@ -516,6 +553,29 @@ class Scheduler:
                     news.stop_reason = new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None
                     self._end(seq)
                 out.append(news)
+        return out
+
+    def _step_beams(self, search: BeamSearch) -> list[Output]:
+        """All beams of a request have reported. Who goes on gets its token, once more as a fork; who does not ends quietly."""
+        family = self.requests[search.root.request.id]
+        steps = search.step(family)
+        best = {step.seq.id: step for step in reversed(steps)}  # of each parent
+        out = [] if steps else search.outputs(self.eos_ids)
+        for seq in list(family):
+            if seq.id not in best:
+                self._end(seq, pruned=bool(steps))
+        free = set(range(search.width)) - {seq.index for seq in family}
+        beams = []
+        for step in reversed(steps):  # a parent takes its best step itself, after its forks have begun where it stood
+            seq = step.seq
+            if best[seq.id] is not step:
+                seq = self._child(seq, free.pop())
+                seq.shared = len(seq.tokens)
+            elif not step.entered:
+                self.rewritten[seq.id] = seq
+            go_on(seq, step)
+            beams.append(seq)
+        family[:] = reversed(beams)
         return out
 
     def _take_prompt_logprobs(self, seq: Sequence, item: Item, found: list[TokenLogprobs]) -> None:
@@ -554,8 +614,13 @@ class Scheduler:
         return wanted is not None and len(wanted) > 1 and wanted[-1] is None
 
     def _new_row(self, seq: Sequence) -> NewRow:
+        p, logprobs = seq.params, seq.params.logprobs
+        if p.ranked:
+            logprobs = max(logprobs or 0, self.searches[seq.request.id].candidates if p.use_beam_search else 0)
         tokens, table = seq.tokens[:], list(seq.table)
-        return NewRow(seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, seq.params)
+        return NewRow(
+            seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, p, logprobs
+        )
 
     def flush(self) -> Plan:
         """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
@@ -590,7 +655,7 @@ class Scheduler:
         self.count.preemptions += 1
         self._return(seq)
 
-    def _end(self, seq: Sequence) -> None:
+    def _end(self, seq: Sequence, pruned: bool = False) -> None:
         if seq.status is Status.RUNNING:
             self._release(seq)
         elif seq.status is Status.WAITING:
@@ -598,12 +663,13 @@ class Scheduler:
         seq.status, seq.epoch = Status.FINISHED, seq.epoch + 1
         del self.live[seq.id]
         self.policy.ended(seq)
-        if self.recorder is not None:
+        if self.recorder is not None and not pruned:
             self.recorder.ended(seq)
         family = self.requests[seq.request.id]
         family.remove(seq)
         if not family:
             del self.requests[seq.request.id]
+            self.searches.pop(seq.request.id, None)
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds that can be seen between two steps."""
@@ -616,7 +682,7 @@ class Scheduler:
             assert s.inflight or s.planned == s.computed, f"{s.id}: planned drifted from computed"
             assert 0 <= s.inflight <= self.schedule.depth, f"{s.id}: {s.inflight} steps in flight"
             assert s.planned < s.limit, f"{s.id}: planned beyond its limit"
-            assert s.guide is None or s.planned <= len(s.tokens), f"{s.id}: planned beyond what its guide has seen"
+            assert (s.guide is None and s.beam is None) or s.planned <= len(s.tokens), f"{s.id}: planned beyond what was decided"
             assert s.published <= s.computed // size, f"{s.id}: published blocks that are not computed"
             for j in range(s.planned // size, len(s.table)):
                 assert self.pool.hash[s.table[j]] is None, f"{s.id}: would write to a published block"
@@ -628,12 +694,21 @@ class Scheduler:
         assert rows == list(range(self.schedule.max_num_seqs)), "rows lost or used twice"
         assert {s.id for s in running} | {s.id for s in self.waiting} == set(self.live), "a sequence is in no queue"
         assert sorted(s.id for f in self.requests.values() for s in f) == sorted(self.live)
+        for id, search in self.searches.items():
+            beams = self.requests[id]
+            assert len(beams) <= search.width and not all(map(reported, beams)), f"{id}: its beams stand still"
+            assert all(s.planned == len(s.tokens) and not s.inflight for s in beams if reported(s) and s.row >= 0)
         alive = {s.id for s in running}
         assert all(owner in alive for owner in self.computing.values()), "somebody waits for content that nobody computes"
         if self.tiers is not None:
             self.tiers.check()
         used = sum(r > 0 for r in self.pool.refs)
         assert used + len(self.pool.free) == self.pool.num_blocks
+
+
+def reported(seq: Sequence) -> bool:
+    """A beam that has said what it may go on with, and waits for its siblings to have done so."""
+    return seq.beam is not None and seq.beam.report is not None
 
 
 def follow(guide: Guide, token: int, ended: bool) -> None:

@@ -130,12 +130,12 @@ class Tiers:
             hits.append(block)
         return loads
 
-    def ask(self, seq: Sequence, hits: int, pool: BlockPool, plan: Plan) -> bool:
-        """Have the disk read what follows the first `hits` blocks of a sequence, once. Whether it should wait for news."""
+    def ask(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], pool: BlockPool, plan: Plan) -> bool:
+        """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
         if not self.disk:
             return False
-        hashes, wanted, coming, here = seq.hashes, list[int](), 0, 0
-        for j in range(hits, (len(seq.tokens) - 1) // self.size):
+        hashes, wanted, coming, here = seq.hashes, list[int](), 0, len(loads)
+        for j in range(len(hits), (len(seq.tokens) - 1) // self.size):
             h = hashes[j]
             if h in self.ready or h in pool.index:
                 here += 1

@@ -39,7 +39,8 @@ class Entry:
 
 
 class Recorder:
-    """Adds to a trace while an engine runs. Left out: what ended before its first token, and what has no time of arrival."""
+    """Adds to a trace while an engine runs. Left out: what ended before its first token, what has no time of arrival, and beams
+    that lost before their search was over."""
 
     def __init__(self, path: str | Path):
         self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)

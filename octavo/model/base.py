@@ -155,7 +155,10 @@ def build(
     model.dtype = model.kv_dtype = dtype
     if formats is not None:
         for module in model.modules():
-            if isinstance(module, Matrix) and (form := formats(module.names)) is not None:
-                module.quantize(form, device)
+            if isinstance(module, Matrix):
+                if (form := formats(module.names)) is not None:
+                    module.quantize(form, device)
+                else:
+                    module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
         model.to(device)
     return model.eval().requires_grad_(False)

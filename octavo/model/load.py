@@ -20,7 +20,7 @@ import torch
 
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
-from octavo.model import embedded, quant, quantized
+from octavo.model import embedded, foreign, quant, quantized
 from octavo.model.base import CausalLM, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
@@ -66,7 +66,11 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
 
 def _open_directory(path: Path, weights: bool) -> Checkpoint:
     checkpoint = open_directory(path, weights)
-    checkpoint.tensors = quantized.joined(checkpoint.tensors, checkpoint.config, checkpoint.source) if weights else {}
+    if weights:
+        about = checkpoint.config.get("quantization_config")
+        ours = isinstance(about, dict) and about.get("quant_method") == quantized.METHOD
+        join = quantized.joined if ours else foreign.joined
+        checkpoint.tensors = join(checkpoint.tensors, checkpoint.config, checkpoint.source)
     return checkpoint
 
 
@@ -150,12 +154,17 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: bool | Calla
             bar.update(tensor.nbytes)
     if bar is not None:
         bar.close()
+    slots.clear()
+    places.clear()  # nobody holds what packing replaces
     model.finish_loading()
     _give_memory_back()
 
 
 def _give_memory_back() -> None:
-    """What packing freed goes back to the system: of the embedded model's 98 MB it left 60 MB behind. Only glibc needs it."""
+    """What packing freed goes back to the system: of the embedded model's 98 MB it left 60 MB behind. Only glibc needs it, and
+    torch on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
@@ -201,6 +210,7 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
     model.finish_loading()
+    _give_memory_back()
 
 
 # ---- which format -------------------------------------------------------------------------------------
@@ -209,13 +219,14 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
 def choose_formats(
     wanted: Format | str, checkpoint: Checkpoint, device: str
 ) -> Callable[[tuple[str, ...]], Format | None] | None:
-    """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. What has no
-    quantisation of its own stays plain in "auto", and so does everything where the CPU kernels cannot run."""
+    """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. In "auto" a weight
+    has the format that the checkpoint has it in, where that is one of ours; so does none where the CPU kernels cannot run."""
     if isinstance(wanted, Format):
         if wanted.float and device == "cpu":
             log.warning("%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast", wanted)
         return quant.choose(wanted)
-    if wanted == "none" or device != "cpu" or isinstance(instruction_set(), str):
+    plain = all(tensor.form is None for tensor in checkpoint.tensors.values())
+    if wanted == "none" or (isinstance(instruction_set(), str) if device == "cpu" else plain):
         return None
 
     def stored(names: tuple[str, ...]) -> Format | None:
@@ -225,7 +236,8 @@ def choose_formats(
         if len(forms) == 1 and None not in forms:
             return forms.pop()  # exactly what the file holds
         bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
-        return quant.EDGE if bits < 9 else None  # blocks of another kind: eight bits hold them all but for a last rounding
+        # Blocks of another kind: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
+        return quant.EDGE if bits < 9 and device == "cpu" else None
 
     return stored
 

@@ -23,7 +23,7 @@ from octavo.errors import InvalidRequest
 from octavo.ops.weight import Format, QuantWeight
 
 GROUPS = (32, 64, 128)
-EIGHT_BITS = [Format(8, 0), Format(8, 32), Format(8, 0, rounds=True), Format(8, 0, float=True, rounds=True)]
+EIGHT_BITS = [Format(8, 0), Format(8, 32), Format(8, 0, rounds=True), Format(8, 0, float=True)]
 FORMATS = {str(form): form for form in EIGHT_BITS + [Format(4, g, a) for a in (False, True) for g in GROUPS]}
 NAMES = ("auto", "none", *FORMATS)
 # The embedding and the head next to 4-bit layers: 8 bits. In the embedded model they are a fifth of the weights, and at

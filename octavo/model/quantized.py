@@ -59,11 +59,8 @@ def write(checkpoint: Checkpoint, form: Format, directory: Path, done: Callable[
 
 
 def joined(tensors: dict[str, StoredTensor], config: dict[str, Any], source: str) -> dict[str, StoredTensor]:
-    """A directory's tensors, with those that belong to one quantised weight as one."""
-    about = config.get("quantization_config")
-    if not isinstance(about, dict) or about.get("quant_method") != METHOD:
-        return tensors
-    listed, found = about.get("weights"), dict(tensors)
+    """A directory's tensors, with those that belong to one of the weights that its config lists as one."""
+    listed, found = config["quantization_config"].get("weights"), dict(tensors)
     if not isinstance(listed, dict):
         raise CheckpointError(f"{source}/config.json: quantization_config has no list of weights. Quantise it again")
     for name, entry in listed.items():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.runner.transfer import Upload
-from octavo.types import NewRow, Plan, SamplingParams
+from octavo.types import NewRow, Plan
 
 INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed_high")
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -34,9 +34,10 @@ def _floats(row: NewRow) -> list[float]:
     return [temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty]
 
 
-def _plain(p: SamplingParams) -> bool:
+def _plain(row: NewRow) -> bool:
+    p = row.params
     filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-    return not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens) and p.logprobs is None
+    return not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens) and row.logprobs is None
 
 
 class Rows:
@@ -60,7 +61,7 @@ class Rows:
         rows = plan.rows
         for r in rows:
             self.host[r.row] = r
-            (self.special.discard if _plain(r.params) else self.special.add)(r.row)
+            (self.special.discard if _plain(r) else self.special.add)(r.row)
         return [
             up.ints([r.row for r in rows]),
             up.ints([_ints(r) for r in rows]),

@@ -195,7 +195,7 @@ class Runner:
     def _asked_logprobs(self, rows: list[int]) -> list[tuple[int, int]]:
         """(index, how many top) of those of the rows that want logprobs."""
         host = [self.rows.host[row] for row in rows]
-        return [(k, r.params.logprobs) for k, r in enumerate(host) if r is not None and r.params.logprobs is not None]
+        return [(k, r.logprobs) for k, r in enumerate(host) if r is not None and r.logprobs is not None]
 
     def _prompt_logprobs(self, items: list[Item], batch: ForwardBatch, hidden: Tensor) -> list[tuple[int, int, Download]]:
         """For each position of the items that asked: logprobs of the token that stands after it."""

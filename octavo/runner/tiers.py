@@ -36,7 +36,7 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-READERS = 8  # threads, and no more than cores
+READERS = 16  # threads, and no more than cores
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
 SWEEP = 60.0  # seconds between looks at what others put into the directory

@@ -105,7 +105,7 @@ async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown:
     shape = Shape(chat=True, n=1 if body.n is None else body.n)
     shape.stream, shape.usage = _stream(body)
     shape.prompt_logprobs = body.prompt_logprobs is not None
-    validate.check_choices(shape.n, 1, params, limits)
+    params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
     if body.logprobs:
@@ -115,7 +115,7 @@ async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown:
         wanted, name = body.max_tokens, "max_tokens"
     if wanted is not None:
         validate.check_count(name, wanted, 1, 2**63)
-    params = replace(_prompt_logprobs(body, params, limits.top_logprobs), n=shape.n, logprobs=shape.top)
+    params = replace(_prompt_logprobs(body, params, limits.top_logprobs), logprobs=shape.top)
     _check_minimum(params, wanted)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
@@ -137,12 +137,8 @@ async def prepare_completion(
     shape = Shape(chat=False, n=1 if body.n is None else body.n, echo=bool(body.echo))
     shape.stream, shape.usage = _stream(body)
     shape.prompt_logprobs = body.prompt_logprobs is not None
-    validate.check_count("n", shape.n, 1, limits.n)
-    sampled = shape.n if body.best_of is None else body.best_of
-    if body.best_of is not None:
-        validate.check_count("best_of", sampled, shape.n, max(limits.best_of, shape.n))
-        if sampled > shape.n and shape.stream:
-            raise bad("best_of", "best_of cannot be streamed: which is best is known at the end")
+    many = len(body.prompt) if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int) else 1
+    params = validate.choices(body, params, shape.n, many, shape.stream, limits, headers)
     if body.logprobs is not None:
         shape.top = validate.check_count("logprobs", body.logprobs, 0, limits.completion_logprobs)
     wanted = 16 if body.max_tokens is None else body.max_tokens
@@ -151,10 +147,8 @@ async def prepare_completion(
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     if shape.echo and shape.top is not None:
         params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))
-    params = replace(params, n=sampled, logprobs=0 if shape.top is None and sampled > shape.n else shape.top)
+    params = replace(params, logprobs=shape.top)
     _check_minimum(params, wanted)
-    many = len(body.prompt) if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int) else 1
-    validate.check_choices(sampled, many, params, limits)
     prompts = [
         (text, validate.truncate(ids, body.truncate_prompt_tokens, headers))
         for text, ids in await validate.completion_prompts(front, body)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.types import MAX_BEAMS
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -21,7 +23,8 @@ class Limits:
     prompts: int = 1024  # in one request
     n: int = 128
     best_of: int = 20
-    sequences: int = 2048  # prompts x n of one request
+    beams: int = MAX_BEAMS
+    sequences: int = 2048  # prompts x n (or best_of) of one request
     stops: int = 4
     stop_chars: int = 1024
     logit_bias: int = 1024

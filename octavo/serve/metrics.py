@@ -197,7 +197,7 @@ class Metrics:
                 self.e2e.observe(times.finished_time - times.arrival_time)
                 self.decode_time.observe(generating)
                 count = max(len(c.token_ids) for c in collector.outputs)
-                if count > 1:
+                if count > 1 and not collector.request.params.use_beam_search:  # whose tokens come all at once
                     self.per_token.observe(generating / (count - 1))
         self.classic_requests.inc()
         self.classic_latency.observe(now - call.arrival)

@@ -86,6 +86,7 @@ TOOL = {
             "properties": {
                 "name": NAME,
                 "description": {"type": ["string", "null"]},
+                "strict": {"type": ["boolean", "null"]},
                 "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
             },
         },

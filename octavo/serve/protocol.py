@@ -24,6 +24,10 @@ class Common(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -74,7 +78,6 @@ class ChatRequest(OpenAI, kw_only=True):
 
 class CompletionRequest(OpenAI, kw_only=True):
     prompt: str | list[Any] | None = None  # a text, texts, token ids, or lists of token ids
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -116,9 +119,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "messages": (),  # of a completion
     "prompt": (),  # of a chat
     "function_call": (),
-    "use_beam_search": (False,),
     "suffix": ("",),
-    "length_penalty": (1, 1.0),
     "bad_words": ([],),
     "audio": (),
     "modalities": (["text"],),

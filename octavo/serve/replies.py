@@ -132,10 +132,7 @@ def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | No
 def whole(id: str, model: str, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape) -> dict[str, Any]:
     choices = []
     for which, collector in enumerate(collectors):
-        best = collector.outputs
-        if len(best) > shape.n:  # best_of: the likeliest by token
-            best = sorted(best, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1))[: shape.n]
-        for k, completion in enumerate(best):
+        for k, completion in enumerate(collector.best):
             index = which * shape.n + k
             choices.append(
                 chat_choice(tokenizer, completion, index, shape)

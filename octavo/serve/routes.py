@@ -109,11 +109,16 @@ async def tokenizer_info(exchange: Exchange) -> None:
 
 
 async def prepare_generate(
-    front: Front, caller: Caller, body: GenerateRequest | BatchGenerateRequest, prompts: list[str], headers: dict[str, str]
+    front: Front,
+    caller: Caller,
+    body: GenerateRequest | BatchGenerateRequest,
+    prompts: list[str],
+    headers: dict[str, str],
+    stream: bool = False,
 ) -> Prepared:
     limits = front.config.limits
     timeout = validate.check_common(front, caller, body)
-    params = validate.sampling(body, limits)
+    params = validate.choices(body, validate.sampling(body, limits), 1, len(prompts), stream, limits, headers)
     wanted = DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     validate.check_count("max_new_tokens", wanted, 1, 2**63)
     if params.min_tokens > wanted:
@@ -155,7 +160,7 @@ async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:
     with open_call(exchange.front, exchange.caller, prepared, follow=False) as call:
         async with exchange.watching(call):
             await call.done()
-            return [collector.outputs[0].text for collector in call.collectors]
+            return [collector.best[0].text for collector in call.collectors]
 
 
 # ---- about the server -----------------------------------------------------------------------------------

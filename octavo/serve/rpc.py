@@ -232,7 +232,7 @@ class Service:
 
     async def _whole(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
         def reply(collector: Collector) -> pb.GenerateResponse:
-            (found,) = collector.outputs
+            (found,) = collector.best
             return pb.GenerateResponse(
                 generated_text=found.text, tokens_generated=len(found.token_ids), latency_ms=elapsed(caller)
             )

@@ -95,6 +95,8 @@ def read_tools(front: Front, body: ChatRequest, answer: StructuredOutputs | None
         if schema is None:
             raise bad(structure.field(body), "with tools, an answer can be held to JSON only: use response_format")
         grammar = call_grammar(format, tools, parallel, specials, str(schema))
+    elif any(tool["function"].get("strict") for tool in tools):
+        grammar = call_grammar(format, tools, parallel, specials, free=True)
     return ToolUse(tools, format, parallel, grammar, bool(specials))
 
 
@@ -128,6 +130,8 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
         names.add(name)
         if not isinstance(function.get("description"), str | None):
             raise bad(f"{where}.description", f"{where}.description must be a text")
+        if not isinstance(function.get("strict"), bool | None):
+            raise bad(f"{where}.strict", f"{where}.strict must be true or false")
         check_parameters(function.get("parameters"), f"{where}.parameters")
     return tools
 

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
     from octavo.serve.tools import ToolUse
 
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "skip_special_tokens",
+    "use_beam_search", "length_penalty", "early_stopping",
 )  # fmt: skip
 
 
@@ -69,6 +71,8 @@ def check_fields(front: Front, unknown: Mapping[str, Any]) -> dict[str, str]:
 def sampling(body: Common, limits: Limits) -> SamplingParams:
     """The parameters, all but the length. Ranges are SamplingParams' own where the API has no narrower ones."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    if body.use_beam_search and (name := structure.field(body)) is not None:
+        raise unsupported(name, "beam search follows no structure")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.stops:
         raise bad("stop", f"stop may have at most {limits.stops} strings, got {len(stops)}", "param_out_of_range")
@@ -118,12 +122,31 @@ def check_count(name: str, value: int, least: int, most: int) -> int:
     return value
 
 
-def check_choices(n: int, prompts: int, params: SamplingParams, limits: Limits) -> None:
+def choices(
+    body: Common, params: SamplingParams, n: int, prompts: int, stream: bool, limits: Limits, headers: dict[str, str]
+) -> SamplingParams:
+    """How many sequences a prompt takes, and how many of them are the reply."""
     check_count("n", n, 1, limits.n)
-    if n > 1 and params.greedy:
+    if body.best_of is not None:
+        check_count("best_of", body.best_of, n, limits.beams if params.use_beam_search else max(limits.best_of, n))
+    params = replace(params, n=n, best_of=body.best_of)
+    name = "use_beam_search" if params.use_beam_search else "best_of"
+    if params.ranked and stream:
+        raise unsupported(name, "it cannot be streamed, for which is best is known at the end")
+    if params.use_beam_search:
+        ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
+    elif params.width > 1 and params.greedy:
         raise bad("n", "n must be 1 at temperature 0: all choices would be the same", "param_out_of_range")
-    if n * prompts > limits.sequences:
-        raise bad("n", f"n x prompts may be at most {limits.sequences}, got {n * prompts}", "param_out_of_range")
+    if params.width * prompts > limits.sequences:
+        what = f"n (or best_of) x prompts may be at most {limits.sequences}, got {params.width * prompts}"
+        raise bad("n", what, "param_out_of_range")
+    return params
+
+
+def ignore(headers: dict[str, str], *names: str) -> None:
+    """Tell the client of fields without effect."""
+    if names:
+        headers["x-ignored-params"] = ", ".join(filter(None, (headers.get("x-ignored-params"), *names)))
 
 
 def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
@@ -244,7 +267,7 @@ def build(
     model = front.client.model
     params.check_vocabulary(model.vocab_size)
     if body.priority is not None and front.config.engine.get("scheduling_policy", "fcfs") == "fcfs":
-        headers["x-ignored-params"] = ", ".join(filter(None, (headers.get("x-ignored-params"), "priority")))
+        ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
     # A key's is the higher the sooner; a request's the lower, as in vLLM.
     priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)

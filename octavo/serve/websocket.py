@@ -84,7 +84,7 @@ class Session:
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
-        prepared = await prepare_generate(self.front, caller, asked, [asked.prompt], {})
+        prepared = await prepare_generate(self.front, caller, asked, [asked.prompt], {}, stream=True)
         with open_call(self.front, caller, prepared, follow=True) as self.call:
             try:
                 reason = None

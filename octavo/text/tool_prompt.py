@@ -56,10 +56,16 @@ def _written(call: dict[str, Any]) -> str:
 
 
 def call_grammar(
-    format: Format, tools: list[dict[str, Any]], parallel: bool, special_ids: dict[str, int], answer: str | None = None
+    format: Format,
+    tools: list[dict[str, Any]],
+    parallel: bool,
+    special_ids: dict[str, int],
+    answer: str | None = None,
+    free: bool = False,
 ) -> str:
-    """A grammar in llguidance's dialect of Lark for nothing but calls of these tools: one, or with `parallel` one or more; or,
-    where there is one, for an answer that matches a JSON schema.
+    """A grammar in llguidance's dialect of Lark for calls of these tools: one, or with `parallel` one or more. Instead of calls
+    there may be an `answer` that matches a JSON schema; or, with `free`, any text around them, and perhaps no call at all: then
+    only tools that are `strict` are held to their parameters.
 
     `special_ids`: which of the format's tags are special tokens, and so must be named by id. Each tool's parameters stand as a
     schema of their own, so that references within them (#/$defs/...) mean what they meant.
@@ -68,18 +74,28 @@ def call_grammar(
     def tag(text: str) -> str:
         return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text)
 
-    call = f'{tag(format.open)} "\\n" function "\\n" {tag(format.close)}' if format.close else "function"
+    rest = f'"\\n" function "\\n" {tag(format.close)}'
+    call = f"{tag(format.open)} {rest}" if format.close else "function"
     rules = [
-        "start: calls" if answer is None else "start: calls | answer",
         f"calls: call ({json.dumps(format.between)} call)*" if parallel else "calls: call",
         f"call: {call}",
         "function: " + " | ".join(f"f{i}" for i in range(len(tools))),
     ]
     if answer is not None:
-        rules.append(f"answer: %json {_literal(json.loads(answer))}")
+        rules += ["start: calls | answer", f"answer: %json {_literal(json.loads(answer))}"]
+    elif not free:
+        rules += ["start: calls"]
+    elif format.close:  # lazy: the first tag ends the text before it
+        lazy = "" if format.open in special_ids else "[lazy]"
+        rules += ["start: called* text", f"called: opening {rest}", f"opening{lazy}: TEXT {tag(format.open)}"]
+        rules += ["text: TEXT", r"TEXT: /(.|\n)*/"]
+    else:
+        rules += ["start: calls | text", "text: TEXT?", r"TEXT: /[^{](.|\n)*/"]
     for i, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool["function"]["name"])}, "{format.arguments}": '
-        schema = _literal(_schema(tool["function"].get("parameters")))
+        function = tool["function"]
+        head = f'{{"name": {json.dumps(function["name"])}, "{format.arguments}": '
+        loose = free and not function.get("strict")
+        schema = _literal(_schema({"additionalProperties": True} if loose else function.get("parameters")))
         rules.append(f'f{i}: {json.dumps(head)} %json {schema} "}}"')
     return "\n".join(rules)
 

@@ -13,8 +13,10 @@ from typer.testing import Result
 from octavo import LLM
 from octavo.bench import batching
 from octavo.bench.shapes import TINYLLAMA_1B
+from octavo.bench.workloads import Machine, Workload, floor_seconds
 from octavo.cli.options import EngineOptions
 from octavo.errors import OctavoError
+from octavo.memory import parameter_count
 
 Octavo = Callable[..., Result]
 
@@ -57,6 +59,19 @@ def test_the_floor_counts_what_a_step_reads(tiny: str) -> None:
     llm = LLM(tiny, progress=False)
     head_and_layers = 259 * 32 + 2 * 9280 + 32
     assert batching.bytes_per_step(llm) == 4 * head_and_layers  # the embedding is only looked up
+
+
+def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(tiny: str) -> None:
+    plain, small = (LLM(tiny, quantization=name, progress=False) for name in ("none", "int8"))
+    assert parameter_count(plain.model) == parameter_count(small.model)
+    assert batching.bytes_per_step(small) < 0.5 * batching.bytes_per_step(plain)
+
+    def floor(llm: LLM, machine: Machine) -> float:
+        parameters, load = parameter_count(llm.model), Workload([[1] * 9] * 3, [4] * 3)
+        return floor_seconds(load, llm.config, parameters, batching.bytes_per_step(llm), 4, machine)
+
+    computes, reads = Machine(bytes_per_second=1e30, flops_per_second=1e9), Machine(bytes_per_second=1e9, flops_per_second=1e30)
+    assert floor(plain, computes) == floor(small, computes) and floor(small, reads) < 0.6 * floor(plain, reads)
 
 
 def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +129,6 @@ def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tm
     assert result.exit_code == 0
     r = json.loads(result.stdout.splitlines()[-1])
     assert r["same_tokens"] is True and r["disk_misses"] == {}
-    assert r["host_cached_tokens"] == r["disk_cached_tokens"] == 192
+    assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
     assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
-    assert "host memory" in result.stdout and "All ways gave the same tokens" in result.stdout
+    assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout

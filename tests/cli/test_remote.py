@@ -199,6 +199,7 @@ def test_ctrl_c_at_a_terminal(serving: Running) -> None:
         program.expect("> ")
         program.send("/history\r")
         program.expect(r"assistant: [A-Za-z]{20}")
+        program.expect("> ")
         program.send("\x04")
         assert program.exit_code() == 0
     finally:

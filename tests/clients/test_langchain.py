@@ -118,6 +118,11 @@ def test_tools_that_may_be_called_and_results_that_come_back(chat: ChatOpenAI) -
     assert answer.usage_metadata["input_tokens"] > reply.usage_metadata["input_tokens"]  # type: ignore[index]
 
 
+def test_strict_tools(chat: ChatOpenAI) -> None:
+    reply = chat.bind_tools([get_weather], strict=True).invoke(QUESTION)
+    assert (reply.text or reply.tool_calls) and not reply.invalid_tool_calls
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_structured_output(chat: ChatOpenAI, method: str) -> None:
     if method == "json_mode":

@@ -1,5 +1,5 @@
-"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the depth, the forks, the aborts, the
-steps that fail, the policy and the batching mode."""
+"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the depth, the forks, the beams, the
+aborts, the steps that fail, the policy and the batching mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
 @pytest.mark.parametrize("batching", MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
-    total = [trial(seed, policy, batching) for seed in range(20_000, 20_012)]
+    total = [trial(seed, policy, batching, beams=seed % 4 == 0) for seed in range(20_000, 20_012)]
     assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
 
 
@@ -39,8 +39,16 @@ def test_guided_workloads_equal_the_oracle(part: int) -> None:
     assert {t.settings["depth"] for t in total if t.guided} == {1, 2, 3}
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_workloads_with_beams_equal_the_oracle(part: int) -> None:
+    total = [trial(seed, guided=seed % 5 == 0, beams=True) for seed in range(part, TRIALS // 3, PARTS)]
+    assert sum(t.beams for t in total) > 50
+    assert sum(t.preemptions for t in total) > 50 and sum(t.copies for t in total) > 100
+    assert {t.settings["depth"] for t in total if t.beams} == {1, 2, 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_random_workloads_equal_the_oracle(part: int) -> None:
     for seed in range(10_000 + part * 1000, 10_000 + (part + 1) * 1000):
-        trial(seed, guided=seed % 3 == 0)
+        trial(seed, guided=seed % 3 == 0, beams=seed % 5 < 2)

@@ -1,4 +1,5 @@
-"""Plants bugs in the scheduler, the block pool and the tiers' index, one at a time, and demands that the random workloads notice each.
+"""Plants bugs in the scheduler, the block pool, the tiers' index and beam search, one at a time, and demands that the random
+workloads notice each.
 
 A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves any more.
 """
@@ -13,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo.core import blocks, scheduler, tiers
+from octavo.core import blocks, groups, scheduler, tiers
 from tests import workloads
 
 BUGS = {
@@ -38,7 +39,7 @@ BUGS = {
     "children fork a position early": ("scheduler", "q.computed == len(q.tokens) - 1]", "q.computed >= len(q.tokens) - 2]"),
     "children fork while steps are in flight": ("scheduler", "if q.forks and not q.inflight and q.computed", "if q.forks and q.planned"),
     "children share a seed": ("scheduler", "seed = child_seed(seq.seed, index)", "seed = seq.seed"),
-    "children of a full device are forgotten": ("scheduler", "                    self._return(child)", "                    pass"),
+    "children of a full device are forgotten": ("scheduler", "            self._return(child)\n", "            pass\n"),
     "a child is not counted as a holder": ("scheduler", "[self.pool.share(b) for b in seq.table]", "list(seq.table)"),
     "the victim may already be in the plan": ("scheduler", "weaker = self.decoding[i:] +", "weaker = self.decoding[: i - 1] +"),
     "who is planned gives way to who prefills": ("scheduler", "weaker = self.prefilling[self.prefilling.index(seq) + 1 :]", "weaker = [s for s in self.running if s is not seq]"),
@@ -53,7 +54,7 @@ BUGS = {
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
     "prompt logprobs are taken from the cache": ("scheduler", "return self.caching and not self._missing_prompt_logprobs(seq)", "return self.caching"),
     "a preempted sequence still holds others up": ("scheduler", "                del self.computing[h]\n", "                pass\n"),
-    "a guided sequence is planned before its token is known": ("scheduler", "if seq.guide is not None and seq.inflight:", "if False:"),
+    "a guided sequence is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.beam is not None"),
     "a guide does not move on": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
     "a guide moves on when a step is planned": ("scheduler", "plan.masks[len(items)] = seq.guide.mask", "plan.masks[len(items)] = seq.guide.mask; seq.guide.accept(seq.tokens[-1])"),
     "completions share a guide": ("scheduler", "else seq.guide.copy()", "else seq.guide"),
@@ -61,6 +62,27 @@ BUGS = {
     "the first token is not guided": ("scheduler", "if sample and seq.guide is not None:", "if False:"),
     "masks go to the wrong item": ("scheduler", "plan.masks[len(items)] =", "plan.masks[max(len(items) - 1, 0)] ="),
     "ignore_eos holds for what a guide has ended": ("scheduler", "params.ignore_eos and guide is None", "params.ignore_eos"),
+    "a beam is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.guide is not None"),
+    "the device is not told which token was chosen": ("scheduler", "elif not step.entered:", "elif False:"),
+    "a fork's row is not written": ("scheduler", "        self.rewritten[child.id] = child\n", ""),
+    "who was preempted gets a row": ("scheduler", "        for seq in self.rewritten.values():\n            if seq.status is Status.RUNNING:", "        for seq in self.rewritten.values():\n            if True:"),
+    "the first beam to report decides": ("scheduler", "if all(map(reported, self.requests[seq.request.id])):", "if True:"),
+    "beams that have reported never give way": ("scheduler", "                        self._preempt(seq)\n", "                        pass\n"),
+    "beams that have reported keep siblings from going on": ("scheduler", "s.status is Status.WAITING or s in self.prefilling", "False"),
+    "a beam that has reported comes back before its siblings have": ("scheduler", "formed and not reported(seq) and", "formed and"),
+    "forks begin after their parent's step": ("scheduler", "in reversed(steps):  # a parent", "in steps:  # a parent"),
+    "beams that lost stay": ("scheduler", "            if seq.id not in best:\n", "            if not steps:\n"),
+    "two beams have one place in the queue": ("scheduler", "self._child(seq, free.pop())", "self._child(seq, seq.index)"),
+    "beams are forgotten": ("scheduler", "            beams.append(seq)\n", "            beams.append(seq) if not beams else None\n"),
+    "too few candidates": ("groups", "return self.width + len(self.root.stop_ids)", "return self.width"),
+    "an end beyond the best counts": ("groups", "if rank < self.width and (stopped", "if (stopped"),
+    "scores are not summed": ("groups", "Step(seq, score + logprob,", "Step(seq, logprob,"),
+    "a text's length does not count its last token": ("groups", "len(order[0].seq.tokens) + 1 -", "len(order[0].seq.tokens) -"),
+    "the worst texts are kept": ("groups", "key=lambda h: -h.score", "key=lambda h: h.score"),
+    "a search goes on for ever": ("groups", "if length == self.longest or self._over(on[0].score, length)", "if length == self.longest"),
+    "a search ends before it has found enough": ("groups", "if len(self.ended) < self.width:", "if not self.ended:"),
+    "never is not long": ("groups", "            length = self.longest  # the longest", "            pass  # the longest"),
+    "min_tokens do not hold for beams": ("groups", "if not (early and token in self.root.stop_ids)", "if True"),
     "evicted content stays in the index": ("blocks", "            del self.index[h]\n", ""),
     "a shared block stays in the free list": ("blocks", "            del self.free[block]\n", "            pass\n"),
     "a block is freed while somebody holds it": ("blocks", "        if self.refs[block] == 0:\n            self.free[block]", "        if True:\n            self.free[block]"),
@@ -87,6 +109,10 @@ BUGS = {
 }  # fmt: skip
 
 
+MODULES = {"blocks": blocks, "groups": groups, "tiers": tiers}
+IMPORTED = {"blocks": ("BlockPool", "chain", "root"), "groups": ("BeamSearch", "go_on"), "tiers": ("Tiers",)}  # by the scheduler
+
+
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     source = Path(module.__file__ or "").read_text()
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
@@ -106,15 +132,13 @@ def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     where, old, new = BUGS[name]
     if where == "scheduler":
         monkeypatch.setattr(workloads, "Scheduler", mutated(scheduler, old, new).Scheduler)
-    elif where == "tiers":
-        monkeypatch.setattr(scheduler, "Tiers", mutated(tiers, old, new).Tiers)
     else:
-        copy = mutated(blocks, old, new)
-        for attribute in ("BlockPool", "chain", "root"):
+        copy = mutated(MODULES[where], old, new)
+        for attribute in IMPORTED[where]:
             monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
-    for seed in range(400):
+    for seed in range(600):
         try:
-            workloads.trial(seed // 2, guided=seed % 2 == 1)
+            workloads.trial(seed // 3, guided=seed % 3 == 1, beams=seed % 3 == 2)
         except Exception:
             return
     pytest.fail("no workload noticed")

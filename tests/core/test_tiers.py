@@ -233,6 +233,19 @@ def test_no_more_is_fetched_than_fits() -> None:
     assert answer(again, request("a"))[1] == 8, "two blocks of four"
 
 
+def test_what_is_fetched_never_takes_the_place_of_what_is_there() -> None:
+    disk = FakeDisk(slowest=1)
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    again = small(host=3, disk=disk)
+    a = request("a")
+    start = Request("a", a.prompt[:13], a.params)
+    assert answer(again, start)[1] == 12, "three blocks, by way of all three slots"
+    answer(again, request("d", 21, max_tokens=1))  # takes the pool
+    assert answer(again, a)[1] >= 12, "for the fourth there is no room beside them"
+
+
 # ---- costs ------------------------------------------------------------------------------------------
 
 

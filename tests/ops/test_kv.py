@@ -159,7 +159,7 @@ def test_reference_writes_its_slots_and_no_other(codes: torch.dtype, dtype: torc
     ("heads", "kv_heads", "dim", "slack"),
     [(2, 2, 16, 0), (6, 2, 32, 19), (9, 3, 64, 0), (2, 2, 80, 0), (4, 1, 128, 3), (2, 1, 256, 0)],
 )
-@pytest.mark.parametrize("name", [*BATCHES, "long"])
+@pytest.mark.parametrize("name", ["decoding", "mixed", "long"])
 def test_cpu_attention_reads_codes_in_place(
     name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype
 ) -> None:
@@ -247,6 +247,8 @@ def test_triton_attention_in_long_sequences(
     block: int, dim: int, window: int, dtype: torch.dtype, codes: torch.dtype, triton_ops: Any
 ) -> None:
     """Several tiles and splits; in blocks of 64 decoding rows read their codes as words."""
+    if DEVICE == "cuda" and dtype == torch.float32 and dim > 128:
+        pytest.skip("takes half a minute to compile, and no model needs it")
     items = [(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)]
     q, kv, batch = problem(items, 2, 1, dim, codes, block=block)
     q = (q * 100).to(dtype)  # neither very small nor large queries are lost

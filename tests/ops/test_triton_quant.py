@@ -27,7 +27,7 @@ FORMATS = list(quant.FORMATS)
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 ROWS = {(70, 100): (1, 3, 17, 64), (33, 576): (1, 2, 16, 33), (144, 257): (1, 5, 130)}  # (outputs, inputs): rows
 if DEVICE == "cuda":
-    ROWS = {(outputs, inputs): (1, 2, 3, 5, 16, 17, 33, 64, 130, 300, 1030) for outputs, inputs in [*ROWS, (512, 1024)]}
+    ROWS[512, 1024] = (1, 16, 17, 64, 130, 300, 1030)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,11 +51,6 @@ def rounded(x: Tensor, weight: QuantWeight) -> Tensor:
     """What is left of x where activations have 8 bits."""
     if not weight.form.rounds or len(x) <= packed.EXACT_ROWS:
         return x
-    if weight.form.float:
-        if DEVICE != "cuda" or x.dtype != torch.bfloat16 or weight.shape[0] % 16:
-            return x
-        unit = x.float().abs().amax(1, keepdim=True) / 448
-        return (x.float() / unit).to(torch.float8_e4m3fn).float() * unit
     unit = x.float().abs().amax(1, keepdim=True) / 127
     return (x.float() / unit + 0.5).floor() * unit
 

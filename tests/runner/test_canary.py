@@ -30,7 +30,8 @@ def test_it_stays_silent_and_changes_nothing(blocks: int, depth: int) -> None:
         llm = make(num_gpu_blocks_override=blocks, depth=depth, max_num_batched_tokens=24, kv_canary=canary)
         first = llm.generate(PROMPTS, SamplingParams(max_tokens=40, **GREEDY))
         second = llm.generate([*PROMPTS, [3] * 33], several)
-        texts.append([[o.token_ids for o in out.outputs] for out in first + second])
+        beams = llm.generate(PROMPTS[1:3], SamplingParams(n=3, use_beam_search=True, max_tokens=30))
+        texts.append([[o.token_ids for o in out.outputs] for out in first + second + beams])
         count = llm.engine.scheduler.count
         assert count.cached_tokens > 0 and count.copies > 0 and (count.preemptions > 0) == (blocks == 9)
     assert texts[0] == texts[1]

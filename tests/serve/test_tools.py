@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 
+from tests import tiny
 from tests.serve.running import NAME, Running, check_error, events, server
 
 CHAT = "/v1/chat/completions"
@@ -216,6 +219,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None]] = {
                                    "tool_choice.function.name", None),
     "a choice as a list": ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": ["f"]}}},
                            "tool_choice.function.name", None),
+    "strict as a text": ({"tools": [tool(strict="yes")]}, "tools.0.function.strict", None),
     "parallel calls as a text": ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls", None),
 }  # fmt: skip
 
@@ -303,3 +307,33 @@ def test_a_schema_that_cannot_be_followed_is_refused(running: Running, stream: b
     bad = tool(parameters={"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}})
     reply = running.post(CHAT, {"messages": HI, "tools": [bad], "tool_choice": "required", "stream": stream})
     assert "/$defs/none" in check_error(reply, 400, "tools", "invalid_structured_output")["message"]
+
+
+def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
+    """This model would break the rules: it says what it likes, and is stopped when that is against the grammar."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = [tool(parameters=schema, strict=True)]
+    for text in ("Just words", CALL, f"I look.\n{CALL}"):
+        choice = parrot.post(CHAT, said(text, tools=tools)).json()["choices"][0]
+        assert choice["finish_reason"] == ("tool_calls" if "<" in text else "stop")
+    wrong = CALL.replace('"é\\n"', "5")
+    assert parrot.post(CHAT, said(wrong, tools=[tool(parameters=schema)])).json()["choices"][0]["finish_reason"] == "tool_calls"
+    check_error(parrot.post(CHAT, said(wrong, tools=tools)), 400, "tools", "structured_output_failed")
+
+
+def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
+    """A forced call begins with the token itself, not with its characters, and is found although such tokens are hidden."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model_dir(), model)
+    backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    backend.add_special_tokens([tokenizers.AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")])
+    backend.save(str(model / "tokenizer.json"))
+    with server(tmp_path, model=str(model)) as other:
+        body = {"messages": HI, "tools": [SWITCH], "tool_choice": "required", "seed": 1, "parallel_tool_calls": False}
+        found = other.post(CHAT, {**body, "logprobs": True}).json()["choices"][0]
+        assert found["finish_reason"] == "tool_calls" and found["message"]["tool_calls"][0]["function"]["name"] == "switch"
+        tokens = [at["token"] for at in found["logprobs"]["content"]]
+        assert tokens[0] == "<tool_call>" and "</tool_call>" in tokens
+        strict = {"type": "function", "function": {**SWITCH["function"], "strict": True}}
+        free = other.post(CHAT, {**body, "tools": [strict], "tool_choice": "auto", "max_tokens": 10}).json()["choices"][0]
+        assert free["message"]["content"]

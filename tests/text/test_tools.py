@@ -313,3 +313,22 @@ def test_tags_that_are_special_tokens_are_named_by_id() -> None:
 def test_an_answer_may_be_held_to_a_schema_beside_the_calls() -> None:
     grammar = call_grammar(HERMES, [CLOCK], True, {}, '{"type": "object", "properties": {"a": {"const": "%json {}"}}}')
     assert accepts(grammar, tagged("get-time")) and accepts(grammar, '{"a": "%json {}"}') and not accepts(grammar, "Hello")
+
+
+def test_strict_tools_are_held_to_their_parameters_amid_free_text() -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    grammar = call_grammar(HERMES, [strict, CLOCK], True, {}, free=True)
+    good, loose = tagged("get_weather", '{"city": "Paris"}'), tagged("get-time", '{"x": 1}')
+    for text in ("", "Hello <tool_cal", good, f"I look.\n{good}\n{loose} and {good} done"):
+        assert accepts(grammar, text), text
+    for text in (
+        "<tool_call>",
+        "so <tool_call>oops",
+        tagged("get_weather"),
+        tagged("get_weather", '{"city": 5}'),
+        tagged("other"),
+    ):
+        assert not accepts(grammar, text), text
+    llama = call_grammar(LLAMA_JSON, [strict, CLOCK], True, {}, free=True)
+    bare = call("get_weather", '{"city": "Paris"}', "parameters")
+    assert accepts(llama, "") and accepts(llama, "Hello {") and accepts(llama, bare) and not accepts(llama, '{"a": 1}')

@@ -11,6 +11,7 @@ themselves are multiplied: a key's scale goes into its score, a value's into its
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items"])
 def prefill_kernel(
     q, kv, scales, table, table_rows, query_start, seq_lens, out, scale, num_items,
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
@@ -338,6 +339,7 @@ def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, sca
     tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
     longest = max(span.end for span in batch.spans[:count])
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
+    splits = 1 << round(math.log2(splits))  # each number of splits is a kernel to compile: few of them
     part = part_max = part_sum = out
     if splits > 1:
         part = torch.empty(count, q.shape[1], splits, q.shape[2], dtype=torch.float32, device=q.device)

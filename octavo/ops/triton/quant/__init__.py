@@ -5,7 +5,7 @@
     up to DENSE_ROWS    gemm: weights become bfloat16 in registers, then tensor cores
     more                dense: the weight is written out as numbers, then cuBLAS: that many rows pay for it
 
-In formats that round activations (fp8, int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
+In the format that rounds activations (int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
 bits by 8 bits. How a product is cut up follows from its shape alone, so a row's result depends on how many rows there are and
 never on what the others hold.
 """
@@ -33,19 +33,21 @@ DENSE_ROWS = 1024
 # others and prints the best.
 ROWS: dict[int, dict[int, Gemv | Gemm]] = {
     INT4.value: {
-        1: Gemv(4, 4),
+        1: Gemv(8, 4),
         16: Gemm(16, 64, 2, 4, 3, after=True),
-        32: Gemm(32, 64, 1, 4, 3, after=True),
+        32: Gemm(32, 64, 1, 4, 4, after=True),
         64: Gemm(64, 128, 1, 4, 2),
-        128: Gemm(128, 128, 1, 4, 1),
-        DENSE_ROWS: Gemm(256, 128, 1, 3, 1),
+        128: Gemm(128, 64, 1, 3, 2),
+        DENSE_ROWS: Gemm(128, 64, 1, 3, 2),
     },
     INT8.value: {
         1: Gemv(4, 4),
         16: Gemm(16, 64, 2, 4, 4),
         32: Gemm(32, 64, 2, 4, 3),
-        64: Gemm(64, 128, 2, 4, 2),
-        128: Gemm(128, 128, 2, 4, 1),
+        64: Gemm(64, 128, 1, 4, 3),
+        128: Gemm(128, 128, 1, 4, 2),
+        256: Gemm(256, 128, 1, 4, 1),
+        384: Gemm(128, 128, 1, 4, 2),
         DENSE_ROWS: Gemm(256, 128, 1, 4, 1),
     },
 }
@@ -55,7 +57,8 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
-FLOAT32 = Gemm(16, 64, 1, 2, 2)  # activations of four bytes: twice the shared memory, no tensor cores
+SMALL = Gemm(16, 64, 1, 2, 2)  # for activations of four bytes, which no tensor core takes, and GPUs before Hopper
+OLD = torch.cuda.is_available() and not AVAILABLE
 
 
 def linear(
@@ -76,15 +79,10 @@ def linear(
 
 
 def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
-    if rows > EXACT_ROWS and weight.form.rounds and _can_round(dtype, weight):
-        return next(how for most, how in ROUNDED.items() if rows <= most)
+    if rows > EXACT_ROWS and weight.form.rounds:
+        return Rounded(SMALL) if OLD else next(how for most, how in ROUNDED.items() if rows <= most)
     if rows > DENSE_ROWS:
         return Dense()
-    if rows > 1 and dtype == torch.float32:
-        return FLOAT32
+    if rows > 1 and (dtype == torch.float32 or OLD):
+        return SMALL
     return next(how for most, how in ROWS[weight.kind].items() if rows <= most)
-
-
-def _can_round(dtype: torch.dtype, weight: PackedWeight) -> bool:
-    """Integers always; e4m3 where the library multiplies it: a Hopper GPU, bfloat16, outputs in sixteens."""
-    return not weight.form.float or (AVAILABLE and dtype == torch.bfloat16 and weight.shape[0] % 16 == 0)

@@ -15,16 +15,11 @@ import triton.language as tl
 INT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-# What makes a float of an integer in its lowest bits, twice in a register: 128 + code, 1024 + code.
-BFLOAT16, FLOAT16 = ("bf16x2", 0x43004300), ("f16x2", 0x64006400)
-
-
-def _nibbles(kind: tuple[str, int], zero: int) -> tl.constexpr:
-    """Two words -> four times two numbers: code - zero."""
-    name, magic = kind
+def _nibbles(name: str, magic: int) -> tl.constexpr:
+    """Two words -> four times two numbers: code - 8. What `magic` makes of a code is 128 or 1024 more."""
     return tl.constexpr(f"""{{
     .reg .b32 a, b, c, least;
-    mov.b32 least, {magic + zero * 0x10001:#x};
+    mov.b32 least, {magic + 0x80008:#x};
     shr.u32 a, $4, 4;
     shr.u32 b, $4, 8;
     shr.u32 c, $4, 12;
@@ -39,8 +34,7 @@ def _nibbles(kind: tuple[str, int], zero: int) -> tl.constexpr:
     }}""")  # lop3 0xea: (a & b) | c
 
 
-NIBBLES_AROUND_8, NIBBLES = _nibbles(BFLOAT16, 8), _nibbles(BFLOAT16, 0)
-NIBBLES_AROUND_8_F16, NIBBLES_F16 = _nibbles(FLOAT16, 8), _nibbles(FLOAT16, 0)
+NIBBLES, NIBBLES_F16 = _nibbles("bf16x2", 0x43004300), _nibbles("f16x2", 0x64006400)  # with 128 + code, 1024 + code
 
 # Two words of signed bytes, of which bfloat16 holds seven bits: (128 + those) - (128, or 256 where the sign is set).
 BYTES = tl.constexpr("""{
@@ -90,30 +84,22 @@ E4M3_F16 = tl.constexpr("""{
 
 
 @triton.jit
-def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
-    """words [...] int16 -> codes less ZERO as DTYPE, in order of their inputs: four tensors [...] for INT4, else two."""
+def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """words [...] int16 -> the codes' numbers as DTYPE, in order of their inputs: for INT4 codes less 8, four tensors [...], else
+    two."""
     if KIND == INT4:
         if ASM:
             if DTYPE.is_bf16():
-                return tl.inline_asm_elementwise(
-                    NIBBLES_AROUND_8 if ZERO == 8 else NIBBLES, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2
-                )
+                return tl.inline_asm_elementwise(NIBBLES, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2)
             else:
-                return tl.inline_asm_elementwise(
-                    NIBBLES_AROUND_8_F16 if ZERO == 8 else NIBBLES_F16,
-                    "=r,=r,=r,=r,r",
-                    [words],
-                    (tl.float16,) * 4,
-                    is_pure=True,
-                    pack=2,
-                )
+                return tl.inline_asm_elementwise(NIBBLES_F16, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, is_pure=True, pack=2)
         else:
             w = words.to(tl.int32)
             return (
-                ((w & 15) - ZERO).to(DTYPE),
-                (((w >> 4) & 15) - ZERO).to(DTYPE),
-                (((w >> 8) & 15) - ZERO).to(DTYPE),
-                (((w >> 12) & 15) - ZERO).to(DTYPE),
+                ((w & 15) - 8).to(DTYPE),
+                (((w >> 4) & 15) - 8).to(DTYPE),
+                (((w >> 8) & 15) - 8).to(DTYPE),
+                (((w >> 12) & 15) - 8).to(DTYPE),
             )
     else:
         if ASM:

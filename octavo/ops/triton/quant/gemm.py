@@ -40,11 +40,12 @@ def _beside(a, b):
 
 @triton.jit
 def _scaled(part, info, group, width, LEAST: tl.constexpr):
+    """part [N, K]: codes, of 4 bits less 8. With 8 scales added, what is least is near zero, and rounding it costs little."""
     scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
-    part *= scale.to(part.dtype)
     if LEAST:
-        part += least.to(part.dtype)
-    return part
+        return part * scale.to(part.dtype) + (least + 8 * scale).to(part.dtype)
+    else:
+        return part * scale.to(part.dtype)
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def _block(
 ):  # fmt: skip
     """A block's words [N, 32] -> its weights [N, inputs]; GROUP 0: without their scale, and blocks may be several."""
     if KIND == INT4:
-        a, b, c, d = halves(word, DTYPE, KIND, 0 if LEAST else 8, ASM)
+        a, b, c, d = halves(word, DTYPE, KIND, ASM)
         if GROUP == 32:
             a, b = _scaled(a, info, block * 4, width, LEAST), _scaled(b, info, block * 4 + 1, width, LEAST)
             c, d = _scaled(c, info, block * 4 + 2, width, LEAST), _scaled(d, info, block * 4 + 3, width, LEAST)
@@ -66,7 +67,7 @@ def _block(
             weights = _scaled(weights, info, block, width, LEAST)
         return weights
     else:
-        a, b = halves(word, DTYPE, KIND, 0, ASM)
+        a, b = halves(word, DTYPE, KIND, ASM)
         if GROUP == 32:
             a, b = _scaled(a, info, block * 2, width, LEAST), _scaled(b, info, block * 2 + 1, width, LEAST)
         return _beside(a, b)

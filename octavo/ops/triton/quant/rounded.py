@@ -21,7 +21,7 @@ class Rounded(NamedTuple):
 
 
 @triton.jit
-def round_kernel(x, codes, scale, inputs, FLOAT: tl.constexpr, W: tl.constexpr, row_words):
+def round_kernel(x, codes, scale, inputs, W: tl.constexpr, row_words):
     """A row of x to 8 bits, its codes laid out as those of weights are; scale: what a code is worth."""
     start_next()
     wait_for_inputs()
@@ -30,17 +30,14 @@ def round_kernel(x, codes, scale, inputs, FLOAT: tl.constexpr, W: tl.constexpr, 
     a = tl.load(x + row * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)
     b = tl.load(x + row * inputs + k + 32, mask=k + 32 < inputs, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
-    unit = tl.maximum(most, 1e-30) / (448.0 if FLOAT else 127.0)
+    unit = tl.maximum(most, 1e-30) / 127.0
     tl.store(scale + row, unit)
-    tl.store(codes + row * row_words + word, _code(a / unit, FLOAT) | _code(b / unit, FLOAT) << 8, mask=word < row_words)
+    tl.store(codes + row * row_words + word, _code(a / unit) | _code(b / unit) << 8, mask=word < row_words)
 
 
 @triton.jit
-def _code(value, FLOAT: tl.constexpr):
-    if FLOAT:
-        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
-    else:
-        return (tl.floor(value + 0.5).to(tl.int32) & 255).to(tl.int16)
+def _code(value):
+    return (tl.floor(value + 0.5).to(tl.int32) & 255).to(tl.int16)
 
 
 @triton.jit(do_not_specialize=["rows", "split"])
@@ -75,11 +72,7 @@ def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Rounded) 
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     wide = triton.next_power_of_2(row_words)
     warps = min(16, max(1, wide // 256))
-    round_kernel[rows,](x, codes, scale, inputs, weight.form.float, wide, row_words, num_warps=warps, **LAUNCH)
-    if weight.form.float:
-        a, b = codes.view(torch.float8_e4m3fn), weight.words.view(torch.float8_e4m3fn).t()
-        out = torch._scaled_mm(a, b, scale, weight.info[None, :], out_dtype=x.dtype, use_fast_accum=True)
-        return out if bias is None else out.add_(bias)
+    round_kernel[rows,](x, codes, scale, inputs, wide, row_words, num_warps=warps, **LAUNCH)
     out, tile = x.new_empty(rows, outputs), how.tile
     tiles, split, partial = cut(rows, weight, tile)
     int8_kernel[tiles, split](

@@ -1,0 +1,180 @@
+"""Checkpoints that other programs quantised to 4 bits: GPTQ, AWQ and compressed-tensors, read onto our groups.
+
+    GPTQ                 qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out], g_idx [in]
+    AWQ                  qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
+    compressed-tensors   weight_packed [out, in / 8], weight_scale [out, groups], weight_shape [2]
+
+An int32 holds eight codes, the first in its lowest bits; value = (code - zero) * scale. Where every zero is 8 that is exactly one
+of our symmetric formats; else least = -zero * scale is rounded to float16, by at most 0.8% of a step. Knows formats, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.model import quant
+from octavo.model.checkpoint import StoredTensor
+from octavo.ops.weight import Format, QuantWeight
+
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in an int32 the outputs 0 to 7 are
+METHODS = ("gptq", "awq", "compressed-tensors")
+
+
+class Scheme(NamedTuple):
+    """How the weights of a checkpoint are quantised, from its config.json."""
+
+    form: Format
+    parts: tuple[str, ...]  # of which tensors NAME.part a weight is made; the first says that it is quantised
+    read: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]  # codes, scale, zeros (None: 8) [out, ..]
+    shape: Callable[[dict[str, StoredTensor]], tuple[int, int]]
+
+
+def joined(tensors: dict[str, StoredTensor], config: dict[str, Any], source: str) -> dict[str, StoredTensor]:
+    """A directory's tensors, with those that belong to one weight quantised by others as one."""
+    about = config.get("quantization_config")
+    if not isinstance(about, dict) or "quant_method" not in about:
+        return tensors
+    scheme = _scheme(about, f"{source}/config.json")
+    found = dict(tensors)
+    for name in tensors:
+        base = name.removesuffix(f".{scheme.parts[0]}")
+        if base != name:
+            given = {part: found.pop(f"{base}.{part}", None) for part in scheme.parts}
+            if absent := [part for part, tensor in given.items() if tensor is None and part != "g_idx"]:
+                raise CheckpointError(f"{source}: {name} is there, but not {', '.join(absent)} beside it. Download it again")
+            found[f"{base}.weight"] = _join(scheme, {p: t for p, t in given.items() if t is not None}, f"{source}: {base}")
+    return found
+
+
+def _join(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> StoredTensor:
+    form = scheme.form
+    try:
+        outputs, inputs = scheme.shape(parts)
+    except (IndexError, ValueError):
+        shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in parts.items())
+        raise CheckpointError(f"{what} has tensors of strange shapes: {shapes}") from None
+
+    def read() -> tuple[Tensor, Tensor, Tensor | None]:
+        codes, scale, zeros = scheme.read({name: part.read() for name, part in parts.items()})
+        groups = inputs // form.group
+        if codes.shape != (outputs, inputs // 2) or scale.shape != (outputs, groups) or inputs % form.group:
+            raise CheckpointError(f"{what} is not {outputs} x {inputs} in groups of {form.group}, as its tensors' shapes say")
+        return codes, scale, zeros
+
+    def codes() -> QuantWeight:
+        packed, scale, zeros = read()
+        half = scale.half()
+        if not torch.equal(half.to(scale.dtype), scale):
+            raise CheckpointError(f'{what} has scales that float16 cannot hold: load it with quantization="none"')
+        if form.least:
+            zeros = torch.full_like(half, 8.0) if zeros is None else zeros
+            return QuantWeight(form, inputs, packed, half, (-zeros.float() * half.float()).half())
+        if zeros is not None and bool((zeros != 8).any()):
+            raise CheckpointError(f'{what} has zeros that are not 8, though it is said to be symmetric: use quantization="none"')
+        return QuantWeight(form, inputs, packed, half, None)
+
+    def numbers() -> Tensor:
+        packed, scale, zeros = read()
+        plain = QuantWeight(Format(4, form.group), inputs, packed, scale, None)
+        shift = 8.0 if zeros is None else zeros.float().repeat_interleave(form.group, 1)
+        return (plain.unpacked().float() - shift) * scale.float().repeat_interleave(form.group, 1)
+
+    return StoredTensor((outputs, inputs), sum(part.nbytes for part in parts.values()), numbers, form, codes)
+
+
+# ---- how each method says what it did ---------------------------------------------------------------------
+
+
+def _scheme(about: dict[str, Any], where: str) -> Scheme:
+    method = about["quant_method"]
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{where}: weights quantised by {method!r} are not read; known are octavo, {', '.join(METHODS)}. "
+            "Take the checkpoint it was made from, and --quant"
+        )
+    if method == "compressed-tensors":
+        return _compressed(about, where)
+    _want(where, "bits", about.get("bits"), 4)
+    group: Any = about.get("group_size")
+    if method == "gptq":
+        _want(where, "desc_act", about.get("desc_act", False), False)
+        symmetric, first = about.get("sym", True) is True, about.get("checkpoint_format", "gptq")
+        _want(where, "checkpoint_format", first, "gptq", "gptq_v2")
+        return Scheme(
+            _form(group, not symmetric, where),
+            ("qweight", "qzeros", "scales", "g_idx"),
+            lambda parts: _read_gptq(parts, group, 1 if first == "gptq" else 0, where),
+            lambda parts: (parts["qweight"].shape[1], parts["qweight"].shape[0] * 8),
+        )
+    _want(where, "version", str(about.get("version", "gemm")).lower(), "gemm")
+    return Scheme(
+        _form(group, True, where),
+        ("qweight", "qzeros", "scales"),
+        _read_awq,
+        lambda parts: (parts["qweight"].shape[1] * 8, parts["qweight"].shape[0]),
+    )
+
+
+def _compressed(about: dict[str, Any], where: str) -> Scheme:
+    _want(where, "format", about.get("format"), "pack-quantized")
+    groups: Any = about.get("config_groups")
+    weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, dict) else []
+    if not weights or any(w != weights[0] for w in weights):
+        raise CheckpointError(f"{where}: quantization_config.config_groups must hold one way to quantise weights")
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
+    for field, value in wanted.items():
+        _want(where, field, weights[0].get(field, value), value)
+    for entry in groups.values():
+        _want(where, "input_activations", entry.get("input_activations"), None)
+    return Scheme(
+        _form(weights[0].get("group_size"), False, where),
+        ("weight_packed", "weight_scale", "weight_shape"),
+        lambda parts: (_bytes(parts["weight_packed"]), parts["weight_scale"], None),
+        lambda parts: (parts["weight_packed"].shape[0], parts["weight_packed"].shape[1] * 8),
+    )
+
+
+def _want(where: str, field: str, given: Any, *allowed: Any) -> None:
+    if given not in allowed:
+        names = " or ".join(map(repr, allowed))
+        raise CheckpointError(f"{where}: quantization_config has {field} {given!r}, and only {names} is read")
+
+
+def _form(group: Any, least: bool, where: str) -> Format:
+    _want(where, "group_size", group, *quant.GROUPS)
+    return Format(4, group, least)
+
+
+# ---- codes --------------------------------------------------------------------------------------------------
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """int32 [n, m], eight codes each -> [n, 4 m], two neighbours in a byte: the same bits."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 [n, m] -> the codes in their order, [n, 8 m] uint8."""
+    pairs = _bytes(words)
+    return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
+
+
+def _read_gptq(parts: dict[str, Tensor], group: int, add: int, where: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """add: what the first version of the format leaves out of its zeros."""
+    codes, index = _bytes(parts["qweight"].t()), parts.get("g_idx")
+    if index is not None and not torch.equal(index.long(), torch.arange(2 * codes.shape[1]) // group):
+        raise CheckpointError(f"{where}: inputs are grouped in another order than they have (desc_act), which is not read")
+    return codes, parts["scales"].t(), _nibbles(parts["qzeros"]).t() + add
+
+
+def _read_awq(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def outputs_in_order(words: Tensor) -> Tensor:
+        return _nibbles(words).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).t()
+
+    codes = outputs_in_order(parts["qweight"])
+    return codes[:, 0::2] | codes[:, 1::2] << 4, parts["scales"].t(), outputs_in_order(parts["qzeros"])

@@ -1,0 +1,174 @@
+"""What a beam search does to plans, queues and blocks. That it finds the right texts is test_equivalence.py's matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core import trace
+from octavo.core.engine import Engine
+from octavo.core.policy import Fair
+from octavo.errors import InvalidRequest
+from octavo.types import Output, Plan, Request, SamplingParams
+from tests import oracle
+from tests.fake_runner import Handle
+from tests.toy_guide import ToyGuide
+from tests.workloads import check_beams, make_engine
+
+
+def request(name: str, width: int = 4, length: int = 8, prompt: int = 6, **options: Any) -> Request:
+    fields = {"n": 2, "best_of": width, "use_beam_search": True, "max_tokens": length, **options}
+    return Request(name, [ord(name[0]) % oracle.VOCAB + 1, *range(1, prompt)], SamplingParams(**fields))
+
+
+def plain(name: str, length: int = 8, **options: Any) -> Request:
+    return Request(name, [9, 8, 7], SamplingParams(max_tokens=length, ignore_eos=True, seed=1, **options))
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
+    found: dict[str, list[Output]] = {}
+    for one in requests:
+        engine.add(one)
+    while not engine.idle:
+        for out in engine.step():
+            found.setdefault(out.request_id, []).append(out)
+        engine.scheduler.check()
+    engine.scheduler.pool.check([])
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_search_is_told_of_once_and_at_its_end(depth: int) -> None:
+    one, other = request("a"), request("b", width=3, ignore_eos=True)
+    found = run(make_engine(60, 4, rows=8, budget=16, depth=depth), one, other)
+    for asked in (one, other):
+        check_beams(asked, found[asked.id])
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_beams_sit_out_until_all_have_reported_and_others_go_on(depth: int) -> None:
+    engine = make_engine(60, 4, rows=8, budget=16, depth=depth)
+    engine.add(plain("other", 20))
+    engine.add(request("a", width=3, length=6, ignore_eos=True))
+    scheduler = engine.scheduler
+    first, second = scheduler.plan(), scheduler.plan()
+    assert [len(p.items) for p in (first, second)] == [2, 1]
+    scheduler.commit(first, engine.runner.launch(first).wait())
+    third, fourth = scheduler.plan(), scheduler.plan()
+    assert len(third.items) == 4 and len(third.rows) >= 2, "three beams, of which two were forked"
+    assert len(fourth.items) == 1
+
+
+def test_forks_share_blocks_and_copy_the_one_they_write() -> None:
+    engine = make_engine(60, 4, rows=8, budget=32, depth=1)
+    engine.add(request("a", width=4, length=4, prompt=10, ignore_eos=True))
+    engine.step()
+    beams = engine.scheduler.decoding
+    assert len(beams) == 4 and len({tuple(s.table) for s in beams}) == 1 and engine.scheduler.pool.refs[beams[0].table[0]] == 4
+    engine.step()
+    assert engine.scheduler.count.copies == 3, "10 tokens end in the middle of the third block, and one keeps it"
+    assert len({tuple(s.table[:2]) for s in engine.scheduler.decoding}) == 1, "what was full is shared for good"
+
+
+def test_a_row_is_written_anew_only_where_the_device_chose_otherwise() -> None:
+    engine = make_engine(60, 4, rows=8, budget=32, depth=1)
+    engine.add(request("a", width=1, n=1, length=10, prompt=4, ignore_eos=True))
+    rows = []
+    while engine.scheduler.live:
+        plan = engine.scheduler.plan()
+        rows.append(len(plan.rows))
+        engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
+    assert rows == [1] + [0] * 9, "one beam always takes the likeliest token, which the device has taken too"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("blocks", "rows"), [(60, 1), (60, 2), (60, 3), (8, 8), (5, 8), (4, 8), (4, 1)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_search_that_does_not_fit_at_once_goes_through_in_turns(depth: int, blocks: int, rows: int, caching: bool) -> None:
+    asked = request("a", width=5, length=11, ignore_eos=True)  # 16 tokens are computed: 4 blocks, one sequence's worth
+    engine = make_engine(blocks, 4, rows=rows, budget=8, depth=depth, caching=caching)
+    found = run(engine, asked, plain("later", 10))
+    check_beams(asked, found["a"])
+    assert engine.scheduler.count.preemptions > 0
+
+
+def test_where_there_is_room_nobody_gives_way() -> None:
+    engine = make_engine(100, 4, rows=16, budget=64, depth=2)
+    run(engine, request("a", 5), request("b", 4), plain("c"))
+    assert engine.scheduler.count.preemptions == 0
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_aborted_search_ends_as_often_as_it_was_asked_for(steps: int, depth: int) -> None:
+    engine = make_engine(60, 4, rows=3, budget=16, depth=depth)
+    engine.add(request("a", width=5, length=12, ignore_eos=True))
+    for _ in range(steps):
+        assert engine.step() == []
+    assert [(out.index, out.finish_reason) for out in engine.abort("a")] == [(0, "abort"), (1, "abort")]
+    while not engine.idle:
+        assert engine.step() == []
+    engine.scheduler.check()
+    engine.scheduler.pool.check([])
+    assert not engine.scheduler.searches and not engine.scheduler.plan().work
+
+
+def test_a_step_that_fails_ends_the_search_and_no_other() -> None:
+    engine = make_engine(60, 4, rows=8, budget=16, depth=1)
+    launch, count = engine.runner.launch, 0
+
+    def broken(plan: Plan) -> Handle:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise RuntimeError("lost")
+        return launch(plan)  # type: ignore[return-value]
+
+    engine.runner.launch = broken  # type: ignore[method-assign]
+    found = run(engine, request("a", ignore_eos=True))
+    assert [(out.index, out.finish_reason) for out in found["a"]] == [(0, "error"), (1, "error")]
+    later = request("b")
+    check_beams(later, run(engine, later)["b"])
+
+
+def test_what_beams_share_is_charged_once() -> None:
+    engine = make_engine(100, 4, rows=16, budget=64, depth=1, policy="fair")
+    run(engine, request("a", width=4, length=6, prompt=10, ignore_eos=True))
+    assert isinstance(engine.scheduler.policy, Fair)
+    (served,) = engine.scheduler.policy.served.values()
+    assert 10 + 5 <= served <= 10 + 4 * 6
+
+
+def test_beams_that_lost_leave_no_trace(tmp_path: Path) -> None:
+    engine = make_engine(100, 4, rows=16, budget=64, depth=1)
+    engine.scheduler.recorder = trace.Recorder(tmp_path / "trace")
+    asked = request("a", width=4, length=6, prompt=10, ignore_eos=True)
+    asked.arrival = 1.0
+    run(engine, asked)
+    entries = trace.read(str(tmp_path / "trace"))
+    assert [(e.prompt, e.output) for e in entries] == [(10, 5)] * 4
+
+
+def test_the_cache_has_what_a_search_computed() -> None:
+    engine = make_engine(100, 4, rows=8, budget=64, depth=2)
+    asked = request("a", width=3, length=9, prompt=10, ignore_eos=True)
+    first = run(engine, asked)["a"]
+    assert all(out.cached_tokens == 0 for out in first)
+    again = Request("again", asked.prompt + first[0].tokens, SamplingParams(max_tokens=1))
+    (out,) = run(engine, again)["again"]
+    assert out.cached_tokens == 16, "of 19 tokens"
+    asked.id = "b"
+    assert [out.cached_tokens for out in run(engine, asked)["b"]] == [8, 8]
+
+
+@pytest.mark.parametrize("fields", [{"guide": ToyGuide(1)}, {"stop_token_ids": list(range(1, 47))}])
+def test_what_cannot_go_on_in_so_many_ways_is_refused(fields: dict[str, Any]) -> None:
+    guide = fields.pop("guide", None)
+    asked = request("a", **fields)
+    asked.guide = guide
+    engine = make_engine(60, 4, rows=8, budget=16, depth=1)
+    with pytest.raises(InvalidRequest, match="4 beams are not possible") as caught:
+        engine.add(asked)
+    assert caught.value.code == "unsupported_parameter" and engine.idle and not engine.scheduler.searches
