@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,13 @@ class Observed:
         return self.runner.launch(plan)
 
 
+class DeviceLost(OctavoError):
+    """After an illegal access or a failed assertion on the device nothing more can be computed in this process."""
+
+
 class EngineLoop:
+    alive: Callable[[], bool] = staticmethod(lambda: True)  # whether the device still computes: asked when a step has failed
+
     def __init__(self, engine: Engine, link: Link, guides: Guides | None = None, check_interval: float = 0.0):
         self.engine, self.link, self.guides = engine, link, guides
         self.check_interval, self.checked = check_interval, time.monotonic()
@@ -135,6 +142,8 @@ class EngineLoop:
                 self._take(message)
             self._release()
             outputs = engine.step()
+            if any(out.finish_reason == "error" and out.code is None for out in outputs) and not self.alive():
+                raise DeviceLost("the device computes no more")
             self.send(outputs)
             now, resting = time.monotonic(), engine.idle and not self.held
             if self.check_interval and now - self.checked > self.check_interval:
@@ -329,6 +338,19 @@ def canary(engine: Engine) -> None:
                 raise OctavoError(f"the model loads but does not run: {out.error}")
 
 
+def device_alive(llm: LLM) -> bool:
+    """An error on a GPU stays, and every later call reports it: then only a new process helps."""
+    if llm.device.type != "cuda":
+        return True
+    import torch
+
+    try:
+        torch.cuda.synchronize(llm.device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def die_with_parent() -> None:
     """Even if the front is killed outright. Elsewhere than on Linux the lost pulse's broken pipe has to do."""
     if sys.platform == "linux":
@@ -358,7 +380,12 @@ def main(address: str, stacks: int) -> int:
         return 2
     pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
     link.send(Ready())
-    pulse.loop.run()
+    pulse.loop.alive = lambda: device_alive(llm)  # type: ignore[method-assign]
+    try:
+        pulse.loop.run()
+    except DeviceLost as error:
+        log.critical("%s: this process ends, and another is started", error)
+        os._exit(3)  # nothing that touches the device would come to an end
     llm.close()
     return 0
 

@@ -14,7 +14,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
-from octavo.serve.engine_process import EngineLoop
+from octavo.serve.engine_process import DeviceLost, EngineLoop
 from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
 from octavo.serve.metrics import Metrics
 from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
@@ -213,3 +213,20 @@ def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(caplog
     assert dump["sequences"][0]["request"] == "b" and dump["scheduler"]["check_failures"] == 1
     outputs = [out for m in loop.link.sent if isinstance(m, News) for out in m.outputs]  # type: ignore[attr-defined]
     assert sum(len(out.tokens) for out in outputs if out.request_id == "b") == 3
+
+
+def test_a_step_that_fails_on_a_lost_device_ends_the_process_and_another_failure_does_not() -> None:
+    for alive in (True, False):
+        schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200)
+        scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
+        runner, link = FakeRunner(50, 4), FakeLink([add("a", 5, max_tokens=8), *[None] * 20])
+        runner.failing, runner.failures = 1.0, 1
+        loop = EngineLoop(Engine(scheduler, runner), link)  # type: ignore[arg-type]
+        loop.alive = lambda alive=alive: alive  # type: ignore[method-assign, misc]
+        if alive:
+            loop.run()
+            assert any(out.finish_reason == "error" for m in link.sent if isinstance(m, News) for out in m.outputs)
+        else:
+            with pytest.raises(DeviceLost):
+                loop.run()
+            assert not any(isinstance(m, News) for m in link.sent), "the front says what became of them when it misses us"
