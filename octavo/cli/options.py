@@ -132,6 +132,7 @@ class EngineOptions(SizeOptions):
     record_trace: Annotated[
         Path | None, option("Write arrivals and lengths here, for octavo simulate.", "Scheduling", "FILE")
     ] = None
+    kv_canary: Annotated[bool, flag("--kv-canary", "Check all KV that is read, slowly: for debugging.", "Memory")] = False
     no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")] = False
     load_format: Annotated[str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")] = "auto"
     tokenizer: Annotated[Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")] = None
@@ -163,6 +164,7 @@ class EngineOptions(SizeOptions):
             max_batch=self.max_batch,
             window_ms=self.window_ms,
             target_ms=self.target_ms,
+            kv_canary=self.kv_canary,
             record_trace=None if self.record_trace is None else str(self.record_trace),
         )
 

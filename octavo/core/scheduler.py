@@ -599,7 +599,8 @@ class Scheduler:
         self._extend_hashes(seq, full)
         for j in range(seq.published, full):
             parent = seq.hashes[j - 1] if j else b""
-            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size], parent)
+            tokens = seq.tokens[j * size : (j + 1) * size]
+            self.pool.publish(seq.table[j], seq.hashes[j], tokens, parent, seq.request.key)
             self.computing.pop(seq.hashes[j], None)
         seq.published = full
 
