@@ -72,6 +72,9 @@ class CacheConfig:
     host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
     disk: bool = False  # and whether there is a disk behind it
     block_bytes: int = 0
+    eviction: str = "none"  # what leaves the cache of a sequence that has grown to its budget: octavo/core/eviction.py
+    budget: int = 0  # positions of one sequence, where something leaves
+    sinks: int = 1  # its first blocks, which stay
 
 
 @dataclass(frozen=True)

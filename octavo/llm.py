@@ -23,9 +23,10 @@ from typing import Any, TypeAlias
 import torch
 
 from octavo.collect import Collector
-from octavo.config import ModelConfig, ScheduleConfig
+from octavo.config import CacheConfig, ModelConfig, ScheduleConfig
 from octavo.core.batching import former
 from octavo.core.engine import Engine
+from octavo.core.eviction import check_eviction
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Recorder
@@ -33,11 +34,11 @@ from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
 from octavo.memory import (
     BLOCK_SIZE,
     DISK_GIB,
+    KV_BUDGET,
     STAGING,
     MemoryPlan,
     activation_bytes,
     available_memory,
-    kv_budget,
     parameter_count,
     parse_kv_dtype,
     size_pool,
@@ -45,12 +46,13 @@ from octavo.memory import (
     step_tokens,
     weight_bytes,
 )
+from octavo.memory import kv_budget as kv_memory
 from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.fingerprint import fingerprint
 from octavo.model.load import load_model
 from octavo.ops import select
-from octavo.ops.kv import dtype_name
+from octavo.ops.kv import LARGEST, dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
@@ -102,6 +104,9 @@ class LLM:
         swap_space: float | None = None,
         kv_disk_path: str | Path | None = None,
         kv_disk_gib: float = DISK_GIB,
+        kv_eviction: str = "none",
+        kv_budget: int | None = None,
+        kv_sinks: int = 1,
         enforce_eager: bool = False,
         depth: int | None = None,
         scheduling_policy: str = "fcfs",
@@ -132,8 +137,10 @@ class LLM:
         check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
         if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
             raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
-        if kv_canary and (swap_space or kv_disk_path is not None):
-            raise InvalidRequest("kv_canary knows the device alone: leave out swap_space and kv_disk_path", "kv_canary")
+        if kv_canary and (swap_space or kv_disk_path is not None or kv_eviction != "none"):
+            raise InvalidRequest(
+                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, kv_eviction", "kv_canary"
+            )
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
@@ -177,11 +184,12 @@ class LLM:
         )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
-        kv_bytes = kv_budget(self.device, gpu_memory_utilization, activations + staging)
+        kv_bytes = kv_memory(self.device, gpu_memory_utilization, activations + staging)
         cache, max_model_len = size_pool(
             self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
         )
         self.schedule = replace(schedule, max_model_len=max_model_len)
+        cache = self._bound(cache, kv_eviction, kv_budget, kv_sinks, max_model_len)
         kv_token = self.config.kv_bytes_per_token(kv_name)
         spare = available_memory(torch.device("cpu"))[0] - (0 if on_gpu else cache.num_blocks * block_size * kv_token)
         host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare)
@@ -199,7 +207,8 @@ class LLM:
         )
         graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
         canary = Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
-        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers, canary)
+        evicting = kv_eviction != "none"
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers, canary, evicting)
         self.seed = seed
         self.engine = self.new_engine(self.schedule)
         if record_trace is not None:
@@ -215,6 +224,31 @@ class LLM:
         if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
             scheduler.tiers.on_disk = set(tiers.disk.known)
         return Engine(scheduler, self.runner)
+
+    def _bound(self, cache: CacheConfig, eviction: str, budget: int | None, sinks: int, max_model_len: int) -> CacheConfig:
+        """What leaves the cache of a sequence that has grown to its budget, if anything does."""
+        check_whole("kv_sinks", sinks, 0)
+        if budget is not None:
+            check_whole("kv_budget", budget, 1)
+            if eviction == "none":
+                raise InvalidRequest("kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy", "kv_budget")
+        if budget is None:
+            budget = min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size
+        cache = replace(cache, eviction=eviction, budget=budget, sinks=sinks)
+        check_eviction(cache, max_model_len)
+        if eviction != "none" and self.model.angles(0) is None:
+            raise InvalidRequest(
+                f"kv_eviction {eviction} moves keys to other positions, which those of {self.config.architecture} cannot: its "
+                "positions are learned, not rotated. Use kv_eviction none",
+                "kv_eviction",
+            )
+        if eviction != "none" and self.kv_dtype in LARGEST:
+            raise InvalidRequest(
+                f"kv_eviction {eviction} moves keys to other positions, and compressed ones would lose by it each time: "
+                "use kv_cache_dtype auto",
+                "kv_eviction",
+            )
+        return cache
 
     def _open_disk(self, directory: Path, limit: int, kv: KVStore, kv_name: str) -> Disk:
         """What is on disk is this model's if the weights, the kernels and the layout of KV are the same."""

@@ -22,6 +22,7 @@ STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
 STAGING = {"cuda": 2**27, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
 DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
 DISK_GIB = 16.0  # of a disk, likewise
+KV_BUDGET = 1024  # positions of a sequence whose cache is bounded, likewise
 CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
 
 

@@ -339,6 +339,9 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int]  # committing one of these ends it
     status: Status = Status.WAITING
+    dropped: int = 0  # tokens that left its cache (octavo/core/eviction.py): they are gone from `tokens`, too, and off
+    dropped_prompt: int = 0  # `limit` and `prompt_len`, so that all of these count positions. Of them the prompt's
+    mass: list[float] = field(default_factory=list)  # attention that each logical block got, where that decides what leaves
     table: list[int] = field(default_factory=list)  # logical block -> physical block
     hashes: list[bytes] = field(default_factory=list)  # content chain of its full blocks
     published: int = 0  # leading blocks already offered to the prefix cache
@@ -362,6 +365,11 @@ class Sequence:
     def params(self) -> SamplingParams:
         return self.request.params
 
+    @property
+    def prompt_kept(self) -> int:
+        """Leading tokens that are the prompt's."""
+        return self.prompt_len + self.dropped - self.dropped_prompt
+
 
 # ---- one step -----------------------------------------------------------------------------------
 
@@ -377,6 +385,7 @@ class Item(NamedTuple):
     sample: bool
     end: int  # upper bound on start + num: what attention may have to read
     prompt_logprobs: int | None = None  # this many top logprobs for each position computed
+    mass: bool = False  # tell how its attention is spread over the blocks of its cache
 
 
 class NewRow(NamedTuple):
@@ -388,11 +397,13 @@ class NewRow(NamedTuple):
     tokens: array[int]
     computed: int
     table: list[int]
-    prompt_len: int
+    prompt_len: int  # leading tokens that are the prompt's
     seed: int
     stop_ids: frozenset[int]
     params: SamplingParams
     logprobs: int | None = None  # of each token sampled, and of so many of the likeliest
+    offset: int = 0  # tokens that were dropped: a position of the text is one of the cache and this
+    said: int = 0  # how many of those were generated
 
 
 class Save(NamedTuple):
@@ -420,6 +431,7 @@ class Plan:
     stores: list[tuple[int, int]] = field(default_factory=list)  # block, host slot: before anything overwrites the block
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy on write: from block, to block
     loads: list[tuple[int, int]] = field(default_factory=list)  # host slot, block
+    shifts: list[tuple[int, int]] = field(default_factory=list)  # block, by how many positions its keys move towards the front
     rows: list[NewRow] = field(default_factory=list)
     appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
     items: list[Item] = field(default_factory=list)
@@ -464,6 +476,7 @@ class StepResult:
     tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # item -> of the token AFTER each position computed
+    mass: dict[int, list[float]] = field(default_factory=dict)  # item -> part of its attention that each logical block got
     seconds: float = 0.0  # the device took for the items; 0: nobody measured
     load_seconds: float = 0.0  # and for the loads
     news: list[DiskNews] = field(default_factory=list)

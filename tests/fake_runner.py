@@ -51,6 +51,7 @@ class Row:
     table: list[int]
     seed: int
     logprobs: int | None
+    offset: int
 
 
 class FakeRunner:
@@ -78,6 +79,7 @@ class FakeRunner:
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs]] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        mass: dict[int, list[float]] = {}
         seen: set[int] = set()
         for i, item in enumerate(plan.items):
             assert item.row not in seen, "a row twice in one plan"
@@ -94,18 +96,20 @@ class FakeRunner:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
                 entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
                 if row.logprobs is None:
-                    new = [oracle.model(entries, row.seed, plan.masks.get(i))]  # type: ignore[arg-type]
+                    new = [oracle.model(entries, row.seed, plan.masks.get(i), row.offset + row.computed)]  # type: ignore[arg-type]
                 else:
                     found = [ranked(oracle.logprobs(entries), row.logprobs)]  # type: ignore[arg-type]
                     new = [found[0].token]
                 row.tokens += new
+                if item.mass:
+                    mass[i] = oracle.attention(entries, self.size)  # type: ignore[arg-type]
             tokens.append(new)
             logprobs.append(found)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
                 after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
                 prompt_logprobs[i] = [TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)]
         self._ask_disk(plan)
-        result = StepResult(tokens, logprobs, prompt_logprobs)
+        result = StepResult(tokens, logprobs, prompt_logprobs, mass)
         if self.host:
             result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
 
@@ -175,6 +179,9 @@ class FakeRunner:
         assert len({b for _, b in plan.loads}) == len(plan.loads), "two loads to one block"
         for slot, b in plan.loads:
             self.kv[b] = list(self.host[slot])
+        assert len({b for b, _ in plan.shifts}) == len(plan.shifts), "a block moves twice"
+        for b, by in plan.shifts:
+            self.kv[b] = [None if e is None else (e[0], e[1] - by) for e in self.kv[b]]
         assert len({r.row for r in plan.rows}) == len(plan.rows), "a row given out twice"
         for r in plan.rows:
             self.rows[r.row] = self._row(r)
@@ -184,7 +191,7 @@ class FakeRunner:
             table[j : j + 1] = [block]
 
     def _row(self, r: NewRow) -> Row:
-        return Row(list(r.tokens), r.computed, list(r.table), r.seed, r.logprobs)
+        return Row(list(r.tokens), r.computed, list(r.table), r.seed, r.logprobs, r.offset)
 
 
 def ranked(logprobs: list[float], count: int) -> TokenLogprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.config import CacheConfig, ScheduleConfig
@@ -46,6 +46,7 @@ class Trial:
     host_tokens: int = 0
     disk_tokens: int = 0
     misses: int = 0
+    dropped: int = 0  # blocks that left full caches
     settings: dict[str, object] = field(default_factory=dict)
 
 
@@ -61,10 +62,13 @@ def make_engine(
     host: int = 0,
     disk: FakeDisk | None = None,
     seed: int = 0,
+    keep: tuple[int, int] | None = None,
     **options: Any,
 ) -> Engine:
-    """`options`: ScheduleConfig's. Time stands still but for the clock's owner."""
+    """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. Time stands still but for the clock's owner."""
     cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
+    if keep is not None:
+        cache = replace(cache, eviction="sinks", sinks=keep[0], budget=keep[1] * block_size)
     schedule, clock = ScheduleConfig(rows, budget, max_len, depth, **options), clock or Clock()
     scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
     if scheduler.tiers is not None and disk is not None:
@@ -135,9 +139,17 @@ def check_beams(r: Request, found: list[Output]) -> None:
         assert out.finish_reason == ("stop" if stopped else "length")
 
 
-def trial(seed: int, policy: str | None = None, batching: str | None = None, guided: bool = False, beams: bool = False) -> Trial:
+def trial(
+    seed: int,
+    policy: str | None = None,
+    batching: str | None = None,
+    guided: bool = False,
+    beams: bool = False,
+    evict: bool = False,
+) -> Trial:
     """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
-    requests follow guides, several of them the same. `beams`: some are beam searches."""
+    requests follow guides, several of them the same. `beams`: some are beam searches. `evict`: caches are
+    bounded, and generation goes on beyond the context."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -155,16 +167,26 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     guides = [ToyGuide(g.randrange(1000)) for _ in range(2)] if guided else []
     for i in range(g.randrange(3, 14)):
         todo.append(random_request(g, i, bases, todo, guides))
+    keep: tuple[int, int] | None = None
+    if evict:
+        own = random.Random(f"evict {seed}")
+        sinks = own.choice([0, 1, 1, 2])
+        keep = sinks, own.randrange(sinks + 2, max(sinks + 3, 40 // size))
+        blocks = own.choice([keep[1], keep[1] + 2, blocks])
+        for r in todo:
+            r.prompt = r.prompt[: own.choice([4, keep[1] * size, keep[1] * size])]
+            r.params = replace(r.params, max_tokens=own.choice([None, own.randrange(1, 90), own.randrange(1, 90)]))
     for r in todo if beams else ():
         if r.guide is None and g.random() < 0.4:
             r.params = random_beams(g)
     requests = {r.id: r for r in todo}
     if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
-        earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed)
+        earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed, keep=keep)
         for r in todo:
             earlier.add(r)
         run_dry(earlier)
-    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, host=host, disk=disk, seed=seed + 1, **modes)
+    tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep)
+    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes)  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
     assert isinstance(runner, FakeRunner)
     if dice.random() < 0.3:  # few, like the aborts
@@ -175,7 +197,7 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
     searched: dict[str, list[Output]] = {}
     aborted: set[str] = set()
     result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching, **modes))
-    result.settings |= dict(host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
+    result.settings |= dict(keep=keep, host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
     def take(outputs: list[Output]) -> None:
         for out in outputs:
@@ -236,14 +258,18 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
             continue
         for index in range(r.params.n):
             key = (r.id, index)
-            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide)
+            kept = None if keep is None else (keep[0] * size, keep[1] * size, size)
+            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide, kept)
             assert key in ended, f"{key} never ended"
             if r.id in aborted or ended[key] == "error":
                 have = got.get(key, [])
                 assert have == want[: len(have)], f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
             else:
                 assert got[key] == want, f"trial {seed} {key} {result.settings}: {got[key]} instead of {want}"
-                length = len(r.prompt) + len(want) == min(len(r.prompt) + (r.params.max_tokens or MAX_LEN), MAX_LEN)
+                longest = MAX_LEN - len(r.prompt)
+                if r.params.max_tokens is not None:
+                    longest = r.params.max_tokens if evict else min(longest, r.params.max_tokens)
+                length = len(want) == longest
                 ends = not r.params.ignore_eos or r.guide is not None
                 stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and ends)
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
@@ -251,7 +277,7 @@ def trial(seed: int, policy: str | None = None, batching: str | None = None, gui
             result.guided += r.guide is not None
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
-    result.recomputed = count.recomputed_tokens
+    result.recomputed, result.dropped = count.recomputed_tokens, count.dropped_blocks
     tiers = count.tiers
     result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
     return result

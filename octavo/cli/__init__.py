@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 from octavo import __version__
-from octavo.cli import bench_scheduling, chat, complete, doctor, plan, quantize, serve, simulate
+from octavo.cli import bench_eviction, bench_scheduling, chat, complete, doctor, plan, quantize, serve, simulate
 
+BENCHES = (bench_scheduling, bench_eviction)  # and bench: all add to one group of commands
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",
@@ -32,7 +33,7 @@ app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
 app.command(rich_help_panel="Measure")(simulate.simulate)
-app.add_typer(bench_scheduling.app, name="bench", rich_help_panel="Measure")
+app.add_typer(BENCHES[0].app, name="bench", rich_help_panel="Measure")
 
 
 def show_version(wanted: bool) -> None:

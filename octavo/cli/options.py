@@ -133,6 +133,10 @@ class EngineOptions(SizeOptions):
         Path | None, option("Write arrivals and lengths here, for octavo simulate.", "Scheduling", "FILE")
     ] = None
     kv_canary: Annotated[bool, flag("--kv-canary", "Check all KV that is read, slowly: for debugging.", "Memory")] = False
+    kv_eviction: Annotated[
+        str, option("none, sinks or heavy: what leaves the KV of a sequence that has grown to its budget.", "Memory", "NAME")
+    ] = "none"
+    kv_budget: Annotated[int | None, option("That many tokens, for endless replies; 1K.", "Memory", "N", parser=size)] = None
     no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")] = False
     load_format: Annotated[str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")] = "auto"
     tokenizer: Annotated[Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")] = None
@@ -155,6 +159,8 @@ class EngineOptions(SizeOptions):
             swap_space=self.kv_host_gib,
             kv_disk_path=None if self.kv_disk is None else str(self.kv_disk),
             kv_disk_gib=self.kv_disk_gib,
+            kv_eviction=self.kv_eviction,
+            kv_budget=self.kv_budget,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             depth=self.depth,

@@ -62,14 +62,18 @@ class BlockPool:
         block, _ = self.free.popitem(last=False)
         if self.owner[block] and self.hash[block] is not None:
             block = self._instead_of(block)
+        self.evictions += self.hash[block] is not None
+        self.withdraw(block)
+        self.refs[block] = 1
+        return block
+
+    def withdraw(self, block: int) -> None:
+        """It is about to be overwritten: what it holds can no longer be found."""
         if (h := self.hash[block]) is not None:
             if content := self.content(h):
                 self.evicted.append(content)
             self.hash[block] = self.tokens[block] = None
             del self.index[h]
-            self.evictions += 1
-        self.refs[block] = 1
-        return block
 
     def _instead_of(self, oldest: int) -> int:
         """The block that gives way, which is the oldest one if its owner has more than a fair share."""

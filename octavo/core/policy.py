@@ -121,7 +121,7 @@ class Fair(Policy):
             del self.live[key]
 
     def _given(self, seq: Sequence, upto: int) -> int:
-        return max(upto - seq.shared, 0)  # a request's completions share its prompt, its beams more
+        return max(upto + seq.dropped - seq.shared, 0)  # a request's completions share its prompt, its beams more
 
     def look(self, scheduler: Scheduler) -> None:
         counter = dict(self.served)

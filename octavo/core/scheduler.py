@@ -28,6 +28,7 @@ from operator import attrgetter
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.batching import Form, Pace, former
 from octavo.core.blocks import BlockPool, chain, root
+from octavo.core.eviction import check_eviction, drop, looks, pick, weigh
 from octavo.core.groups import BeamSearch, go_on
 from octavo.core.policy import find_policy
 from octavo.core.tiers import TierCounters, Tiers
@@ -53,6 +54,7 @@ from octavo.types import (
 
 by_rank = attrgetter("rank")
 LAST: Rank = (math.inf, sys.maxsize, 0)
+NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that of a text
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Counters:
     computed_tokens: int = 0
     generated_tokens: int = 0
     copies: int = 0
+    dropped_blocks: int = 0  # that left a full cache
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again by those who were preempted
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
@@ -86,7 +89,10 @@ class Scheduler:
                 f"({schedule.max_num_seqs}): every running sequence needs one token of the budget",
                 "max_num_batched_tokens",
             )
-        self.pool = BlockPool(cache.num_blocks, cache.block_size)
+        check_eviction(cache, schedule.max_model_len)
+        self.pool, self.cache = BlockPool(cache.num_blocks, cache.block_size), cache
+        self.most = sys.maxsize if cache.eviction == "none" else cache.budget  # positions of one sequence
+        self.heavy = cache.eviction == "heavy"
         self.caching, self.schedule = cache.prefix_caching, schedule
         self.vocab_size, self.eos_ids, self.seed = vocab_size, frozenset(eos_ids), seed
         self.policy, self.clock, self.form = find_policy(schedule.policy), clock, former(schedule)
@@ -144,8 +150,15 @@ class Scheduler:
                 f"the prompt has {len(prompt)} tokens, but the context holds {self.schedule.max_model_len} and one "
                 "must be left to generate: shorten the prompt or raise max_model_len"
             )
-        limit = len(prompt) + min(room, params.max_tokens or room)
-        need = -(-(limit - 1) // self.pool.size)  # the last token is sampled and never computed
+        if len(prompt) > self.most:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens, but a sequence keeps {self.most}: shorten the prompt or raise kv_budget"
+            )
+        if self.most < sys.maxsize and params.use_beam_search:
+            raise InvalidRequest("beams share what a bounded cache would move: use kv_eviction none, or no beam search", "n")
+        wanted = params.max_tokens or room
+        limit = len(prompt) + (min(room, wanted) if self.most == sys.maxsize else wanted)
+        need = -(-min(limit - 1, self.most) // self.pool.size)  # the last token is sampled and never computed
         if need > self.pool.num_blocks:
             raise KVCapacityExceeded(
                 f"request {request.id!r} needs {need} KV blocks of {self.pool.size} for {len(prompt)} prompt and "
@@ -311,6 +324,8 @@ class Scheduler:
                 continue
             if at >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
                 continue
+            if at >= self.most and seq.inflight:  # a block will leave its cache: when all that stands there has landed
+                continue
             j = at // size
             if j >= len(seq.table) or refs[seq.table[j]] > 1:
                 while not self._reserve(seq, 1, plan):
@@ -319,15 +334,19 @@ class Scheduler:
                     self._preempt(victim)
                     if victim is seq:
                         return len(items)
+                at = seq.planned
             seq.planned = at + 1
             seq.inflight += 1
             if seq.guide is not None:
                 plan.masks[len(items)] = seq.guide.mask
-            items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1))
+            look = self.heavy and looks(seq, at, self.cache)
+            items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1, None, look))
         return len(items)
 
     def _reserve(self, seq: Sequence, num: int, plan: Plan) -> bool:
         """Own every block that positions [planned, planned + num) will be written to. All of them or none."""
+        if seq.planned + num > self.most:
+            return self._evict(seq, plan)
         size, pool, table = self.pool.size, self.pool, seq.table
         first, last = seq.planned // size, (seq.planned + num - 1) // size
         shared = [j for j in range(first, min(last + 1, len(table))) if pool.refs[table[j]] > 1]
@@ -342,6 +361,29 @@ class Scheduler:
         for j in range(len(table), last + 1):
             table.append(pool.take())
             plan.appends.append((seq.row, j, table[j]))
+        return True
+
+    def _evict(self, seq: Sequence, plan: Plan) -> bool:
+        """A block leaves a full cache, those behind it move up, and there is one to write to. All of that or nothing. What
+        others hold or could find is not touched: it is copied, or taken out of the index."""
+        size, pool, table, j = self.pool.size, self.pool, seq.table, pick(seq, self.cache)
+        shared = sum(pool.refs[b] > 1 for b in table[j + 1 :])
+        if shared + 1 > len(pool.free) + (pool.refs[table[j]] == 1):
+            return False
+        pool.drop(table.pop(j))
+        for k in range(j, len(table)):
+            if pool.refs[old := table[k]] > 1:
+                table[k] = pool.take()
+                plan.copies.append((old, table[k]))
+                pool.drop(old)
+            pool.withdraw(table[k])
+            plan.shifts.append((table[k], size))
+        table.append(pool.take())
+        drop(seq, j, size)
+        seq.computed = seq.planned = seq.planned - size
+        seq.published = NEVER  # until it is computed anew, from the tokens that it kept
+        self.count.dropped_blocks += 1
+        plan.rows.append(self._new_row(seq))
         return True
 
     def _schedule(self, seq: Sequence, num: int, plan: Plan) -> None:
@@ -526,6 +568,8 @@ class Scheduler:
             count.computed_tokens += item.num
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 self._take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
+            if item.mass:
+                weigh(seq, result.mass[i])
             if caching and seq.computed >= (seq.published + 1) * size:
                 self._publish(seq)
             if new and seq.beam is not None:
@@ -625,10 +669,11 @@ class Scheduler:
         p, logprobs = seq.params, seq.params.logprobs
         if p.ranked:
             logprobs = max(logprobs or 0, self.searches[seq.request.id].candidates if p.use_beam_search else 0)
-        tokens, table = seq.tokens[:], list(seq.table)
+        tokens, table, said = seq.tokens[:], list(seq.table), seq.dropped - seq.dropped_prompt
         return NewRow(
-            seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_len, seq.seed, seq.stop_ids, p, logprobs
-        )
+            seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_kept, seq.seed, seq.stop_ids, p, logprobs,
+            seq.dropped, said,
+        )  # fmt: skip
 
     def flush(self) -> Plan:
         """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
@@ -659,6 +704,10 @@ class Scheduler:
         """Back to the queue. Its full blocks stay findable until their memory is needed."""
         seq.lost, seq.asked = seq.planned, -1
         self._release(seq)
+        if len(seq.tokens) > self.most:  # what would leave next is not computed again
+            drop(seq, pick(seq, self.cache), self.pool.size)
+        if seq.published == NEVER:  # the tokens that it kept are an ordinary text from here
+            seq.published = 0
         seq.status, seq.epoch, seq.preemptions = Status.WAITING, seq.epoch + 1, seq.preemptions + 1
         self.count.preemptions += 1
         self._return(seq)
@@ -691,7 +740,12 @@ class Scheduler:
             assert 0 <= s.inflight <= self.schedule.depth, f"{s.id}: {s.inflight} steps in flight"
             assert s.planned < s.limit, f"{s.id}: planned beyond its limit"
             assert (s.guide is None and s.beam is None) or s.planned <= len(s.tokens), f"{s.id}: planned beyond what was decided"
-            assert s.published <= s.computed // size, f"{s.id}: published blocks that are not computed"
+            assert s.published <= s.computed // size or s.published == NEVER, f"{s.id}: published blocks that are not computed"
+            assert len(s.table) * size <= self.most and s.dropped % size == 0, f"{s.id}: more blocks than its budget"
+            assert s.dropped == 0 or len(s.tokens) <= self.most + 1, f"{s.id}: keeps more tokens than its budget"
+            if s.published == NEVER and self.cache.eviction == "sinks":
+                moved = s.table[self.cache.sinks :]
+                assert all(self.pool.refs[b] == 1 and self.pool.hash[b] is None for b in moved), f"{s.id}: shares what was moved"
             for j in range(s.planned // size, len(s.table)):
                 assert self.pool.hash[s.table[j]] is None, f"{s.id}: would write to a published block"
         for queue in (self.waiting, self.prefilling, self.decoding):

@@ -16,6 +16,7 @@ import math
 import os
 import random
 import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -51,10 +52,11 @@ class Recorder:
         if output < 1 or not request.arrival:
             return
         blocks, parent = [], self.secret + root(request.cache_salt)
-        for at in range(0, len(seq.tokens) - BLOCK + 1, BLOCK):
-            parent = chain(parent, seq.tokens[at : at + BLOCK])
+        known = array("i", request.prompt) if seq.dropped else seq.tokens
+        for at in range(0, len(known) - BLOCK + 1, BLOCK):
+            parent = chain(parent, known[at : at + BLOCK])
             blocks.append(int.from_bytes(parent[:6], "little"))
-        entry = Entry(request.arrival, seq.prompt_len, output, blocks, request.priority, request.key, request.deadline)
+        entry = Entry(request.arrival, len(request.prompt), output, blocks, request.priority, request.key, request.deadline)
         self.file.write(json.dumps(asdict(entry)) + "\n")
 
 

@@ -97,6 +97,11 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, vocab]"""
         raise NotImplementedError
 
+    def angles(self, layer: int) -> Tensor | None:
+        """By what this layer's keys are rotated in the cache: cos_sin [max_position, 2, D / 2]. None: keys hold no position, or
+        hold it in a way that cannot be changed."""
+        return None
+
     def finish_loading(self) -> None:
         """Called once after all weights are in place."""
 

@@ -70,6 +70,8 @@ class Layer(nn.Module):
         ops, eps = self.ops, self.config.norm_eps
         qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, eps))
         q = ops.rope_and_cache(qkv, kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
+        if batch.watched is not None:
+            ops.block_mass(q, cast("Tensor", kv), batch.watched, self.config.scale, self.window)
         if last is not None:  # nobody reads what the other tokens would become
             q, hidden, batch = q[batch.logit_rows], hidden[batch.logit_rows], last
         x = ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1)
@@ -130,12 +132,12 @@ class Decoder(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
-        if self.fused is not None:
+        if self.fused is not None and batch.watched is None:
             hidden = self.fused(hidden, batch, kv)
             return hidden if batch.last is None else hidden[batch.logit_rows]
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
-            hidden = layer(hidden, batch, kv[:, i], self._angles(i), last)
+            hidden = layer(hidden, batch, kv[:, i], self.angles(i), last)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,7 +157,7 @@ class Decoder(CausalLM):
     def finish_loading(self) -> None:
         pack_weights(self)
         c = self.config
-        layers = [layer.spec(self._angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
+        layers = [layer.spec(self.angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
         gelu = c.activation != "silu"
         self.fused = self.ops.fuse(
             DecoderSpec(layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype)
@@ -163,7 +165,7 @@ class Decoder(CausalLM):
         if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0006
             self.kv_dtype = torch.float16
 
-    def _angles(self, layer: int) -> Tensor:
+    def angles(self, layer: int) -> Tensor:
         local = self.local_rope is not None and self.config.window(layer)
         return cast("Tensor", self.local_rope if local else self.rope)
 

@@ -33,6 +33,16 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
+class Watched:
+    """Items of one token each, of which it is wanted how their attention is spread over their blocks."""
+
+    tokens: Tensor  # [n] indices into T (int64)
+    lengths: Tensor  # [n] as seq_lens
+    blocks: Tensor  # [n, W] of the cache, as far as the longest reaches (int64)
+    mass: Tensor  # [n, W] float32: what the layers add up to, each the mean over its heads
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """What one forward pass computes. All tensors are on the device, integers int32 unless said otherwise."""
 
@@ -48,6 +58,7 @@ class ForwardBatch:
     # The sampled items' last tokens alone, as a batch of one token an item, where nothing else of the hidden states is wanted:
     # a model's last layer then computes K and V for all tokens and the rest for these.
     last: ForwardBatch | None = None
+    watched: Watched | None = None  # items whose attention is looked at
     # What a backend derives from the fields above once and every layer reads (masks, write targets). A batch is one step's.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -115,6 +126,16 @@ class Ops(Protocol):
     def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
         """Causal attention of q [T, Hq, D] over the paged kv [N, 2, Hk, B, D] -> [T, Hq, D]. Query head h reads key head
         h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all). Sums are in float32."""
+        ...
+
+    def block_mass(self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0) -> None:
+        """Add to watched.mass the part of attention that each block gets from the watched tokens of q [T, Hq, D], which is
+        as in attention(), the mean over heads. kv [N, 2, Hk, B, D]: plain numbers."""
+        ...
+
+    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
+        """Turn the keys of some blocks [n] (int64) of kv [N, layers, 2, Hk, B, D], plain numbers, back by this many positions,
+        as if they had been written that much nearer to the front. cos_sin [max_position, 2, D / 2]: what turned them."""
         ...
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:

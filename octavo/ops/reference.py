@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops import ForwardBatch
+from octavo.ops import ForwardBatch, Watched
 from octavo.ops.decoder import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
 from octavo.ops.weight import QuantWeight, dense
@@ -130,6 +130,25 @@ class ReferenceOps:
             )
             out[group.tokens].view(items, num, -1, dim).copy_(result.reshape(items, -1, num, dim).transpose(1, 2))
         return out
+
+    def block_mass(self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0) -> None:
+        _, _, kv_heads, block_size, dim = kv.shape
+        count, width = watched.blocks.shape
+        keys = kv[:, 0].index_select(0, watched.blocks.flatten()).view(count, width, kv_heads, block_size, dim).float()
+        rows = q[watched.tokens].view(count, kv_heads, -1, dim).float()
+        scores = torch.einsum("nhgd,nwhbd->nhgwb", rows, keys).flatten(3) * scale
+        place = torch.arange(width * block_size, device=q.device)
+        hidden = place >= watched.lengths[:, None]
+        if window:
+            hidden |= place < watched.lengths[:, None] - window
+        part = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+        watched.mass += part.view(count, -1, width, block_size).sum(-1).mean(1)
+
+    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
+        cos, sin = cos_sin[by] / cos_sin[0, 0]  # YaRN's are scaled: the keys have had that already
+        keys = kv[:, :, 0]
+        for layer in range(kv.shape[1]):  # one at a time: some MB, not the whole cache, exist twice
+            keys[blocks, layer] = rotate(keys[blocks, layer], cos, -sin)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return (torch.float32, torch.bfloat16, torch.float16, *LARGEST)

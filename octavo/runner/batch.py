@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import ForwardBatch, Span
+from octavo.ops import ForwardBatch, Span, Watched
 from octavo.runner.rows import Rows
 from octavo.types import Item
 
@@ -71,3 +71,10 @@ def only_last(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> ForwardB
         logit_rows=at,
         spans=[Span(k, 1, span.end) for k, span in enumerate(spans)],
     )
+
+
+def watch(batch: ForwardBatch, items: Tensor, state: Rows, width: int) -> Watched:
+    """These items' attention, over the first `width` blocks of each."""
+    mass = torch.zeros(len(items), width, device=items.device)
+    blocks = state.table[batch.rows[items].long(), :width].long()
+    return Watched((batch.query_start[items + 1] - 1).long(), batch.seq_lens[items], blocks, mass)

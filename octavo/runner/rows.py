@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.runner.transfer import Upload
 from octavo.types import NewRow, Plan
 
-INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed_high")
+INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed_high", "offset")
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
@@ -25,7 +25,7 @@ def _ints(row: NewRow) -> list[int]:
     p, seed = row.params, row.seed & (2**64 - 1)
     low, high = (x - 2**32 if x >= 2**31 else x for x in (seed & 0xFFFFFFFF, seed >> 32))  # as int32
     top_k = min(p.top_k, MOST) if p.top_k > 0 else MOST
-    return [row.computed, row.prompt_len, min(p.min_tokens, MOST), top_k, low, high]
+    return [row.computed, row.prompt_len, min(p.min_tokens - row.said, MOST), top_k, low, high, row.offset]
 
 
 def _floats(row: NewRow) -> list[float]:
@@ -41,8 +41,9 @@ def _plain(row: NewRow) -> bool:
 
 
 class Rows:
-    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device):
+    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device, evicting: bool = False):
         self.device = device
+        self.evicting = evicting  # tokens may leave a row: its positions are then not the text's
         self.padding = max_rows  # a row of nobody's, for batches of a fixed size: position 0 of block 0
         max_rows += 1
         self.tokens = torch.zeros(max_rows, max_len + 1, dtype=torch.int32, device=device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import gather, lay_out, only_last
+from octavo.runner.batch import gather, lay_out, only_last, watch
 from octavo.runner.canary import Canary
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
@@ -37,6 +38,7 @@ class StepHandle:
     tokens: Download
     logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
     prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
+    mass: Download | None = None  # of the items that asked, in order: a row each, all layers together
     finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
@@ -55,6 +57,10 @@ class StepHandle:
                 *parts, after = download.wait()
                 gathered.setdefault(i, []).extend(as_records(after.tolist(), parts, [num_top] * len(after)))
             result.prompt_logprobs = gathered
+        if self.mass is not None:
+            (rows,) = self.mass.wait()
+            asked = (i for i, item in enumerate(self.items) if item.mass)
+            result.mass = dict(zip(asked, rows.tolist(), strict=True))
         if self.finish is not None:
             self.finish(result)
         return result
@@ -72,10 +78,11 @@ class Runner:
         graphs: bool = False,
         tiers: Tiers | None = None,
         canary: Canary | None = None,
+        evicting: bool = False,
     ):
         """`canary`: look after KV, for debugging; only without graphs and tiers."""
         self.model, self.kv, self.device, self.tiers = model, kv, device, tiers
-        self.rows = Rows(max_rows, max_len, kv.block_size, device)
+        self.rows = Rows(max_rows, max_len, kv.block_size, device, evicting)
         self.canary = canary
         self.graphs: StepGraphs | None = None
         if graphs:
@@ -108,18 +115,20 @@ class Runner:
     def _launch(self, plan: Plan, lap: Lap | None = None) -> StepHandle:
         """The step but for what leaves the device."""
         graphs, items = self.graphs, plan.items
-        if graphs is not None and graphs.decodes(plan):
+        watched = [i for i, item in enumerate(items) if item.mass] if self.rows.evicting else []
+        if graphs is not None and not watched and graphs.decodes(plan):
             if lap is not None:
                 lap.mark()
             rows, logits, lengths, tokens = graphs.decode(plan)
             return self._sample(plan, list(range(len(items))), rows, logits, lengths, [], tokens)
         up = Upload()
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
+        shifts = up.ints([block for block, _ in plan.shifts])
         changes = self.rows.stage(plan, up)
-        size = graphs.mixed_size(items) if graphs is not None and items else None
+        size = graphs.mixed_size(items) if graphs is not None and items and not watched else None
         laid_out = up.ints(lay_out(items) if graphs is None or size is None else graphs.lay_out(items, size))
         sampled = [i for i, item in enumerate(items) if item.sample]
-        sampled_at = up.ints(sampled)
+        sampled_at, watched_at = up.ints(sampled), up.ints(watched)
         shipped = up.ship(self.device)
 
         if plan.copies:
@@ -127,6 +136,8 @@ class Runner:
         if plan.loads:
             assert self.tiers is not None
             self.tiers.load(plan.loads)
+        if plan.shifts:
+            self._shift(shipped[shifts].long(), plan.shifts[0][1])
         if lap is not None:
             lap.mark()
         self.rows.apply(changes, shipped)
@@ -148,6 +159,9 @@ class Runner:
             asked = any(item.prompt_logprobs is not None for item in items)
             if sampled and not asked and len(sampled) < first:
                 batch.last = only_last(batch, index, [spans[i] for i in sampled])
+            if watched:
+                width = -(-max(items[i].end for i in watched) // self.kv.block_size)
+                batch.watched = watch(batch, shipped[watched_at].long(), self.rows, width)
             hidden = self.model(batch, self.kv.view)
             self.rows.computed[batch.rows.long()] = batch.seq_lens
             if asked:
@@ -156,7 +170,20 @@ class Runner:
             rows, lengths = batch.rows[index], batch.seq_lens[index]
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
-        return self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
+        handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
+        if watched:
+            assert batch.watched is not None
+            handle.mass = Download(batch.watched.mass / self.model.config.num_layers)
+        return handle
+
+    def _shift(self, blocks: Tensor, by: int) -> None:
+        """Layers that are rotated alike stand together in a few runs: all of them, but for models with two kinds of layers."""
+        kv, angles = self.kv.view, [self.model.angles(i) for i in range(self.model.config.num_layers)]
+        assert isinstance(kv, Tensor)
+        for _, run in groupby(enumerate(angles), key=lambda pair: id(pair[1])):
+            first, *rest = run
+            assert first[1] is not None
+            self.model.ops.shift(kv[:, first[0] : first[0] + 1 + len(rest)], blocks, by, first[1])
 
     def _sample(
         self,

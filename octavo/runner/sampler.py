@@ -63,9 +63,10 @@ class SampleJob:
 
 
 def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops) -> Tensor:
-    """Tokens [R] (int32) for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens known of each row, so
-    the new one's position."""
-    tokens = ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], lengths)
+    """Tokens [R] (int32) for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens that each row holds,
+    so the new one's position."""
+    place = lengths + state.ints[rows.long(), 6] if state.evicting else lengths  # in the text: or its noise would repeat
+    tokens = ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], place)
     state.tokens[rows.long(), lengths.long()] = tokens
     return tokens
 
@@ -75,7 +76,7 @@ def adjust(logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state:
     at = {name: shipped[s].long() for name, s in job.slices.items() if name not in ("bias_value", "mask")}
     rows = rows.long()
     ints, floats = state.ints[rows], state.floats[rows]
-    _, prompt_len, min_tokens, top_k, _, _ = ints.unbind(1)
+    _, prompt_len, min_tokens, top_k, *_ = ints.unbind(1)
     temperature, top_p, min_p, *penalties = floats.unbind(1)
     if job.penalised:
         i = at["penalised"]

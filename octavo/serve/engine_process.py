@@ -326,6 +326,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         },
         str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
         gguf,
+        0 if llm.cache.eviction == "none" else llm.cache.budget,
     )
 
 
@@ -380,7 +381,7 @@ def main(address: str, stacks: int) -> int:
         return 2
     pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
     link.send(Ready())
-    pulse.loop.alive = lambda: device_alive(llm)  # type: ignore[method-assign]
+    pulse.loop.alive = lambda: device_alive(llm)
     try:
         pulse.loop.run()
     except DeviceLost as error:

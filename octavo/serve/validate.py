@@ -246,7 +246,12 @@ def fit(prompt: list[int], wanted: int | None, model: Loaded, param: str, header
         pool = model.num_blocks * model.block_size
         raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}")),
                   "kv_capacity_exceeded")  # fmt: skip
+    if model.kv_budget and count > model.kv_budget:
+        error = ContextLengthExceeded(f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it")
+        raise bad(param, str(error), error.code)
     room = model.longest - count
+    if model.kv_budget and wanted is not None:
+        return wanted
     if wanted is not None and wanted > room:
         headers["x-max-tokens"] = str(room)
     return min(wanted, room) if wanted is not None else room

@@ -39,6 +39,15 @@ def test_guided_workloads_equal_the_oracle(part: int) -> None:
     assert {t.settings["depth"] for t in total if t.guided} == {1, 2, 3}
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_workloads_with_bounded_caches_equal_the_oracle(part: int) -> None:
+    total = [trial(seed, guided=seed % 4 == 3, evict=True) for seed in range(part * 50, part * 50 + 50)]
+    assert sum(t.dropped for t in total) > 1000, "the workloads no longer exercise eviction"
+    assert sum(t.preemptions for t in total) > 100, "the workloads no longer exercise preemption"
+    assert sum(t.copies for t in total) > 30, "the workloads no longer exercise copy on write"
+    assert {t.settings["depth"] for t in total} == {1, 2, 3}
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_workloads_with_beams_equal_the_oracle(part: int) -> None:
     total = [trial(seed, guided=seed % 5 == 0, beams=True) for seed in range(part, TRIALS // 3, PARTS)]
@@ -51,4 +60,4 @@ def test_workloads_with_beams_equal_the_oracle(part: int) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_random_workloads_equal_the_oracle(part: int) -> None:
     for seed in range(10_000 + part * 1000, 10_000 + (part + 1) * 1000):
-        trial(seed, guided=seed % 3 == 0, beams=seed % 5 < 2)
+        trial(seed, guided=seed % 3 == 0, beams=seed % 5 < 2, evict=seed % 5 == 4)

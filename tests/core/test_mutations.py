@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo.core import blocks, groups, scheduler, tiers
+from octavo.core import blocks, eviction, groups, scheduler, tiers
 from tests import workloads
 
 BUGS = {
@@ -109,8 +109,30 @@ BUGS = {
 }  # fmt: skip
 
 
-MODULES = {"blocks": blocks, "groups": groups, "tiers": tiers}
-IMPORTED = {"blocks": ("BlockPool", "chain", "root"), "groups": ("BeamSearch", "go_on"), "tiers": ("Tiers",)}  # by the scheduler
+# In workloads whose caches are bounded.
+EVICTION_BUGS = {
+    "what was moved is published": ("scheduler", "        seq.published = NEVER  # until", "        # until"),
+    "shared blocks are moved in place": ("scheduler", "            if pool.refs[old := table[k]] > 1:", "            if pool.refs[old := table[k]] > 99:"),
+    "what is moved can still be found": ("scheduler", "            pool.withdraw(table[k])\n", ""),
+    "keys are not moved": ("scheduler", "            plan.shifts.append((table[k], size))\n", ""),
+    "the device keeps the old table": ("scheduler", "        plan.rows.append(self._new_row(seq))\n        return True\n\n    def _schedule", "        return True\n\n    def _schedule"),
+    "a block leaves while steps are in flight": ("scheduler", "if at >= self.most and seq.inflight:", "if False:"),
+    "the fresh block is not counted": ("scheduler", "if shared + 1 > len(pool.free) +", "if shared > len(pool.free) +"),
+    "the copies are not counted": ("scheduler", "if shared + 1 > len(pool.free) +", "if 1 > len(pool.free) +"),
+    "a block that leaves is not given back": ("scheduler", "pool.drop(table.pop(j))", "table.pop(j)"),
+    "a preempted sequence keeps more than its budget": ("scheduler", "if len(seq.tokens) > self.most:  #", "if False:  #"),
+    "noise repeats": ("scheduler", "            seq.dropped, said,\n", "            0, said,\n"),
+    "the limit stays the text's": ("eviction", "seq.limit, seq.prompt_len = seq.limit - size, seq.prompt_len - size", "seq.prompt_len -= size"),
+    "sinks leave": ("eviction", "        return sinks\n", "        return 0\n"),
+}  # fmt: skip
+
+MODULES = {"blocks": blocks, "eviction": eviction, "groups": groups, "tiers": tiers}
+IMPORTED = {  # by the scheduler
+    "blocks": ("BlockPool", "chain", "root"),
+    "eviction": ("drop", "pick"),
+    "groups": ("BeamSearch", "go_on"),
+    "tiers": ("Tiers",),
+}
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
@@ -127,9 +149,9 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     return copy
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [*BUGS, *EVICTION_BUGS])
 def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, old, new = BUGS[name]
+    where, old, new = (BUGS | EVICTION_BUGS)[name]
     if where == "scheduler":
         monkeypatch.setattr(workloads, "Scheduler", mutated(scheduler, old, new).Scheduler)
     else:
@@ -138,7 +160,10 @@ def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(scheduler, attribute, getattr(copy, attribute))
     for seed in range(600):
         try:
-            workloads.trial(seed // 3, guided=seed % 3 == 1, beams=seed % 3 == 2)
+            if name in EVICTION_BUGS:
+                workloads.trial(seed // 2, guided=seed % 2 == 1, evict=True)
+            else:
+                workloads.trial(seed // 3, guided=seed % 3 == 1, beams=seed % 3 == 2)
         except Exception:
             return
     pytest.fail("no workload noticed")

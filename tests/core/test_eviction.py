@@ -1,0 +1,87 @@
+"""What leaves a full cache, and what that changes of a sequence."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core import eviction
+from octavo.core.engine import Engine
+from octavo.core.scheduler import Scheduler
+from octavo.types import Request, SamplingParams, Sequence
+from tests import oracle
+from tests.fake_runner import FakeRunner
+
+SIZE, BLOCKS, SINKS = 4, 8, 1
+CACHE = CacheConfig(SIZE, 100, True, eviction="heavy", budget=SIZE * BLOCKS, sinks=SINKS)
+
+
+def sequence(tokens: int, prompt: int = 6) -> Sequence:
+    request = Request("r", list(range(prompt)), SamplingParams())
+    return Sequence(1, request, 0, array("i", range(tokens)), prompt, 100, 0, frozenset())
+
+
+def test_a_block_leaves_tokens_limit_and_prompt() -> None:
+    seq = sequence(13)
+    eviction.drop(seq, 1, SIZE)  # tokens 4..7, of which 4 and 5 were the prompt's
+    assert list(seq.tokens) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
+    assert (seq.limit, seq.dropped, seq.dropped_prompt, seq.prompt_kept) == (96, 4, 2, 4)
+    assert len(seq.tokens) - seq.prompt_len == 13 - 6, "how many were generated does not change"
+    eviction.drop(seq, 1, SIZE)
+    assert list(seq.tokens) == [0, 1, 2, 3, 12] and (seq.dropped_prompt, seq.prompt_kept) == (2, 4)
+
+
+def test_of_the_middle_the_least_attended_leaves() -> None:
+    seq = sequence(33)
+    assert eviction.pick(seq, CACHE) == 1, "as long as nobody has looked, the oldest"
+    seq.mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]  # the first stays, and so do the latest four
+    assert eviction.pick(seq, CACHE) == 3
+    assert eviction.pick(seq, replace(CACHE, eviction="sinks")) == 1
+    eviction.drop(seq, 3, SIZE)
+    assert seq.mass == [0.0, 0.9, 0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_older_looks_count_for_less() -> None:
+    seq = sequence(9)
+    eviction.weigh(seq, [1.0])
+    eviction.weigh(seq, [0.5, 0.5])
+    assert seq.mass == pytest.approx([0.5 + eviction.DECAY, 0.5])
+
+
+def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]]:
+    """What is said by who keeps sinks, the latest half and the heaviest between; and which blocks left."""
+    kept, mass, said, left = list(prompt), [0.0] * BLOCKS, list[int](), set[int]()
+    for n in range(count):
+        if len(kept) > CACHE.budget:
+            lightest = min(range(SINKS, BLOCKS // 2), key=lambda j: (mass[j], j))
+            del kept[lightest * SIZE : (lightest + 1) * SIZE], mass[lightest]
+            mass.append(0.0)
+            left.add(lightest)
+        entries = [(t, p) for p, t in enumerate(kept)]
+        if n > 0 and len(kept) % (SIZE // eviction.LOOKS) == 0:  # the first comes with the prompt
+            found = oracle.attention(entries, SIZE)
+            mass = [eviction.DECAY * m + (found[j] if j < len(found) else 0.0) for j, m in enumerate(mass)]
+        said.append(oracle.model(entries, seed, at=len(prompt) + n))
+        kept.append(said[-1])
+    return said, left
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_heavy_hitters_equal_a_naive_loop(depth: int) -> None:
+    scheduler = Scheduler(CACHE, ScheduleConfig(4, 64, 60, depth), oracle.VOCAB, (oracle.EOS,))
+    engine = Engine(scheduler, FakeRunner(100, SIZE))
+    prompts = {"a": [3, 1, 4, 1, 5], "b": [9, 2, 6, 5, 3, 5, 8], "c": list(range(1, 31))}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=150, ignore_eos=True, seed=i)))
+    got: dict[str, list[int]] = {name: [] for name in prompts}
+    while not engine.idle:
+        for out in engine.step():
+            got[out.request_id] += out.tokens
+        scheduler.check()
+    for i, (name, prompt) in enumerate(prompts.items()):
+        want, left = heavy(prompt, 150, i)
+        assert got[name] == want and len(left) > 1
+    assert len(scheduler.pool.free) == 100
