@@ -51,5 +51,9 @@ class ModelNotFound(ModelError):
     """No such directory or file, and the hub did not have it or could not be reached."""
 
 
+class KVCorrupted(OctavoError):
+    """A sequence was about to read what another has written (kv_canary): a bug in the engine."""
+
+
 class NotEnoughMemory(OctavoError):
     """The weights or the smallest useful KV pool do not fit; the message names flag values that would."""

@@ -54,6 +54,7 @@ from octavo.model.load import load_model
 from octavo.ops import select
 from octavo.ops.kv import LARGEST, dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
@@ -114,6 +115,7 @@ class LLM:
         window_ms: float = 20.0,
         target_ms: float = 50.0,
         record_trace: str | Path | None = None,
+        kv_canary: bool = False,
         progress: bool | Callable[[float], None] = True,
         **options: Any,
     ):
@@ -135,6 +137,10 @@ class LLM:
         check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
         if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
             raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
+        if kv_canary and (swap_space or kv_disk_path is not None or kv_eviction != "none"):
+            raise InvalidRequest(
+                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, kv_eviction", "kv_canary"
+            )
         sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
@@ -199,10 +205,10 @@ class LLM:
         self.memory = MemoryPlan(
             weight_bytes(self.model), activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
         )
-        graphs = ops.name == "triton" and on_gpu and not enforce_eager
-        self.runner = Runner(
-            self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers, kv_eviction != "none"
-        )
+        graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
+        canary = Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
+        evicting = kv_eviction != "none"
+        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers, canary, evicting)
         self.seed = seed
         self.engine = self.new_engine(self.schedule)
         if record_trace is not None:

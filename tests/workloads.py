@@ -230,7 +230,8 @@ def trial(
             assert epochs.get(seq.id, seq.epoch) == seq.epoch, "a victim came straight back, in the plan that it gave way to"
         if scheduler.form is not None:
             begun = {seq.request.id for seq in scheduler.live.values() if seq.row >= 0 or seq.preemptions or seq.index}
-            assert len(begun) <= (1 if batching == "none" else scheduler.schedule.max_batch), "two batches at once"
+            most = {"none": 1, "window": max(rows, scheduler.schedule.max_batch)}.get(batching, scheduler.schedule.max_batch)
+            assert len(begun) <= most, "more batches at once than there may be"
         owners: dict[int, str] = {}
         for seq in scheduler.running:
             for block in seq.table:

@@ -58,7 +58,8 @@ def modes(
     done()
     timed, results = arrive(trace, load * capacity), []
     for name in names:
-        results.append({"batching": name, **play(llm, timed, replace(schedule, batching=name)).summary()})
+        batch = max(schedule.max_batch // 2, 1) if name == "window" else schedule.max_batch  # two of them side by side
+        results.append({"batching": name, **play(llm, timed, replace(schedule, batching=name, max_batch=batch)).summary()})
         done()
     speed = {r["batching"]: r["tok_s"] for r in results}
     over = {

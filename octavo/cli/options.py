@@ -132,6 +132,7 @@ class EngineOptions(SizeOptions):
     record_trace: Annotated[
         Path | None, option("Write arrivals and lengths here, for octavo simulate.", "Scheduling", "FILE")
     ] = None
+    kv_canary: Annotated[bool, flag("--kv-canary", "Check all KV that is read, slowly: for debugging.", "Memory")] = False
     kv_eviction: Annotated[
         str, option("none, sinks or heavy: what leaves the KV of a sequence that has grown to its budget.", "Memory", "NAME")
     ] = "none"
@@ -169,6 +170,7 @@ class EngineOptions(SizeOptions):
             max_batch=self.max_batch,
             window_ms=self.window_ms,
             target_ms=self.target_ms,
+            kv_canary=self.kv_canary,
             record_trace=None if self.record_trace is None else str(self.record_trace),
         )
 

@@ -31,6 +31,10 @@ def serve(
     grpc_port: Annotated[
         int | None, typer.Option(help="Serve gRPC too, on this port.", metavar="N", min=1, max=65535, show_default=False)
     ] = None,
+    health_port: Annotated[
+        int | None,
+        typer.Option(help="Answer /livez on this port too, in a thread.", metavar="N", min=1, max=65535, show_default=False),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.", metavar="NAME", show_default=False)
     ] = None,
@@ -53,6 +57,9 @@ def serve(
     queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", show_default=True)] = 60.0,
     request_timeout: Annotated[float, option("Seconds it may take in all.", "Load", "X", show_default=True)] = 600.0,
     drain_timeout: Annotated[float, option("Seconds to finish in at a SIGTERM.", "Load", "X", show_default=True)] = 30.0,
+    check_interval: Annotated[
+        float, option("Seconds between checks of the engine's books; 0: none.", "Load", "X", min=0, show_default=True)
+    ] = 60.0,
     metrics_prefix: Annotated[str, option("Of metrics' names: octavo or vllm.", "Load", "NAME")] = "octavo",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", metavar="NAME")] = "warning",
 ) -> None:
@@ -77,6 +84,7 @@ def serve(
         host=host,
         port=port,
         grpc_port=grpc_port,
+        health_port=health_port,
         keys_file=None if api_keys is None else str(api_keys),
         allow_unauthenticated=allow_unauthenticated,
         allowed_hosts=tuple(allowed_host or ()),
@@ -90,6 +98,7 @@ def serve(
         queue_timeout=queue_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
+        check_interval=check_interval,
     )
     run(config, announce)
 

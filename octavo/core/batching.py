@@ -2,8 +2,9 @@
 
     continuous  whenever there is room: no function, nothing to ask
     adaptive    likewise, but a step computes no more of prompts than keeps the others' next token within a target (Pace)
-    window      a batch forms of what came within some milliseconds, or of so many requests; it runs to its end
-    static      a batch forms of so many requests; it runs to its end
+    window      a batch forms of what came within some milliseconds, or of so many requests; it runs to its end, beside others
+                as long as there are rows for a whole one
+    static      a batch forms of so many requests; it runs to its end, alone
     none        one after another
 
 The last three are what continuous batching is compared with. Knows sequences and times that it is given, reads no clock.

@@ -6,7 +6,7 @@ Knows blocks and hashes, not sequences. Every block is in exactly one state:
     cached   nobody holds it, its content is known  refs == 0, hash set      } both wait in `free`, oldest first,
     free     nobody holds it, nothing to reuse      refs == 0, no hash       } so a cached block is taken last
 
-Block 0 belongs to nobody: padding in a batch writes there.
+Block 0 belongs to nobody: padding in a batch writes there. Cached blocks may have an owner: shares.py says whose goes first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from octavo.core.shares import Shares
 
 
 def chain(parent: bytes, tokens: array[int]) -> bytes:
@@ -46,6 +48,8 @@ class BlockPool:
         self.parent = [b""] * (num_blocks + 1)  # hash of the block before it
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.index: dict[bytes, int] = {}
+        self.owner = [""] * (num_blocks + 1)  # who published it; "": nobody in particular
+        self.shares = Shares()  # of owners in particular
         self.evictions = 0
         self.evicted: list[Content] = []  # since somebody last cleared it
 
@@ -56,6 +60,8 @@ class BlockPool:
     def take(self) -> int:
         """A block to write to. Forgets the least recently used cached content if nothing else is left."""
         block, _ = self.free.popitem(last=False)
+        if self.owner[block] and self.hash[block] is not None:
+            block = self._instead_of(block)
         self.evictions += self.hash[block] is not None
         self.withdraw(block)
         self.refs[block] = 1
@@ -69,9 +75,21 @@ class BlockPool:
             self.hash[block] = self.tokens[block] = None
             del self.index[h]
 
+    def _instead_of(self, oldest: int) -> int:
+        """The block that gives way, which is the oldest one if its owner has more than a fair share."""
+        owner, block = self.shares.victim(self.owner[oldest], oldest)
+        self.shares.remove(owner, block)
+        if block != oldest:
+            self.free[oldest] = None
+            self.free.move_to_end(oldest, last=False)
+            del self.free[block]
+        return block
+
     def share(self, block: int) -> int:
         if self.refs[block] == 0:
             del self.free[block]
+            if self.owner[block]:
+                self.shares.remove(self.owner[block], block)
         self.refs[block] += 1
         return block
 
@@ -81,12 +99,14 @@ class BlockPool:
             self.free[block] = None
             if self.hash[block] is None:  # nothing to reuse: the next to be taken
                 self.free.move_to_end(block, last=False)
+            elif self.owner[block]:
+                self.shares.add(self.owner[block], block)
 
-    def publish(self, block: int, h: bytes, tokens: array[int], parent: bytes = b"") -> None:
+    def publish(self, block: int, h: bytes, tokens: array[int], parent: bytes = b"", owner: str = "") -> None:
         """The content of a full, committed block becomes findable. Nobody writes to the block from now on."""
         if h not in self.index and self.hash[block] is None:
             self.index[h] = block
-            self.hash[block], self.tokens[block], self.parent[block] = h, tokens, parent
+            self.hash[block], self.tokens[block], self.parent[block], self.owner[block] = h, tokens, parent, owner
 
     def find(self, h: bytes, tokens: array[int]) -> int:
         """The block of this content, 0 if there is none. Tokens are compared: a colliding hash is a miss, never wrong KV."""
@@ -114,6 +134,7 @@ class BlockPool:
         for block in self.index.values():
             self.hash[block] = self.tokens[block] = None
         self.index.clear()
+        self.shares.clear()
 
     def check(self, tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless references, free list and index agree with the tables."""
@@ -127,3 +148,8 @@ class BlockPool:
         assert all(self.hash[b] == h for h, b in self.index.items()), "index names a block of another content"
         assert sum(h is not None for h in self.hash) == len(self.index), "a hashed block is not in the index"
         assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
+        owned: dict[str, set[int]] = {}
+        for block in self.free:
+            if self.hash[block] is not None and self.owner[block]:
+                owned.setdefault(self.owner[block], set()).add(block)
+        self.shares.check(owned)

@@ -26,7 +26,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core.batching import Pace, former
+from octavo.core.batching import Form, Pace, former
 from octavo.core.blocks import BlockPool, chain, root
 from octavo.core.eviction import check_eviction, drop, looks, pick, weigh
 from octavo.core.groups import BeamSearch, go_on
@@ -218,8 +218,8 @@ class Scheduler:
             self._make_way()
         if not self.policy.fixed and self.rows and self.waiting:
             self._rank_waiting()
-        if self.form is not None and self.waiting and not any(id in self.requests for id in self.batch):
-            self.batch = {seq.request.id for seq in self.waiting[: self.form(self.waiting, self.clock())]}
+        if self.form is not None and self.waiting:
+            self._form_batch(self.form)
         before = self._make_room(left) if self.policy.pausing and (self.waiting or self.prefilling) else LAST
         preemptions = self.count.preemptions
         self._fork(plan)
@@ -250,6 +250,14 @@ class Scheduler:
             plan.waits = bool(self.tiers.fetching)
         self.pool.evicted.clear()
         return plan
+
+    def _form_batch(self, form: Form) -> None:
+        """Let the next batch begin if it is time: alone, or under `window` beside others that leave it rows."""
+        running = {id for id in self.batch if id in self.requests}
+        beside = self.schedule.batching == "window" and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
+        if not running or beside:
+            fresh = [seq for seq in self.waiting if seq.request.id not in running]
+            self.batch = running | {seq.request.id for seq in fresh[: form(fresh, self.clock()) if fresh else 0]}
 
     def _budget(self) -> int:
         """Tokens of a step. Where it adapts to a target: as many of prompts as let those who decode have their next in time."""
@@ -635,7 +643,8 @@ class Scheduler:
         self._extend_hashes(seq, full)
         for j in range(seq.published, full):
             parent = seq.hashes[j - 1] if j else b""
-            self.pool.publish(seq.table[j], seq.hashes[j], seq.tokens[j * size : (j + 1) * size], parent)
+            tokens = seq.tokens[j * size : (j + 1) * size]
+            self.pool.publish(seq.table[j], seq.hashes[j], tokens, parent, seq.request.key)
             self.computing.pop(seq.hashes[j], None)
         seq.published = full
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.runner.batch import gather, lay_out, only_last, watch
+from octavo.runner.canary import Canary
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
@@ -76,10 +77,13 @@ class Runner:
         device: torch.device,
         graphs: bool = False,
         tiers: Tiers | None = None,
+        canary: Canary | None = None,
         evicting: bool = False,
     ):
+        """`canary`: look after KV, for debugging; only without graphs and tiers."""
         self.model, self.kv, self.device, self.tiers = model, kv, device, tiers
         self.rows = Rows(max_rows, max_len, kv.block_size, device, evicting)
+        self.canary = canary
         self.graphs: StepGraphs | None = None
         if graphs:
             from octavo.runner.graphs import StepGraphs
@@ -137,6 +141,8 @@ class Runner:
         if lap is not None:
             lap.mark()
         self.rows.apply(changes, shipped)
+        if self.canary is not None:
+            self.canary.step(plan, self.rows)
         if not items:
             return StepHandle([], Download(shipped[:0]), None, [])
         index = shipped[sampled_at].long()

@@ -26,6 +26,7 @@ from octavo.serve.errors import ApiError
 from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
+from octavo.serve.suspects import Suspects, fingerprint
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request
 
@@ -35,6 +36,10 @@ class Place(NamedTuple):
 
     call: Call
     which: int  # of the call's prompts
+
+    @property
+    def request(self) -> Request:
+        return self.call.collectors[self.which].request
 
     def __str__(self) -> str:
         collector = self.call.collectors[self.which]
@@ -154,6 +159,7 @@ class EngineClient:
         self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
         self.tokenizer: Tokenizer | None = None
         self.draining = False
+        self.suspects = Suspects()
         self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: self.open_requests)
         self._loading: asyncio.Task[None] | None = None
 
@@ -197,6 +203,7 @@ class EngineClient:
         """Send requests to the engine. `follow`: the caller wants pieces as they come. `structure`: see Call."""
         self.model  # noqa: B018  (raises unless ready)
         self.queue.check(len(requests), sum(len(r.prompt) for r in requests), priority)
+        self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
         collectors = [Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)]
@@ -278,6 +285,7 @@ class EngineClient:
             if message.tokens:
                 self.metrics.iteration.observe(message.tokens)
             now = time.monotonic()
+            self._blame({out.request_id for out in message.outputs if out.finish_reason == "error" and out.code is None})
             for out in message.outputs:
                 self._output(out, now)
             self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs))
@@ -315,11 +323,21 @@ class EngineClient:
             self.supervisor.send(Stop(out.request_id, stop))
         if collector.finished:
             del self.open_requests[out.request_id]
+            self.suspects.acquit(collector.request)
 
     def lost(self) -> None:
         """The engine is gone, and what it worked on with it."""
+        self._blame(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(errors.engine_lost())
+
+    def _blame(self, ids: set[str]) -> None:
+        """A step failed, or the engine, with these in it. What is found to be the cause hears that; the rest may try again."""
+        places = [place for id in ids if (place := self.open_requests.get(id))]
+        guilty = self.suspects.blame(place.request for place in places) if places else set()
+        for place in places:
+            if guilty and fingerprint(place.request) in guilty:
+                place.call.fail(errors.poisoned())
 
     def model_info(self) -> Loaded | None:
         return self.supervisor.loaded

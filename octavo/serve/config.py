@@ -16,6 +16,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None  # None: no gRPC
+    health_port: int | None = None  # None: /livez is answered by the event loop alone
     keys_file: str | None = None
     allow_unauthenticated: bool = False  # on an address that others can reach
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides those of the loopback
@@ -33,4 +34,5 @@ class ServeConfig:
     keep_alive: float = 10.0  # seconds of silence in a stream after which a comment goes out
     stall_dump: float = 10.0  # seconds without a step, though there is work: write down where the engine stands
     stall_kill: float = 60.0  # and then: start it anew
+    check_interval: float = 60.0  # seconds between two checks of the engine's invariants; 0: none
     tokenizer_threads: int = 2

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -112,9 +114,17 @@ class Observed:
         return self.runner.launch(plan)
 
 
+class DeviceLost(OctavoError):
+    """After an illegal access or a failed assertion on the device nothing more can be computed in this process."""
+
+
 class EngineLoop:
-    def __init__(self, engine: Engine, link: Link, guides: Guides | None = None):
+    alive: Callable[[], bool] = staticmethod(lambda: True)  # whether the device still computes: asked when a step has failed
+
+    def __init__(self, engine: Engine, link: Link, guides: Guides | None = None, check_interval: float = 0.0):
         self.engine, self.link, self.guides = engine, link, guides
+        self.check_interval, self.checked = check_interval, time.monotonic()
+        self.checks = self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         self.observed = engine.runner = Observed(engine.runner)
         self.beat = Beat()
@@ -132,8 +142,13 @@ class EngineLoop:
                 self._take(message)
             self._release()
             outputs = engine.step()
+            if any(out.finish_reason == "error" and out.code is None for out in outputs) and not self.alive():
+                raise DeviceLost("the device computes no more")
             self.send(outputs)
             now, resting = time.monotonic(), engine.idle and not self.held
+            if self.check_interval and now - self.checked > self.check_interval:
+                self.checked = now
+                self._check()
             if rested or resting or now - told > PULSE:
                 told = now
                 self._snapshot()
@@ -187,6 +202,27 @@ class EngineLoop:
         if outputs or begun:
             self.link.send(News(outputs, begun, self.observed.tokens))
 
+    def _check(self) -> None:
+        """Do the books agree? If not it is written down and counted, and the engine goes on: whoever reads it decides."""
+        scheduler = self.engine.scheduler
+        self.checks += 1
+        try:
+            scheduler.check()
+        except Exception as error:
+            self.check_failures += 1
+            self._snapshot()
+            dump = {
+                "event": "invariant_broken",
+                "error": f"{type(error).__name__}: {error}",
+                "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
+                "sequences": [
+                    dict(request=s.request.id, index=s.index, status=s.status.value, computed=s.computed, planned=s.planned,
+                         inflight=s.inflight, epoch=s.epoch, row=s.row, published=s.published, table=s.table[:64])
+                    for s in list(scheduler.live.values())[:64]
+                ],
+            }  # fmt: skip
+            log.error("%s", json.dumps(dump))
+
     def _snapshot(self) -> None:
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         count, used = scheduler.count, pool.num_blocks - len(pool.free)
@@ -211,7 +247,9 @@ class EngineLoop:
             count.recomputed_tokens,
             tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
             dict(count.tiers.misses),
-            *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else ()),
+            *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else (0, 0, 0.0)),
+            self.checks,
+            self.check_failures,
         )
 
 
@@ -301,6 +339,19 @@ def canary(engine: Engine) -> None:
                 raise OctavoError(f"the model loads but does not run: {out.error}")
 
 
+def device_alive(llm: LLM) -> bool:
+    """An error on a GPU stays, and every later call reports it: then only a new process helps."""
+    if llm.device.type != "cuda":
+        return True
+    import torch
+
+    try:
+        torch.cuda.synchronize(llm.device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def die_with_parent() -> None:
     """Even if the front is killed outright. Elsewhere than on Linux the lost pulse's broken pipe has to do."""
     if sys.platform == "linux":
@@ -328,9 +379,14 @@ def main(address: str, stacks: int) -> int:
     except OctavoError as error:
         link.send(Failed(str(error)))
         return 2
-    pulse.loop = EngineLoop(llm.engine, link, llm.guides)
+    pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
     link.send(Ready())
-    pulse.loop.run()
+    pulse.loop.alive = lambda: device_alive(llm)
+    try:
+        pulse.loop.run()
+    except DeviceLost as error:
+        log.critical("%s: this process ends, and another is started", error)
+        os._exit(3)  # nothing that touches the device would come to an end
     llm.close()
     return 0
 

@@ -113,6 +113,15 @@ def step_failed() -> ApiError:
     return ApiError(500, "the computation failed for this request; others go on", "engine_error", retry_after=0.5)
 
 
+def poisoned() -> ApiError:
+    return ApiError(500, "this request failed the engine again and again: it is not tried any more for a while", "poison_request")
+
+
+def tried_alone() -> ApiError:
+    return ApiError(503, "this request was there when the engine failed twice: such ones are tried one at a time, try again soon",
+                    "engine_restarting", retry_after=1.0)  # fmt: skip
+
+
 def draining() -> ApiError:
     return ApiError(503, "the server is shutting down: try another one", "draining", retry_after=5.0)
 

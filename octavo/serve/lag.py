@@ -16,9 +16,8 @@ INTERVAL = 0.1
 VERY_LATE = 1.0  # seconds
 
 
-async def watch_loop(metrics: Metrics) -> None:
+async def watch_loop(metrics: Metrics, seen: Seen) -> None:
     """Sets the lag gauge to the worst of the last two seconds."""
-    seen = Seen()
     watcher = threading.Thread(target=seen.watch, args=(threading.get_ident(),), daemon=True, name="lag")
     watcher.start()
     recent: list[float] = []

@@ -16,6 +16,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
     model: str | None
     options: dict[str, Any]  # LLM's
+    check_interval: float = 0.0  # seconds between two checks of the scheduler's invariants; 0: none
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -131,6 +132,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     guides_compiled: int = 0
     guides_cached: int = 0  # asked for and there already, or on the way
     guide_seconds: float = 0.0  # of compiling
+    checks: int = 0  # of the scheduler's invariants
+    check_failures: int = 0
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

@@ -56,7 +56,7 @@ class EngineSource(Source):
     def collect(self) -> Iterable[Metric]:
         if self.client is None:
             return
-        client, beat = self.client, self.client.supervisor.beat
+        client, beat, loaded = self.client, self.client.supervisor.beat, self.client.supervisor.loaded
         blocks = beat.blocks_used + beat.blocks_cached + beat.blocks_free
         gauges = {
             "num_requests_running": (beat.running, "Sequences in the batch."),
@@ -67,6 +67,7 @@ class EngineSource(Source):
             "kv_blocks_used": (beat.blocks_used, "KV blocks that a sequence holds."),
             "kv_blocks_cached": (beat.blocks_cached, "KV blocks nobody holds whose content can be reused."),
             "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
+            "kv_blocks_total": (loaded.num_blocks if loaded else 0, "All KV blocks: used, cached and free."),
             "engine_ready": (float(client.ready), "1 while requests are taken."),
         }
         counters: dict[str, tuple[float, str]] = {
@@ -82,6 +83,10 @@ class EngineSource(Source):
             "structured_output_compilations": (beat.guides_compiled, "Schemas and grammars compiled."),
             "structured_output_compile_seconds": (beat.guide_seconds, "Time of that."),
             "structured_output_cache_hits": (beat.guides_cached, "Schemas and grammars that were compiled already."),
+        }
+        counters |= {
+            "invariant_checks": (beat.checks, "Times that the engine checked its books (--check-interval)."),
+            "invariant_failures": (beat.check_failures, "Times that they did not agree: see the log."),
         }
         if beat.tiers:
             gauges |= {f"kv_host_slots_{state}": (beat.tiers[f"slots_{state}"], text) for state, text in SLOTS.items()}

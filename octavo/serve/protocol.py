@@ -116,6 +116,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": (),
     "functions": (),
+    "messages": (),  # of a completion
+    "prompt": (),  # of a chat
     "function_call": (),
     "suffix": ("",),
     "bad_words": ([],),

@@ -24,8 +24,9 @@ from octavo.serve import errors
 from octavo.serve.config import ServeConfig
 from octavo.serve.front import Front
 from octavo.serve.guard import is_loopback
+from octavo.serve.health import HealthServer
 from octavo.serve.http import application
-from octavo.serve.lag import watch_loop
+from octavo.serve.lag import Seen, watch_loop
 from octavo.serve.wire import bounded
 
 if TYPE_CHECKING:
@@ -86,6 +87,14 @@ def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
         raise ServeError(f"cannot listen on port {port} for gRPC: stop what uses it, or give another --grpc-port") from None
 
 
+def listen_health(address: tuple[str, int], port: int, seen: Seen) -> HealthServer:
+    """On the same address as HTTP."""
+    try:
+        return HealthServer((address[0], port), seen)
+    except OSError as error:
+        raise ServeError(f"cannot listen on port {port} for /livez ({error.strerror}): give another --health-port") from None
+
+
 class Server:
     def __init__(self, config: ServeConfig, say: Callable[[Front, int], None] | None = None):
         """`say` is called once the model is loaded, with the port."""
@@ -94,6 +103,10 @@ class Server:
         self.config, self.say = config, say
         self.front = Front(config)
         self.rpc: RpcServer | None = None
+        self.seen = Seen()
+        self.health: HealthServer | None = None
+        if config.health_port is not None:
+            self.health = listen_health(self.socket.getsockname(), config.health_port, self.seen)
         self._stop: asyncio.Event = asyncio.Event()
         self._cut: asyncio.Event = asyncio.Event()
 
@@ -129,12 +142,14 @@ class Server:
             )
         )
         client = self.front.client
+        if self.health is not None:
+            self.health.begin()
         if self.config.grpc_port is not None:
             self.rpc = listen_rpc(self.front, self.socket.getsockname()[0], self.config.grpc_port)
             await self.rpc.start()
         serving = asyncio.create_task(http.serve([self.socket]))
         engine = asyncio.create_task(client.supervisor.run())
-        lag = asyncio.create_task(watch_loop(self.front.metrics))
+        lag = asyncio.create_task(watch_loop(self.front.metrics, self.seen))
         told = asyncio.create_task(self._tell())
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -152,6 +167,9 @@ class Server:
             await client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
             self.front.text.close()
+            if self.health is not None:
+                await asyncio.to_thread(self.health.shutdown)
+                self.health.server_close()
 
     async def _tell(self) -> None:
         while not self.front.client.ready:

@@ -160,7 +160,7 @@ class Supervisor:
                 *self.command, link.address, str(stacks.fileno()), pass_fds=[stacks.fileno()], start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
-            link.send(Start(self.config.model, self.config.engine))
+            link.send(Start(self.config.model, self.config.engine, self.config.check_interval))
             watch = asyncio.create_task(self._watch(stacks))
             try:
                 return await self.process.wait()

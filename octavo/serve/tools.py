@@ -40,6 +40,8 @@ class ToolUse:
         if self.shown:
             params = replace(params, skip_special_tokens=False)
         if self.grammar is not None:
+            if params.use_beam_search:
+                raise unsupported("tools", "beam search follows no structure, and these calls have one")
             params = replace(params, structured_outputs=StructuredOutputs(grammar=self.grammar))
         return params
 

@@ -6,7 +6,9 @@ What a user wrote can never become a control token: see `encode_chat`. Knows not
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -59,8 +61,47 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+def _check_size(*values: Any) -> None:
+    """Widths, counts and lengths that one operation may have: 'x' * 10**10 would take all memory before anybody could look."""
+    for value in values:
+        size = abs(value) if isinstance(value, int) else len(value) if isinstance(value, (str, list, tuple)) else 0
+        if size > MAX_CHARS:
+            raise OverflowError(f"it makes something larger than {MAX_CHARS}")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_size(left, right)
+        if operator == "*" and not (isinstance(left, float) or isinstance(right, float)):
+            sizes = [value if isinstance(value, int) else len(value) for value in (left, right)]
+            _check_size(sizes[0] * sizes[1])
+        elif operator == "**" and abs(right) > 64:
+            raise OverflowError("it raises to a power above 64")
+        elif operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\d{5}|\*)", left):
+            raise OverflowError("it formats to more than 9999 characters")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(obj, "__self__", None), str):
+            _check_size(*args, *kwargs.values())
+        return super().call(context, obj, *args, **kwargs)
+
+
+def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(filter)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_size(*args, *kwargs.values())
+        return filter(*args, **kwargs)
+
+    return checked
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    for name in ("center", "indent", "batch", "slice", "wordwrap", "round"):
+        env.filters[name] = _bounded(env.filters[name])
     env.filters["tojson"] = _tojson
     env.globals.update(raise_exception=_raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
     del env.globals["lipsum"]

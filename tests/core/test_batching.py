@@ -65,8 +65,9 @@ def test_a_window_closes_when_it_is_full() -> None:
     assert running(engine) == {"a", "b", "c"}
 
 
-def test_a_batch_runs_to_its_end_while_the_next_is_collected() -> None:
-    engine, clock = make("window", max_batch=2, window=0.02)
+def test_the_next_batch_waits_for_rows_for_all_of_it() -> None:
+    clock = Clock()
+    engine = make_engine(200, 4, rows=2, budget=64, depth=1, clock=clock, batching="window", max_batch=2, window=0.02)
     ask(engine, "short", max_tokens=2)
     ask(engine, "long", max_tokens=20)
     engine.step()
@@ -79,6 +80,16 @@ def test_a_batch_runs_to_its_end_while_the_next_is_collected() -> None:
     finish(engine)
     engine.step()
     assert running(engine) == {"a", "b"}, "their window is long over: they begin at once"
+
+
+def test_windows_run_beside_each_other_where_there_are_rows() -> None:
+    engine, _ = make("window", max_batch=3)
+    for name in "abcdefg":
+        ask(engine, name, max_tokens=10)
+    engine.step()
+    assert running(engine) == set("abc")
+    engine.step()
+    assert running(engine) == set("abcdef"), "g's batch is neither full nor old"
 
 
 def test_a_static_batch_waits_to_be_full_but_not_for_ever() -> None:

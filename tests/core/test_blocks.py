@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -67,3 +68,83 @@ def test_a_hit_is_no_longer_free() -> None:
     assert pool.take() != a and not pool.free
     pool.drop(a)
     assert list(pool.free) == [a] and pool.num_cached == 1
+
+
+# ---- owners ---------------------------------------------------------------------------------------------------
+
+
+def fill(pool: BlockPool, owner: str, *tokens: int) -> list[int]:
+    """Blocks of these contents, published by an owner, cached."""
+    taken = []
+    for token in tokens:
+        content = array("i", [token, token])
+        taken.append(block := pool.take())
+        pool.publish(block, chain(root(owner), content), content, b"", owner)
+        pool.drop(block)
+    return taken
+
+
+def has(pool: BlockPool, owner: str, token: int) -> bool:
+    content = array("i", [token, token])
+    return bool(pool.find(chain(root(owner), content), content))
+
+
+def test_a_flood_takes_nothing_from_who_keeps_to_a_fair_share() -> None:
+    pool = BlockPool(10, 2)
+    fill(pool, "small", *range(4))
+    fill(pool, "flood", *range(100, 200))
+    assert all(has(pool, "small", t) for t in range(4))
+    assert all(has(pool, "flood", t) for t in range(194, 200)) and not has(pool, "flood", 193), "the flood's own oldest went"
+    pool.check([])
+
+
+def test_who_has_more_than_the_share_gives_way_to_others() -> None:
+    pool = BlockPool(10, 2)
+    fill(pool, "first", *range(10))
+    fill(pool, "second", *range(100, 105))
+    assert [has(pool, "first", t) for t in range(10)] == [False] * 5 + [True] * 5
+    fill(pool, "third", *range(200, 203))
+    assert {owner: len(mine) for owner, mine in pool.shares.blocks.items()} == {"first": 3, "second": 4, "third": 3}
+    pool.check([])
+
+
+def test_one_owner_or_none_is_least_recently_used_first() -> None:
+    orders = []
+    for owner in ("", "alone"):
+        pool = BlockPool(6, 2)
+        first = fill(pool, owner, *range(6))
+        pool.share(first[0])
+        pool.drop(first[0])
+        orders.append([first.index(pool.take()) for _ in range(6)])
+    assert orders == [[1, 2, 3, 4, 5, 0]] * 2
+
+
+def test_forgotten_blocks_have_no_owner() -> None:
+    pool = BlockPool(4, 2)
+    fill(pool, "a", 1, 2)
+    pool.forget()
+    pool.check([])
+    fill(pool, "b", 1, 2, 3, 4)
+    assert set(pool.shares.blocks) == {"b"}
+    pool.check([])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_within_the_share_ever_loses_a_block_to_another(seed: int) -> None:
+    g = random.Random(seed)
+    pool, owners, held = BlockPool(g.randrange(4, 40), 2), ["a", "b", "c", "d"][: g.randrange(2, 5)], list[int]()
+    for step in range(600):
+        owner = g.choices(owners, range(1, len(owners) + 1))[0]
+        if held and (g.random() < 0.3 or len(held) == pool.num_blocks):
+            pool.drop(held.pop(g.randrange(len(held))))
+        elif pool.index and g.random() < 0.3:
+            held.append(pool.share(g.choice(list(pool.index.values()))))
+        elif pool.free:
+            before = {o: len(mine) for o, mine in pool.shares.blocks.items()}
+            blank = any(pool.hash[b] is None for b in pool.free)
+            held.append(block := pool.take())
+            lost = [o for o, n in before.items() if len(pool.shares.blocks.get(o, ())) < n]
+            assert not (blank and lost) and all(before[o] * len(before) >= sum(before.values()) for o in lost)
+            content = array("i", [step, step])
+            pool.publish(block, chain(b"", content), content, b"", owner)
+        pool.check([held])

@@ -1,7 +1,9 @@
-"""The engine process with a forward that never returns for a prompt of the token 13, and raises for one of 14."""
+"""The engine process with a forward that never returns for a prompt of the token 13, raises for one of 14, and ends the
+process for one of 15."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -19,6 +21,8 @@ def faulty(self: Runner, plan: Plan) -> Any:
             time.sleep(3600)
         if list(row.tokens[:2]) == [14, 14]:
             raise RuntimeError("a secret: /etc/passwd")
+        if list(row.tokens[:2]) == [15, 15]:
+            os._exit(9)
     return launch(self, plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
-from octavo.serve.engine_process import EngineLoop
+from octavo.serve.engine_process import DeviceLost, EngineLoop
 from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
 from octavo.serve.metrics import Metrics
 from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
@@ -181,7 +182,7 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
 
     metrics = Metrics("octavo", "m")
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
-        supervisor=SimpleNamespace(beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1),
+        supervisor=SimpleNamespace(beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1, loaded=None),
         queue=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,
@@ -193,3 +194,39 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     assert f'octavo:kv_host_slots_free{{model_name="m"}} {float(beat.tiers["slots_free"])}' in text
     metrics.source.client.supervisor.beat = Beat()  # type: ignore[union-attr, attr-defined]
     assert "kv_tier" not in metrics.render().decode(), "no tiers, nothing to tell"
+
+
+def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200)
+    scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
+    script = [add("a", 5, max_tokens=8), *[None] * 20]
+    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), FakeLink(script), check_interval=1e-9)  # type: ignore[arg-type]
+    loop.run()
+    sound = loop.checks
+    assert sound >= 8 and loop.check_failures == 0
+    scheduler.pool.refs[50] += 1  # the planted bug: a block that nobody holds is counted as held
+    loop.link.script.extend([add("b", 5, max_tokens=3), *[None] * 20])  # type: ignore[attr-defined]
+    loop.run()
+    assert loop.check_failures == loop.checks - sound > 0
+    dump = json.loads(caplog.records[0].message)
+    assert dump["event"] == "invariant_broken" and "reference counts disagree" in dump["error"]
+    assert dump["sequences"][0]["request"] == "b" and dump["scheduler"]["check_failures"] == 1
+    outputs = [out for m in loop.link.sent if isinstance(m, News) for out in m.outputs]  # type: ignore[attr-defined]
+    assert sum(len(out.tokens) for out in outputs if out.request_id == "b") == 3
+
+
+def test_a_step_that_fails_on_a_lost_device_ends_the_process_and_another_failure_does_not() -> None:
+    for alive in (True, False):
+        schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200)
+        scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
+        runner, link = FakeRunner(50, 4), FakeLink([add("a", 5, max_tokens=8), *[None] * 20])
+        runner.failing, runner.failures = 1.0, 1
+        loop = EngineLoop(Engine(scheduler, runner), link)  # type: ignore[arg-type]
+        loop.alive = lambda alive=alive: alive  # type: ignore[method-assign, misc]
+        if alive:
+            loop.run()
+            assert any(out.finish_reason == "error" for m in link.sent if isinstance(m, News) for out in m.outputs)
+        else:
+            with pytest.raises(DeviceLost):
+                loop.run()
+            assert not any(isinstance(m, News) for m in link.sent), "the front says what became of them when it misses us"

@@ -120,6 +120,17 @@ def test_keys_share_no_cache(locked: Running) -> None:
     assert cached(ALICE, cache_salt="x") == 0
 
 
+def test_a_flood_of_one_key_leaves_the_others_their_share_of_the_cache(locked: Running) -> None:
+    def cached(prompt: list[int]) -> int:
+        return int(complete(locked, ALICE, prompt=prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    kept = [[word] * 321 for word in (40, 41, 42)]
+    assert [cached(prompt) for prompt in kept] == [0, 0, 0]
+    for k in range(20):  # 62 blocks each, of a pool of 512
+        assert complete(locked, ROOT, prompt=[60 + k] * 1000).status_code == 200
+    assert [cached(prompt) for prompt in kept] == [320, 320, 320]
+
+
 def test_an_administrators_route(locked: Running) -> None:
     check_error(locked.get("/v1/dumps", headers=bearer(ALICE)), 403, code="admin_only")
     assert locked.get("/v1/dumps", headers=bearer(ROOT)).json() == {"dumps": []}

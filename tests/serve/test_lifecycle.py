@@ -165,10 +165,38 @@ def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
 
 
 def test_a_silent_stream_says_that_it_lives(mortal: Running) -> None:
-    reply = mortal.post("/v1/completions", {"prompt": [13] * 5, "stream": True})
+    reply = mortal.post("/v1/completions", {"prompt": [13] * 6, "stream": True})
     assert reply.text.count(": keep-alive\n\n") >= 3
     assert events(reply.text)[-1]["error"]["code"] == "engine_restarting"
     mortal.wait()
+
+
+def test_a_failing_step_in_a_stream_ends_it_with_a_typed_error(mortal: Running) -> None:
+    reply = mortal.post("/v1/completions", {"prompt": [14] * 6, "stream": True})
+    assert reply.status_code == 200 and events(reply.text)[-1]["error"]["code"] == "engine_error"
+
+
+def test_a_request_that_fails_again_and_again_is_refused_and_others_are_not(mortal: Running) -> None:
+    bad = {"prompt": [14] * 7, "max_tokens": 1}
+    assert mortal.post("/v1/completions", bad).headers["x-should-retry"] == "true"
+    for _ in range(3):
+        reply = mortal.post("/v1/completions", bad)
+        check_error(reply, 500, code="poison_request")
+        assert reply.headers["x-should-retry"] == "false"
+    assert mortal.complete()["usage"]["completion_tokens"] == 4
+    check_error(mortal.post("/v1/completions", {**bad, "prompt": [14] * 8}), 500, code="engine_error")
+
+
+def test_a_request_that_ends_the_engine_twice_is_refused_from_then_on(mortal: Running) -> None:
+    engine, bad = mortal.children(), {"prompt": [15] * 5, "max_tokens": 1}
+    check_error(mortal.post("/v1/completions", bad), 503, code="engine_restarting")
+    mortal.wait()
+    check_error(mortal.post("/v1/completions", bad), 500, code="poison_request")
+    mortal.wait()
+    starts = mortal.metrics()["octavo:engine_starts_total"]
+    check_error(mortal.post("/v1/completions", bad), 500, code="poison_request")
+    assert mortal.complete()["usage"]["completion_tokens"] == 4
+    assert mortal.metrics()["octavo:engine_starts_total"] == starts and mortal.children() != engine
 
 
 def test_an_engine_that_is_stopped_is_replaced(mortal: Running) -> None:

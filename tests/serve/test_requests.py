@@ -77,6 +77,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     "beams with a stop string": (TEXT, {"use_beam_search": True, "stop": "x"}, "stop", "unsupported_parameter"),
     "beams with a structure": (CHAT, {"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format",
                                "unsupported_parameter"),
+    "beams that must call a tool": (
+        CHAT,
+        {"use_beam_search": True, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        "tools",
+        "unsupported_parameter",
+    ),
     "a length penalty without beams": (TEXT, {"length_penalty": 2.0}, "length_penalty", None),
     "a length penalty of 10^6": (TEXT, {"use_beam_search": True, "length_penalty": 1e6}, "length_penalty", "param_out_of_range"),
     "early_stopping some day": (TEXT, {"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", None),

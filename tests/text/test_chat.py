@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,24 @@ def test_a_template_cannot_write_or_loop_without_end(monkeypatch: pytest.MonkeyP
         ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}").render(USER)
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.05 s"):
         ChatTemplate("{% for i in range(9000) %}{% set x = range(90) | list | sort %} {% endfor %}" * 9).render(USER)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 'x' * 10000000000 }}", "{{ 10000000000 * [1] }}", "{{ 9 ** 9 ** 9 ** 9 }}", "{{ 'x'.ljust(10000000000) }}",
+     "{{ 'x' | center(10000000000) }}", "{{ '%10000000000d' % 1 }}", "{{ 'x\ny' | indent(10000000000) }}",
+     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"],
+)  # fmt: skip
+def test_one_operation_cannot_take_all_memory(source: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises((InvalidRequest, ModelError)):
+        ChatTemplate(source).render(USER)
+    assert time.monotonic() - begun < 1
+
+
+def test_small_operations_are_what_they_are() -> None:
+    assert ChatTemplate("{{ 3 * '-' }}{{ 2 * 1.5 }}{{ 'a' + 'b' }}{{ 2 ** 3 }}{{ '%05d' % 7 }}").render(USER) == "---3.0ab800007"
+    assert ChatTemplate("{{ 'x' | center(3) }}{{ 'x'.ljust(2) }}{{ 7 % 4 }}{{ [1] + [2] }}").render(USER) == " x x 3[1, 2]"
 
 
 def test_templates_can_tell_the_date_and_write_json_for_models() -> None:
