@@ -121,6 +121,11 @@ def test_what_cannot_be_bounded_is_refused(options: dict[str, Any], why: str) ->
         make(**options)
 
 
+def test_beams_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="bounded caches"):
+        make().generate([PROMPT], SamplingParams(max_tokens=2, best_of=2, use_beam_search=True, temperature=0), use_tqdm=False)
+
+
 def test_a_prompt_longer_than_the_budget_is_refused() -> None:
     with pytest.raises(ContextLengthExceeded, match="kv_budget"):
         make().generate([[1] * (BUDGET + 1)], greedy(1), use_tqdm=False)
