@@ -380,7 +380,7 @@ def main(address: str, stacks: int) -> int:
         return 2
     pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
     link.send(Ready())
-    pulse.loop.alive = lambda: device_alive(llm)  # type: ignore[method-assign]
+    pulse.loop.alive = lambda: device_alive(llm)
     try:
         pulse.loop.run()
     except DeviceLost as error:
