@@ -155,7 +155,7 @@ class Scheduler:
                 f"the prompt has {len(prompt)} tokens, but a sequence keeps {self.most}: shorten the prompt or raise kv_budget"
             )
         if self.most < sys.maxsize and params.use_beam_search:
-            raise InvalidRequest("beams share what a bounded cache would move: use kv_eviction none, or no beam search", "n")
+            raise InvalidRequest("beams cannot go on in bounded caches: use kv_eviction none, or no beam search", "use_beam_search")
         wanted = params.max_tokens or room
         limit = len(prompt) + (min(room, wanted) if self.most == sys.maxsize else wanted)
         need = -(-min(limit - 1, self.most) // self.pool.size)  # the last token is sampled and never computed

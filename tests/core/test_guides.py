@@ -58,7 +58,7 @@ def test_a_guide_that_fails_ends_its_request_alone(depth: int, n: int) -> None:
 
 def test_a_token_that_was_not_allowed_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = oracle.model
-    monkeypatch.setattr(oracle, "model", lambda entries, seed, mask=None: model(entries, seed) % 40 + 5)  # hears of no mask
+    monkeypatch.setattr(oracle, "model", lambda entries, seed, *_: model(entries, seed) % 40 + 5)  # hears of no mask
     (out,) = run(1, request("bad", Fixed([1])))["bad", 0]
     assert out.finish_reason == "error" and out.tokens == [] and "not allow" in (out.error or "")
 
