@@ -82,7 +82,7 @@ class BlockPool:
         if block != oldest:
             self.free[oldest] = None
             self.free.move_to_end(oldest, last=False)
-            del self.free[block]
+            self.free.pop(block)
         return block
 
     def share(self, block: int) -> int:
