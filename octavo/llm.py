@@ -39,6 +39,7 @@ from octavo.memory import (
     MemoryPlan,
     activation_bytes,
     available_memory,
+    kv_memory,
     parameter_count,
     parse_kv_dtype,
     size_pool,
@@ -46,7 +47,6 @@ from octavo.memory import (
     step_tokens,
     weight_bytes,
 )
-from octavo.memory import kv_budget as kv_memory
 from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.fingerprint import fingerprint

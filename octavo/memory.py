@@ -107,13 +107,13 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     return free, total
 
 
-def kv_budget(device: torch.device, utilization: float, activations: int) -> int:
+def kv_memory(device: torch.device, utilization: float, activations: int) -> int:
     """Bytes for the KV pool, asked after the weights are loaded."""
     return kv_share(device.type, *available_memory(device), utilization, activations)
 
 
 def kv_share(kind: str, free: int, total: int, utilization: float, activations: int) -> int:
-    """kv_budget of a "cuda" or "cpu" device that has this much memory free once the weights are loaded."""
+    """kv_memory of a "cuda" or "cpu" device that has this much memory free once the weights are loaded."""
     if kind == "cuda":
         return int(total * utilization) - (total - free) - activations
     return int((free - activations) * CPU_KV_SHARE)

@@ -409,13 +409,13 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
 
 def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     per_token = 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, dim, bytes
-    monkeypatch.setattr("octavo.llm.kv_budget", lambda *_: 100 * 16 * per_token)
+    monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 100 * 16 * per_token)
     with pytest.raises(NotEnoughMemory, match="1700 needs .* memory holds 100: max_model_len=1600 would work") as _:
         size_pool(replace(make().config, max_position=2000), 16, "float32", 100 * 16 * per_token, 8, 1700, None)
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 1024
-    monkeypatch.setattr("octavo.llm.kv_budget", lambda *_: 10 * 16 * per_token)
+    monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 10 * 16 * per_token)
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 161
-    monkeypatch.setattr("octavo.llm.kv_budget", lambda *_: 0)
+    monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 0)
     with pytest.raises(NotEnoughMemory, match="no memory is left for KV"):
         make(num_gpu_blocks_override=None)
 
