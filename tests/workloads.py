@@ -9,6 +9,7 @@ from typing import Any
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
+from octavo.core.simulate import VirtualClock as Clock
 from octavo.types import Output, Request, SamplingParams
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
@@ -17,19 +18,6 @@ from tests.toy_guide import ToyGuide
 MAX_LEN = 60
 POLICIES = ["fcfs"] * 4 + ["priority"] * 3 + ["shortest", "deadline", "fair", "prefix"]
 BATCHING = ["continuous"] * 6 + ["adaptive", "window", "static", "none"]
-
-
-class Clock:
-    """Time that passes when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass
