@@ -28,12 +28,13 @@ __all__ = ["How", "PackedWeight", "choose", "embedding", "linear"]
 How = Gemv | Gemm | Rounded | Dense
 EXACT_ROWS = 16
 DENSE_ROWS = 1024
+WIDE = 4096  # outputs, from which on a product has enough programs that each may be small
 
 # How products are cut up: by kind of code, and by the most rows that an entry is for. `octavo bench linear SHAPE --tune` tries
 # others and prints the best.
 ROWS: dict[int, dict[int, Gemv | Gemm]] = {
     INT4.value: {
-        1: Gemv(8, 4),
+        1: Gemv(16, 4),
         16: Gemm(16, 64, 2, 4, 3, after=True),
         32: Gemm(32, 64, 1, 4, 4, after=True),
         64: Gemm(64, 128, 1, 4, 2),
@@ -70,11 +71,10 @@ def linear(
     if isinstance(how, Gemv):
         return gemv(x, weight, bias, add, how)
     if isinstance(how, Gemm):
-        out = gemm(x, weight, bias, how)
-    elif isinstance(how, Rounded):
-        out = rounded(x, weight, bias, how)
-    else:
-        out = dense(x, weight, bias, how)
+        return gemm(x, weight, bias, add, how)
+    if isinstance(how, Rounded):
+        return rounded(x, weight, bias, add, how)
+    out = dense(x, weight, bias, how)
     return out if add is None else add.add_(out)
 
 
@@ -85,4 +85,6 @@ def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
         return Dense()
     if rows > 1 and (dtype == torch.float32 or OLD):
         return SMALL
+    if rows == 1 and weight.kind == INT4 and weight.shape[0] > WIDE:
+        return Gemv(8, 2)
     return next(how for most, how in ROWS[weight.kind].items() if rows <= most)

@@ -119,6 +119,70 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
                 return _e4m3(w & 255).to(DTYPE), _e4m3((w >> 8) & 255).to(DTYPE)
 
 
+def _nibbles_dot() -> tl.constexpr:
+    """Four times two words of 4-bit codes and, for each, four pairs of float16 -> the sum of code * x over all 32. A code that is
+    cut out of a word is a float16 as it stands, of exponent zero: code * 2^-24, or 16 times that, from the second four bits.
+    Sixteen products are added in float16, as two times eight."""
+    lines = []
+    for i in range(4):
+        word, x, total = f"${1 + i}", [f"${5 + 4 * j + i}" for j in range(4)], "pq"[i // 2]
+        lines.append(f"shr.u32 s, {word}, 8;")
+        for j, source in enumerate((word, word, "s", "s")):
+            lines.append(f"and.b32 c, {source}, {0x00F000F0 if j % 2 else 0x000F000F:#x};")
+            first = i % 2 == j == 0
+            lines.append(f"mul.rn.f16x2 {total}, c, {x[j]};" if first else f"fma.rn.f16x2 {total}, c, {x[j]}, {total};")
+    lines.append("add.rn.f16x2 p, p, q; mov.b32 {low, high}, p; cvt.f32.f16 f, low; cvt.f32.f16 g, high; add.f32 $0, f, g;")
+    return tl.constexpr("\n".join(["{ .reg .b32 c, s, p, q; .reg .b16 low, high; .reg .f32 f, g;", *lines, "}"]))
+
+
+NIBBLES_DOT, NIBBLES_DOT_REGISTERS = _nibbles_dot(), tl.constexpr("=f" + 20 * ",r")
+
+
+@triton.jit
+def _four(x):
+    """[N, V, 4] -> its four parts [N, V], all in the same thread"""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def dot_of_halves(pairs, x0, x1, x2, x3):
+    """pairs [N, V, 4] int32, each two words of 4-bit codes; x0 to x3 [1, V, 4] int32, each two float16: the inputs that meet the
+    words' first, second, third and fourth parts; of x1 and x3 a sixteenth -> 2^-24 times the sums of code * x [N, V] float32."""
+    w, a, b, c, d = _four(pairs), _four(x0), _four(x1), _four(x2), _four(x3)
+    args = [
+        w[0],
+        w[1],
+        w[2],
+        w[3],
+        a[0],
+        a[1],
+        a[2],
+        a[3],
+        b[0],
+        b[1],
+        b[2],
+        b[3],
+        c[0],
+        c[1],
+        c[2],
+        c[3],
+        d[0],
+        d[1],
+        d[2],
+        d[3],
+    ]
+    return tl.inline_asm_elementwise(NIBBLES_DOT, NIBBLES_DOT_REGISTERS, args, tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def two_halves(a, b):
+    """float32 a and b -> one int32 of two float16, a in the lower half"""
+    return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, is_pure=True, pack=1)
+
+
 # Two words of 4-bit codes -> eight float32: 1 + code / 16, a shift and one logical operation each.
 SHIFTS = [19 - 4 * part - 16 * word for part in range(4) for word in range(2)]
 NIBBLES_FLOATS = tl.constexpr(

@@ -75,13 +75,14 @@ def _block(
 
 @triton.jit
 def write(
-    acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS: tl.constexpr, ADD: tl.constexpr, SHARED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A tile acc [N, M] of the transposed product to out [rows, outputs]. SHARED: it is one of `split` parts, which all go to
+    """A tile acc [N, M] of the transposed product to out [rows, outputs]. ADD: to what is there. SHARED: it is one of `split`
+    parts, which all go to
     memory; the program that comes last adds them, in their order."""
     if not SHARED:
-        _store(acc, bias, out, m, n, rows, outputs, BIAS)
+        _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
     else:
         tile, tiles = tl.program_id(0), tl.num_programs(0)
         at = partial + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
@@ -92,21 +93,25 @@ def write(
             for part in range(split):
                 acc += tl.load(at + (part * tiles + tile).to(tl.int64) * (M * N), cache_modifier=".cg")
             tl.store(locks + tile, 0)
-            _store(acc, bias, out, m, n, rows, outputs, BIAS)
+            _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
 
 
 @triton.jit
-def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr):
+def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr, ADD: tl.constexpr):
     if BIAS:
         acc += tl.load(bias + n, mask=n < outputs, other=0.0)[:, None].to(tl.float32)
-    tl.store(out + m[None, :] * outputs + n[:, None], acc, mask=(m < rows)[None, :] & (n < outputs)[:, None])
+    at, inside = out + m[None, :] * outputs + n[:, None], (m < rows)[None, :] & (n < outputs)[:, None]
+    if ADD:
+        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, acc, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "split"])
 def gemm_kernel(
     x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, split, KIND: tl.constexpr,
-    GROUP: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROUND: tl.constexpr,
-    SHARED: tl.constexpr, AFTER: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    ROUND: tl.constexpr, SHARED: tl.constexpr, AFTER: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile [N outputs, M rows] of the transposed product, because the tensor cores take their first operand from registers,
     where the weights are made. AFTER: sums are scaled, not weights. EVEN: rounds need no mask. SHARED: `split` programs have a
@@ -154,18 +159,19 @@ def gemm_kernel(
                 acc = tl.dot(weights, values, acc, input_precision="ieee")
     if GROUP == 0:
         acc *= tl.load(info_at)
-    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, SHARED, M, N)
+    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, ADD, SHARED, M, N)
 
 
-def gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Gemm) -> Tensor:
-    """x [T, in] -> [T, out]"""
+def gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Gemm) -> Tensor:
+    """x [T, in] -> [T, out], written over add where there is one"""
     rows, (outputs, inputs), form = len(x), weight.shape, weight.form
-    out = x.new_empty(rows, outputs)
+    out = x.new_empty(rows, outputs) if add is None else add
     tiles, split, partial = cut(rows, weight, how)
     gemm_kernel[tiles, split](
         x, weight.words, weight.info, bias, out, partial, weight.locks, rows, outputs, inputs, weight.blocks,
-        weight.info.shape[-1], split, weight.kind, form.group, form.least, bias is not None, how.rows, how.outputs, how.blocks,
-        split > 1, how.after and form.group == 128 and not form.least, inputs % (how.blocks * WORDS * weight.parts) == 0,
+        weight.info.shape[-1], split, weight.kind, form.group, form.least, bias is not None, add is not None, how.rows,
+        how.outputs, how.blocks, split > 1, how.after and form.group == 128 and not form.least,
+        inputs % (how.blocks * WORDS * weight.parts) == 0,
         triton.next_power_of_2(max(1, how.blocks * (how.stages - 1) // 2)), how.stages,
         AVAILABLE and x.dtype != torch.float32, num_warps=how.warps, num_stages=how.stages, **LAUNCH,
     )  # fmt: skip

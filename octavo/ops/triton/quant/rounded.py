@@ -43,7 +43,7 @@ def _code(value):
 @triton.jit(do_not_specialize=["rows", "split"])
 def int8_kernel(
     x, x_scale, words, info, bias, out, partial, locks, rows, outputs, row_bytes, split, BIAS: tl.constexpr,
-    SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile [N, M] of the transposed product of bytes with bytes."""
     start_next()
@@ -62,22 +62,23 @@ def int8_kernel(
         w = tl.load(word_at + start, mask=(start + k < row_bytes)[None, :], other=0)
         sums = tl.dot(w, tl.load(x_at + start, mask=(start + k < row_bytes)[:, None], other=0), sums, out_dtype=tl.int32)
     acc = sums.to(tl.float32) * tl.load(info + output)[:, None] * tl.load(x_scale + row)[None, :]
-    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, SHARED, M, N)
+    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, ADD, SHARED, M, N)
 
 
-def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, how: Rounded) -> Tensor:
-    """x [T, in] -> [T, out]"""
+def rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Rounded) -> Tensor:
+    """x [T, in] -> [T, out], written over add where there is one"""
     rows, (outputs, inputs), row_words = len(x), weight.shape, weight.words.shape[1]
     codes = torch.empty(rows, row_words, dtype=torch.int16, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     wide = triton.next_power_of_2(row_words)
     warps = min(16, max(1, wide // 256))
     round_kernel[rows,](x, codes, scale, inputs, wide, row_words, num_warps=warps, **LAUNCH)
-    out, tile = x.new_empty(rows, outputs), how.tile
+    out, tile = x.new_empty(rows, outputs) if add is None else add, how.tile
     tiles, split, partial = cut(rows, weight, tile)
     int8_kernel[tiles, split](
         codes.view(torch.int8), scale, weight.words.view(torch.int8), weight.info, bias, out, partial, weight.locks, rows,
-        outputs, 2 * row_words, split, bias is not None, split > 1, tile.rows, tile.outputs, 64 * tile.blocks, tile.stages,
+        outputs, 2 * row_words, split, bias is not None, add is not None, split > 1, tile.rows, tile.outputs,
+        64 * tile.blocks, tile.stages,
         num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
     return out
