@@ -28,28 +28,26 @@ __all__ = ["How", "PackedWeight", "choose", "embedding", "linear"]
 How = Gemv | Gemm | Rounded | Dense
 EXACT_ROWS = 16
 DENSE_ROWS = 1024
-WIDE = 4096  # outputs, from which on a product has enough programs that each may be small
+FEW_OUTPUTS = 8192
 
-# How products are cut up: by kind of code, and by the most rows that an entry is for. `octavo bench linear SHAPE --tune` tries
-# others and prints the best.
-ROWS: dict[int, dict[int, Gemv | Gemm]] = {
+# How products are cut up: by kind of code, by the most rows that an entry is for, and whether they have few outputs or many: with
+# many there are programs enough that each can have all inputs. `octavo bench linear SHAPE --tune` tries others.
+ROWS: dict[int, dict[int, tuple[Gemv | Gemm, Gemv | Gemm]]] = {
     INT4.value: {
-        1: Gemv(16, 4),
-        16: Gemm(16, 64, 2, 4, 3, after=True),
-        32: Gemm(32, 64, 1, 4, 4, after=True),
-        64: Gemm(64, 128, 1, 4, 2),
-        128: Gemm(128, 64, 1, 3, 2),
-        DENSE_ROWS: Gemm(128, 64, 1, 3, 2),
+        1: (Gemv(16, 4), Gemv(8, 2)),
+        16: (Gemm(16, 64, 2, 4, 3, after=True),) * 2,
+        32: (Gemm(32, 64, 1, 4, 4, after=True),) * 2,
+        64: (Gemm(64, 64, 1, 3, 3), Gemm(64, 128, 1, 4, 2)),
+        128: (Gemm(128, 64, 1, 3, 2),) * 2,
+        DENSE_ROWS: (Gemm(128, 64, 1, 3, 2), Gemm(128, 128, 1, 3, 2, tall=32)),
     },
     INT8.value: {
-        1: Gemv(4, 4),
-        16: Gemm(16, 64, 2, 4, 4),
-        32: Gemm(32, 64, 2, 4, 3),
-        64: Gemm(64, 128, 1, 4, 3),
-        128: Gemm(128, 128, 1, 4, 2),
-        256: Gemm(256, 128, 1, 4, 1),
-        384: Gemm(128, 128, 1, 4, 2),
-        DENSE_ROWS: Gemm(256, 128, 1, 4, 1),
+        1: (Gemv(4, 4),) * 2,
+        16: (Gemm(16, 64, 2, 4, 4),) * 2,
+        32: (Gemm(32, 64, 2, 4, 3),) * 2,
+        64: (Gemm(64, 64, 1, 4, 4), Gemm(64, 128, 2, 3, 2)),
+        128: (Gemm(64, 128, 2, 3, 2), Gemm(128, 128, 1, 4, 2)),
+        DENSE_ROWS: (Gemm(128, 128, 1, 4, 2, tall=32), Gemm(128, 128, 1, 4, 2)),
     },
 }
 ROWS[FP8.value] = ROWS[INT8.value]
@@ -85,6 +83,5 @@ def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
         return Dense()
     if rows > 1 and (dtype == torch.float32 or OLD):
         return SMALL
-    if rows == 1 and weight.kind == INT4 and weight.shape[0] > WIDE:
-        return Gemv(8, 2)
-    return next(how for most, how in ROWS[weight.kind].items() if rows <= most)
+    few, many = next(hows for most, hows in ROWS[weight.kind].items() if rows <= most)
+    return few if weight.shape[0] <= FEW_OUTPUTS else many

@@ -21,15 +21,16 @@ class Gemm(NamedTuple):
     """How a product of a few rows is cut up: tiles of `outputs` x `rows`, each along all inputs or a part of them."""
 
     rows: int
-    outputs: int  # 64 for 4 warps: a warp group's share of a tensor core instruction
+    outputs: int
     blocks: int  # of weights in a round
     stages: int  # rounds under way
     resident: int  # programs that fit on a multiprocessor
     after: bool = False  # groups as long as a block: sums are scaled instead of weights
+    tall: int = 16  # outputs of a warp: four warps have 64 together in one tensor core instruction
 
     @property
     def warps(self) -> int:
-        return self.outputs // 16
+        return self.outputs // self.tall
 
 
 @triton.jit
@@ -106,6 +107,16 @@ def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr, ADD: tl.cons
     tl.store(at, acc, mask=inside)
 
 
+@triton.jit
+def _finished(acc, ASM: tl.constexpr):
+    """Wait for the tensor cores. Triton 3.6 lets a product run on into the next round, where the registers with its weights are
+    filled anew while they are still being read. What has to look at the sums has to wait for them."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=False, pack=1)
+    else:
+        return acc
+
+
 @triton.jit(do_not_specialize=["rows", "split"])
 def gemm_kernel(
     x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, split, KIND: tl.constexpr,
@@ -157,6 +168,7 @@ def gemm_kernel(
                 acc += tl.dot(weights, values, input_precision="ieee") * scale
             else:
                 acc = tl.dot(weights, values, acc, input_precision="ieee")
+        acc = _finished(acc, ASM)
     if GROUP == 0:
         acc *= tl.load(info_at)
     write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, ADD, SHARED, M, N)
