@@ -21,7 +21,7 @@ import torch
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
 from octavo.model import embedded, foreign, quant, quantized
-from octavo.model.base import CausalLM, Slot, build, registry
+from octavo.model.base import CausalLM, Formats, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.ops import Ops
@@ -216,11 +216,9 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
 # ---- which format -------------------------------------------------------------------------------------
 
 
-def choose_formats(
-    wanted: Format | str, checkpoint: Checkpoint, device: str
-) -> Callable[[tuple[str, ...]], Format | None] | None:
-    """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. In "auto" a weight
-    has the format that the checkpoint has it in, where that is one of ours; so does none where the CPU kernels cannot run."""
+def choose_formats(wanted: Format | str, checkpoint: Checkpoint, device: str) -> Formats | None:
+    """The formats of weights, for build(); None: all are plain. In "auto" a weight has the format that the checkpoint has it in,
+    where that is one of ours; so does none where the CPU kernels cannot run."""
     if isinstance(wanted, Format):
         if wanted.float and device == "cpu":
             log.warning("%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast", wanted)
@@ -229,12 +227,13 @@ def choose_formats(
     if wanted == "none" or (isinstance(instruction_set(), str) if device == "cpu" else plain):
         return None
 
-    def stored(names: tuple[str, ...]) -> Format | None:
-        suffixes = tuple(f"{name}.weight" for name in names)
-        found = [tensor for name, tensor in checkpoint.tensors.items() if name.endswith(suffixes)]
-        forms = {tensor.form for tensor in found}
-        if len(forms) == 1 and None not in forms:
-            return forms.pop()  # exactly what the file holds
+    def stored(names: tuple[str, ...]) -> Format | list[Format] | None:
+        # A file may leave the first part of its names away.
+        found = [tensor for name in names for end, tensor in checkpoint.tensors.items() if f".{name}".endswith(f".{end}")]
+        forms = [tensor.form if tensor.form is None or device != "cpu" else quant.for_cpu(tensor.form) for tensor in found]
+        known = [form for form in forms if form is not None]
+        if len(known) == len(names) and (device != "cpu" or len(set(known)) == 1):
+            return known[0] if len(set(known)) == 1 else known
         bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
         # Blocks of another kind: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
         return quant.EDGE if bits < 9 and device == "cpu" else None

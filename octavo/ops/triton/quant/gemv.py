@@ -42,7 +42,8 @@ def gemv_kernel(
     moves between threads before the end."""
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
-    SHARED: tl.constexpr = PARTS if GROUP == 0 or GROUP >= 32 * PARTS else GROUP // 32  # parts that have a scale in common
+    # Parts that have a scale in common; of groups of 16 every part has two, of two threads each.
+    SHARED: tl.constexpr = PARTS if GROUP == 0 or GROUP >= 32 * PARTS else 1 if GROUP == 16 else GROUP // 32
     GROUPS: tl.constexpr = PARTS // SHARED  # in a block
     # Of 4 bits the parts are 1 + code / 16: what must be subtracted is a multiple of the inputs' sum.
     ZERO: tl.constexpr = 0.0 if KIND != INT4 else 1.0 if LEAST else 1.5
@@ -69,11 +70,15 @@ def gemv_kernel(
             product += parts[2 * j + 1] * b[None, :]
             if j % SHARED == SHARED - 1:
                 result = tl.sum(product.reshape(N, V, 4), 2)
-                if KIND == INT4:
+                if KIND == INT4 or LEAST:
                     shift = tl.sum(sum_x.reshape(V, 4), 1)[None, :]
+                if KIND == INT4:
                     result = (result - ZERO * shift) * FACTOR
                 if GROUP > 0:
-                    group = (block * GROUPS + j // SHARED)[None, :]
+                    if GROUP == 16:
+                        group = ((block * PARTS + j) * 2 + v // 2 % 2)[None, :]
+                    else:
+                        group = (block * GROUPS + j // SHARED)[None, :]
                     scale, least = info_of(info, n[:, None], group, width, inside, LEAST)
                     result *= scale
                     if LEAST:
