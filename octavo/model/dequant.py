@@ -1,4 +1,4 @@
-"""GGUF's block formats, unpacked to float32 or taken over as codes. Bytes in, values out: knows nothing of files, names or models.
+"""GGUF's block formats, unpacked to float32 or taken over as codes. Bytes in, values out: knows no files, names or models.
 
 A quantised tensor is a row of blocks; a block holds 32 or 256 values as small integers with their scales. Below, each
 format's function takes blocks [n, bytes] (uint8) and returns codes as octavo.ops.weight has them, [n, values] (uint8), with the

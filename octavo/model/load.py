@@ -216,27 +216,28 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
 # ---- which format -------------------------------------------------------------------------------------
 
 
-def choose_formats(wanted: Format | str, checkpoint: Checkpoint, device: str) -> Formats | None:
+def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -> Formats | None:
     """The formats of weights, for build(); None: all are plain. In "auto" a weight has the format that the checkpoint has it in,
-    where that is one of ours; so does none where the CPU kernels cannot run."""
+    where that is one of ours; so does none where the CPU kernels cannot run. The "cpu" backend reads fewer formats."""
     if isinstance(wanted, Format):
-        if wanted.float and device == "cpu":
+        if wanted.float and backend == "cpu":
             log.warning("%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast", wanted)
         return quant.choose(wanted)
     plain = all(tensor.form is None for tensor in checkpoint.tensors.values())
-    if wanted == "none" or (isinstance(instruction_set(), str) if device == "cpu" else plain):
+    if wanted == "none" or (isinstance(instruction_set(), str) if backend == "cpu" else plain):
         return None
 
     def stored(names: tuple[str, ...]) -> Format | list[Format] | None:
         # A file may leave the first part of its names away.
         found = [tensor for name in names for end, tensor in checkpoint.tensors.items() if f".{name}".endswith(f".{end}")]
-        forms = [tensor.form if tensor.form is None or device != "cpu" else quant.for_cpu(tensor.form) for tensor in found]
-        known = [form for form in forms if form is not None]
-        if len(known) == len(names) and (device != "cpu" or len(set(known)) == 1):
-            return known[0] if len(set(known)) == 1 else known
+        forms = [quant.for_cpu(tensor.form) if backend == "cpu" else tensor.form for tensor in found if tensor.form is not None]
+        if len(forms) == len(names) and len(set(forms)) == 1:
+            return forms[0]
+        if backend != "cpu":
+            return forms if len(forms) == len(names) else None
+        # Blocks of several kinds: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
         bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
-        # Blocks of another kind: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
-        return quant.EDGE if bits < 9 and device == "cpu" else None
+        return quant.EDGE if bits < 9 else None
 
     return stored
 
@@ -270,7 +271,7 @@ def load_model(
     config = cls.parse_config(checkpoint.config)
     if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
         raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-    formats = choose_formats(quant.parse(quantization), checkpoint, device)
+    formats = choose_formats(quant.parse(quantization), checkpoint, ops.name)
     built = build(config, cls, ops, getattr(torch, dtype), device, formats)
     if load_format == "dummy":
         dummy_weights(built, seed)

@@ -88,7 +88,6 @@ class JoinedWeight(nn.Module):
     def __init__(self, parts: Iterable[nn.Module]):
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.shape = torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))  # type: ignore[misc,index]
 
     def __getitem__(self, rows: slice) -> QuantWeight:
         """The part with exactly these rows."""

@@ -35,12 +35,12 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def gguf_blocks(kind: int, count: int) -> torch.Tensor:
-    """Bytes of that many blocks: any codes, scales that are small numbers."""
+def gguf_blocks(kind: int, count: int, size: float = 0.02) -> torch.Tensor:
+    """Bytes of that many blocks: any codes, scales that are numbers of about this size."""
     form, generator = FORMATS[kind], torch.Generator().manual_seed(kind)
     blocks = torch.randint(0, 256, (count, form.nbytes), dtype=torch.uint8, generator=generator)
     for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(form.name, (0, 2) if CODED[kind].least else (0,)):
-        scale = torch.rand(count, 1, generator=generator) * 0.02 + 1e-3
+        scale = torch.rand(count, 1, generator=generator) * size + size / 20
         blocks[:, at : at + 2] = scale.half().view(torch.uint8)
     return blocks.flatten()
 

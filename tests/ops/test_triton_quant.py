@@ -110,7 +110,20 @@ WAYS = [
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("name", ["int8", "fp8", "int8-g32", "int4-g128", "int4-g64", "int4-g32-asym", *FORMATS[-4:]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8",
+        "fp8",
+        "int8-g32",
+        "int4-g128",
+        "int4-g64",
+        "int4-g32-asym",
+        "int4-g32-asym-f32",
+        "int8-g16-f32",
+        "int8-g16-asym-f32",
+    ],
+)
 def test_every_way_gives_the_same(name: str, how: packed.How) -> None:
     weight = quantized(name, 40, 600)
     x = random(1 if isinstance(how, Gemv) else 20, 600, dtype=HALF)
