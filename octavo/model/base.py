@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.config import ModelConfig
-from octavo.errors import UnknownArchitecture
+from octavo.errors import ModelError, UnknownArchitecture
 from octavo.model import quant
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.kv import KV
@@ -148,8 +148,9 @@ class Registry:
 registry = Registry()
 
 
-# The format of the weight that holds the tensors of these names, or one for each of them; None: plain numbers.
-Formats = Callable[[tuple[str, ...]], "Format | list[Format] | None"]
+# The format of a weight, or of each of its parts, given what the parts are called (see Matrix) and the tensors that fill them;
+# None: plain numbers.
+Formats = Callable[[Mapping[str, str]], "Format | list[Format] | None"]
 
 
 def quantize(model: CausalLM, formats: Formats, device: str) -> None:
@@ -158,8 +159,11 @@ def quantize(model: CausalLM, formats: Formats, device: str) -> None:
     for name, slot in model.weight_map().items():
         if slot.matrix is not None:
             names.setdefault(slot.matrix, []).append(name)
-    for matrix, tensors in names.items():
-        if (form := formats(tuple(tensors))) is not None:
+    for matrix in [module for module in model.modules() if isinstance(module, Matrix)]:
+        if len(names.get(matrix, [])) != len(matrix.parts):
+            parts = ", ".join(matrix.parts)
+            raise ModelError(f"{type(model).__name__}.weight_map() does not say where {parts} comes from: use slot() or slots()")
+        if (form := formats(dict(zip(matrix.parts, names[matrix], strict=True)))) is not None:
             matrix.quantize(form, device)
         else:
             matrix.weight = nn.Parameter(torch.empty_like(matrix.weight, device=device), requires_grad=False)

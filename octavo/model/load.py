@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +227,11 @@ def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -
     if wanted == "none" or (isinstance(instruction_set(), str) if backend == "cpu" else plain):
         return None
 
-    def stored(names: tuple[str, ...]) -> Format | list[Format] | None:
+    def stored(names: Mapping[str, str]) -> Format | list[Format] | None:
         # A file may leave the first part of its names away.
-        found = [tensor for name in names for end, tensor in checkpoint.tensors.items() if f".{name}".endswith(f".{end}")]
+        found = [
+            tensor for name in names.values() for end, tensor in checkpoint.tensors.items() if f".{name}".endswith(f".{end}")
+        ]
         forms = [quant.for_cpu(tensor.form) if backend == "cpu" else tensor.form for tensor in found if tensor.form is not None]
         if len(forms) == len(names) and len(set(forms)) == 1:
             return forms[0]

@@ -13,7 +13,7 @@ octavo.ops.weight's. Knows no file and no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ FORMATS = {str(form): form for form in EIGHT_BITS + [Format(4, g, a) for a in (F
 NAMES = ("auto", "none", *FORMATS)
 # The embedding and the head next to 4-bit layers: 8 bits. In the embedded model they are a fifth of the weights, and at
 # int4-g32-asym they raised perplexity by 8%.
-EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "wte", "wpe", "lm_head"}
+EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "lm_head"}
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # values quantised at a time: temporaries stay small
 MOST = 448.0  # of e4m3
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # 4-bit ranges tried: clipping the largest values often costs less than coarser steps
@@ -43,9 +43,9 @@ def parse(name: str | None) -> Format | str:
     return FORMATS[name]
 
 
-def choose(form: Format) -> Callable[[tuple[str, ...]], Format]:
-    """The format of the weight that holds the tensors of these names, when this one is asked for."""
-    return lambda names: EDGE if form.bits == 4 and EDGE_NAMES.intersection(".".join(names).split(".")) else form
+def choose(form: Format) -> Callable[[Iterable[str]], Format]:
+    """The format of the weight whose parts are called so, when this one is asked for."""
+    return lambda names: EDGE if form.bits == 4 and EDGE_NAMES.intersection(names) else form
 
 
 def for_cpu(form: Format) -> Format:
