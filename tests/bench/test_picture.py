@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -99,3 +100,16 @@ def test_what_cannot_be_drawn_is_refused(bad: list[tuple[float, float]]):
     for values in ([-1.0], [1.0, 2.0], [None], [float("nan")]):
         with pytest.raises(OctavoError, match="not negative"):
             bars("t", ["a"], {"": values}, "s")
+
+
+@pytest.mark.parametrize(("picture", "first"), [("quant-cpu.svg", "none (float32)"), ("quant-h200.svg", "none (bf16)")])
+def test_the_pictures_in_the_docs_show_the_numbers_of_their_tables(picture: str, first: str):
+    docs = Path(__file__).parents[2] / "docs"
+    lines = (docs / "quantisation.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} | "))
+    table = [line.split("|")[1:-1] for line in lines[start : lines.index("", start)]]
+    shown = words((docs / "pictures" / picture).read_text())
+    columns = (1, 3, 5) if "h200" in picture else (2, 3)  # what the bars are
+    for row in table:
+        for value in (row[column].strip().removesuffix(" GB") for column in columns):
+            assert (value or "–") in shown, (row[0], value)
