@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.model import quant
 from octavo.model.dequant import CODED
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.weight import QuantWeight
+from octavo.ops.weight import JoinedWeight, QuantWeight
 from tests.conftest import DEVICE
 from tests.ops.test_reference import draw
 
@@ -95,6 +95,15 @@ def test_embedding(name: str) -> None:
     ready = TRITON.pack(weight)
     assert torch.equal(TRITON.embedding(ids, ready), weight.dequantize()[ids])
     assert torch.equal(TRITON.embedding(ids, ready, 1.7), REFERENCE.embedding(ids, weight, 1.7))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_parts_of_formats_of_their_own_are_one_product(rows: int) -> None:
+    """With a bias and something to add, as any other."""
+    parts = [quantized(name, outputs, 96) for name, outputs in (("int4-g32-asym-f32", 40), ("int8-g16-f32", 24))]
+    joined, x, bias, add = JoinedWeight(parts), random(rows, 96), random(64, seed=2), random(rows, 64, seed=3)
+    want = REFERENCE.linear(x, joined, bias, add)
+    torch.testing.assert_close(TRITON.linear(x, TRITON.pack(joined), bias, add.clone()), want, atol=1e-4, rtol=1e-5)
 
 
 # Ways to cut a product that the tables may come to hold.
