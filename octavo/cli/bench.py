@@ -282,7 +282,7 @@ def quant(
             f"{r['perplexity_ratio']:.4f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.3f}",
         )  # fmt: skip
     console = Console(highlight=False)
-    console.width = max(console.width, 120)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 130)  # a narrow terminal wraps lines rather than cutting numbers short
     console.print(table)
     finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
     if picture is not None:
