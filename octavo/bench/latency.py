@@ -36,7 +36,8 @@ def measure(
         raise InvalidRequest(f"batches are 1 to {llm.schedule.max_num_seqs} requests (max_num_seqs), not {batches}", "batches")
     machine, results = measure_machine(llm), []
     for batch in batches:
-        trace, first, gaps, seconds = [Entry(0.0, prompt, output)] * batch, [], [], []
+        trace = [Entry(0.0, prompt, output)] * batch
+        first, gaps, seconds = list[float](), list[float](), list[float]()
         for run in range(1 + repeat):
             report = play(llm, trace, llm.schedule)
             if run:
