@@ -45,7 +45,7 @@ def products(hf: dict[str, Any]) -> list[Product]:
     matrices = [m for m in model.modules() if isinstance(m, Linear) or (tied and isinstance(m, Matrix))]
     found: dict[tuple[int, int], list[tuple[str, ...]]] = {}
     for matrix in matrices:
-        found.setdefault(tuple(matrix.weight.shape), []).append(matrix.names)
+        found.setdefault(tuple(matrix.weight.shape), []).append(tuple(matrix.parts))
     return [Product(names[0], *shape, len(names)) for shape, names in found.items()]
 
 

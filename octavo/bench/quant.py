@@ -13,14 +13,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.bench.batching import spread
+from octavo.bench.picture import Axis, Series, bars, points, svg
 from octavo.errors import OctavoError
 from octavo.llm import LLM
+from octavo.memory import parameter_count
 from octavo.types import SamplingParams
 
 PLAIN = "none"
@@ -112,6 +113,7 @@ def measure(
             {
                 "format": name,
                 "weight_bytes": llm.memory.weights,
+                "bytes_per_weight": llm.memory.weights / parameter_count(llm.model),
                 "kv_bytes_per_token": llm.memory.kv_per_token,
                 "load_s": took,
                 **speed(llm, texts[0], repeat),
@@ -129,23 +131,17 @@ def measure(
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed against perplexity, a point a format; its area shows the weights' bytes."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise OctavoError("a plot needs matplotlib: pip install matplotlib") from None
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    most = max(row["weight_bytes"] for row in rows)
-    for row in rows:
-        x, y = row["perplexity_ratio"], row["single_tok_s"]["median"]
-        axes.scatter(x, y, s=900 * row["weight_bytes"] / most, alpha=0.5)
-        axes.annotate(row["format"], (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
-    axes.set_xlabel("perplexity, relative to full precision (left is better)")
-    axes.set_ylabel("tokens a second, one request (up is better)")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path)
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Bytes a weight against perplexity, and the speed of one request and of sixteen, as SVG."""
+    names = [row["format"] for row in rows]
+    spots = [(row["bytes_per_weight"], row["perplexity_ratio"]) for row in rows]
+    return svg(
+        points(
+            "Size and quality",
+            [Series("", spots, names)],
+            Axis("bytes a weight, scales included (left is better)", log=True),
+            Axis(f"perplexity, relative to {names[0]} (down is better)"),
+        ),
+        bars("One request", names, {"": [row["single_tok_s"]["median"] for row in rows]}, "tok/s", 380),
+        bars("Sixteen requests", names, {"": [row["batch16_tok_s"]["median"] for row in rows]}, "tok/s", 380),
+    )

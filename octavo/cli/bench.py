@@ -248,7 +248,7 @@ def quant(
     repeat: Annotated[int, option("Measurements of speed.", None, "N", show_default=True, min=1)] = 3,
     passages: Annotated[int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)] = 8,
     length: Annotated[int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)] = 512,
-    picture: Annotated[Path | None, option("Draw speed against perplexity here (PNG, SVG).", None, "FILE", "--plot")] = None,
+    picture: Annotated[Path | None, option("Draw size, perplexity and speed here, as SVG.", None, "FILE", "--picture")] = None,
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
@@ -258,9 +258,9 @@ def quant(
     from rich.progress import Progress
     from rich.table import Table
 
-    from octavo.bench.quant import FORMATS, measure, plot
+    from octavo.bench import quant as bench
 
-    chosen = tuple(formats.split(",")) if formats else FORMATS
+    chosen = tuple(formats.split(",")) if formats else bench.FORMATS
 
     def load(name: str) -> Any:
         engine.quantization = name
@@ -268,23 +268,25 @@ def quant(
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=len(chosen))
-        rows = measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task))
+        rows = bench.measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("format", "weights", "load s", "ttft ms", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error")
+    columns = ("format", "weights", "bytes each", "load s", "ttft ms", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1",
+               "logprob error")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if not table.columns else "right")
     for r in rows:
         table.add_row(
-            r["format"], in_bytes(r["weight_bytes"]), f"{r['load_s']:.1f}", f"{r['ttft_s'] * 1e3:.0f}",
+            r["format"], in_bytes(r["weight_bytes"]), f"{r['bytes_per_weight']:.2f}", f"{r['load_s']:.1f}",
+            f"{r['ttft_s'] * 1e3:.0f}",
             f"{r['single_tok_s']['median']:.0f}", f"{r['batch16_tok_s']['median']:.0f}", f"{r['perplexity']:.3f}",
             f"{r['perplexity_ratio']:.4f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.3f}",
         )  # fmt: skip
     console = Console(highlight=False)
-    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 130)  # a narrow terminal wraps lines rather than cutting numbers short
     console.print(table)
-    if picture is not None:
-        plot(rows, picture)
     finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+    if picture is not None:
+        picture.write_text(bench.picture(rows), encoding="utf-8")
 
 
 @app.command()

@@ -73,7 +73,7 @@ class Shape:
 
         from octavo.memory import weight_bytes
         from octavo.model import quant
-        from octavo.model.base import Matrix, build
+        from octavo.model.base import build, quantize
         from octavo.model.load import choose_formats
         from octavo.ops.reference import ReferenceOps
 
@@ -82,9 +82,8 @@ class Shape:
             model = build(self.config, self.cls, ReferenceOps(), getattr(torch, dtype), "meta")
             parameters = sum(p.numel() for p in model.parameters())
             formats = choose_formats(quant.parse(quantization), self.checkpoint, kind)
-            for module in model.modules():
-                if formats is not None and isinstance(module, Matrix) and (form := formats(module.names)) is not None:
-                    module.quantize(form, "meta")
+            if formats is not None:
+                quantize(model, formats, "meta")
             self._measured[key] = parameters, weight_bytes(model), self._kv_dtype(dtype, kind, formats is not None)
         return self._measured[key]
 

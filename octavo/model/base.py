@@ -6,7 +6,7 @@ computes hidden states for a ForwardBatch. It knows nothing of requests, schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.config import ModelConfig
-from octavo.errors import UnknownArchitecture
+from octavo.errors import ModelError, UnknownArchitecture
 from octavo.model import quant
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.kv import KV
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import Format, JoinedWeight, QuantWeight
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class Slot:
 
     dest: Tensor | QuantWeight
     transform: Callable[[Tensor], Tensor] | None = None
+    matrix: Matrix | None = None  # whose weight it is a part of
 
     def fill(self, value: Tensor | QuantWeight) -> None:
         """A value that is quantised already comes only where takes() said so."""
@@ -40,24 +41,32 @@ class Slot:
             self.dest.copy_(value)
 
     def takes(self, form: Format | None) -> bool:
-        """Whether a tensor stored in this format goes in as it is, code by code."""
-        return form is not None and isinstance(self.dest, QuantWeight) and self.dest.form == form and self.transform is None
+        """Whether a tensor stored in this format goes in code by code, at most its scales rounded to float16."""
+        if form is None or self.transform is not None or not isinstance(self.dest, QuantWeight):
+            return False
+        return self.dest.form in (form, form._replace(wide=False))
 
 
 class Matrix(nn.Module):
-    """A module around one large weight [out, in], which may be quantised. `names`: what checkpoints call the tensors in it."""
+    """A module around one large weight [out, in], which may be quantised. `parts`: what checkpoints call the tensors in it, in
+    order, with the outputs of each."""
 
-    def __init__(self, ops: Ops, names: tuple[str, ...], outputs: int, inputs: int):
+    def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int]):
         super().__init__()
-        self.ops, self.names = ops, names
-        self.weight: Any = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.ops, self.parts = ops, dict(parts)
+        self.weight: Any = nn.Parameter(torch.empty(sum(parts.values()), inputs), requires_grad=False)
 
-    def quantize(self, form: Format, device: str) -> None:
-        """Before loading: hold the weight in this format."""
+    def quantize(self, form: Format | list[Format], device: str) -> None:
+        """Before loading: hold the weight in this format, or each part in one of its own."""
         with torch.device(device):
-            shape = self.weight.shape
+            outputs, inputs = self.weight.shape
             del self.weight
-            self.weight = QuantWeight.empty(form, *shape)
+            if isinstance(form, Format):
+                self.weight = QuantWeight.empty(form, outputs, inputs)
+            else:
+                self.weight = JoinedWeight(
+                    QuantWeight.empty(f, n, inputs) for f, n in zip(form, self.parts.values(), strict=True)
+                )
 
 
 class CausalLM(nn.Module):
@@ -139,16 +148,36 @@ class Registry:
 registry = Registry()
 
 
+# The format of a weight, or of each of its parts, given what the parts are called (see Matrix) and the tensors that fill them;
+# None: plain numbers.
+Formats = Callable[[Mapping[str, str]], "Format | list[Format] | None"]
+
+
+def quantize(model: CausalLM, formats: Formats, device: str) -> None:
+    """Before loading: hold every matrix as `formats` says."""
+    names: dict[Matrix, list[str]] = {}
+    for name, slot in model.weight_map().items():
+        if slot.matrix is not None:
+            names.setdefault(slot.matrix, []).append(name)
+    for matrix in [module for module in model.modules() if isinstance(module, Matrix)]:
+        if len(names.get(matrix, [])) != len(matrix.parts):
+            parts = ", ".join(matrix.parts)
+            raise ModelError(f"{type(model).__name__}.weight_map() does not say where {parts} comes from: use slot() or slots()")
+        if (form := formats(dict(zip(matrix.parts, names[matrix], strict=True)))) is not None:
+            matrix.quantize(form, device)
+        else:
+            matrix.weight = nn.Parameter(torch.empty_like(matrix.weight, device=device), requires_grad=False)
+
+
 def build(
     config: ModelConfig,
     cls: type[CausalLM],
     ops: Ops,
     dtype: torch.dtype,
     device: str,
-    formats: Callable[[tuple[str, ...]], Format | None] | None = None,
+    formats: Formats | None = None,
 ) -> CausalLM:
-    """A model with its weights allocated and not yet filled. `formats`: the format of the weight that holds the tensors of
-    these names; None: a plain one of this dtype."""
+    """A model with its weights allocated and not yet filled: plain ones of this dtype, or in formats."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     # Memory that a CPU allocates and does not touch costs nothing: what is replaced by something smaller never exists.
@@ -159,11 +188,6 @@ def build(
         torch.set_default_dtype(previous)
     model.dtype = model.kv_dtype = dtype
     if formats is not None:
-        for module in model.modules():
-            if isinstance(module, Matrix):
-                if (form := formats(module.names)) is not None:
-                    module.quantize(form, device)
-                else:
-                    module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
+        quantize(model, formats, device)
         model.to(device)
     return model.eval().requires_grad_(False)

@@ -144,7 +144,7 @@ class Decoder(CausalLM):
         return self.ops.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
 
     def weight_map(self) -> dict[str, Slot]:
-        slots = {"model.embed_tokens.weight": Slot(self.embed.weight), "model.norm.weight": norm_slot(self.norm, self.config)}
+        slots = {"model.embed_tokens.weight": self.embed.slot(), "model.norm.weight": norm_slot(self.norm, self.config)}
         if self.head is not None:
             slots |= self.head.slots()
         for i, layer in enumerate(cast("Iterable[Layer]", self.layers)):

@@ -1,8 +1,9 @@
-"""GGUF's block formats, unpacked to float32. Bytes in, values out: knows nothing of files, names or models.
+"""GGUF's block formats, unpacked to float32 or taken over as codes. Bytes in, values out: knows no files, names or models.
 
 A quantised tensor is a row of blocks; a block holds 32 or 256 values as small integers with their scales. Below, each
-format's function takes blocks [n, bytes] (uint8) and returns values [n, values] (float32). Every product and sum is
-rounded by itself, in the order ggml has them, so results equal ggml's own bit for bit.
+format's function takes blocks [n, bytes] (uint8) and returns codes as octavo.ops.weight has them, [n, values] (uint8), with the
+scale and perhaps the least value of each group, [n, groups]. Every product and sum is rounded by itself, in the order ggml has
+them, so values equal ggml's own bit for bit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from octavo.ops.weight import Format, QuantWeight
 CHUNK = 1 << 15
 
 
+Coded = tuple[Tensor, Tensor, Tensor | None]
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block, as float32 [n, 1]."""
-    return blocks[:, at : at + 2].view(torch.float16).float()
+    """The float16 at byte `at` of each block, [n, 1]."""
+    return blocks[:, at : at + 2].view(torch.float16)
 
 
 def _planes(packed: Tensor, bits: int) -> Tensor:
@@ -33,52 +37,49 @@ def _planes(packed: Tensor, bits: int) -> Tensor:
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], 2).view(n, groups * (8 // bits), width)
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    q = _planes(blocks[:, None, 2:], 4).flatten(1)
-    return (q.float() - 8) * _half(blocks, 0)
+def _q4_0(blocks: Tensor) -> Coded:
+    return _planes(blocks[:, None, 2:], 4).flatten(1), _half(blocks, 0), None
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    q = _planes(blocks[:, None, 4:], 4).flatten(1)
-    return (q.float() * _half(blocks, 0)).add_(_half(blocks, 2))
+def _q4_1(blocks: Tensor) -> Coded:
+    return _planes(blocks[:, None, 4:], 4).flatten(1), _half(blocks, 0), _half(blocks, 2)
 
 
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
     """low [n, 16]: four bits of values i and i + 16; high [n, 4]: the fifth bits, value 0 first -> [n, 32]"""
     shifts = torch.arange(8, dtype=torch.uint8)
     fifth = (high[:, :, None] >> shifts & 1).flatten(1)
-    return (_planes(low[:, None], 4).flatten(1) | fifth << 4).float()
+    return _planes(low[:, None], 4).flatten(1) | fifth << 4
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    return (_five_bits(blocks[:, 6:], blocks[:, 2:6]) - 16) * _half(blocks, 0)
+def _q5_0(blocks: Tensor) -> Coded:
+    return _five_bits(blocks[:, 6:], blocks[:, 2:6]) + (128 - 16), _half(blocks, 0), None
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    return (_five_bits(blocks[:, 8:], blocks[:, 4:8]) * _half(blocks, 0)).add_(_half(blocks, 2))
+def _q5_1(blocks: Tensor) -> Coded:
+    return _five_bits(blocks[:, 8:], blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+def _q8_0(blocks: Tensor) -> Coded:
+    return blocks[:, 2:] ^ 0x80, _half(blocks, 0), None  # signed -> around 128
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
+def _q2_k(blocks: Tensor) -> Coded:
     """16 groups of 16: a 4-bit scale and a 4-bit minimum each [16 bytes], 2-bit values [64], d, dmin."""
     packed = blocks[:, :16]
-    scale = (packed & 15).float() * _half(blocks, 80)
-    least = (packed >> 4).float() * _half(blocks, 82)
-    q = _planes(blocks[:, 16:80].unflatten(1, (2, 32)), 2).view(-1, 16, 16)
-    return (q.float() * scale[:, :, None] - least[:, :, None]).flatten(1)
+    scale = (packed & 15).float() * _half(blocks, 80).float()
+    least = (packed >> 4).float() * _half(blocks, 82).float()
+    return _planes(blocks[:, 16:80].unflatten(1, (2, 32)), 2).flatten(1), scale, -least
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
+def _q3_k(blocks: Tensor) -> Coded:
     """16 groups of 16: third bits [32 bytes; a clear bit means minus 4], 2-bit values [64], 6-bit scales [12], d."""
     low = _planes(blocks[:, None, 96:104], 4).flatten(1)
     high = _planes(blocks[:, None, 104:108], 2).flatten(1)
-    scale = ((low | high << 4).float() - 32) * _half(blocks, 108)
+    scale = ((low | high << 4).float() - 32) * _half(blocks, 108).float()
     third = _planes(blocks[:, None, :32], 1)
-    q = (_planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third << 2).view(-1, 16, 16)
-    return ((q.float() - 4) * scale[:, :, None]).flatten(1)
+    q = _planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third << 2
+    return q.flatten(1) + (128 - 4), scale, None
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,30 +88,26 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = torch.cat([a & 63, c & 15 | a >> 6 << 4], 1).float()
     least = torch.cat([b & 63, c >> 4 | b >> 6 << 4], 1).float()
-    return (scale * _half(blocks, 0))[:, :, None], (least * _half(blocks, 2))[:, :, None]
+    return scale * _half(blocks, 0).float(), -(least * _half(blocks, 2).float())
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Tensor) -> Coded:
     """8 groups of 32: d, dmin, scales [16 bytes together], 4-bit values [128]."""
-    scale, least = _k_scales(blocks)
-    q = _planes(blocks[:, 16:].unflatten(1, (4, 32)), 4)
-    return (q.float() * scale - least).flatten(1)
+    return _planes(blocks[:, 16:].unflatten(1, (4, 32)), 4).flatten(1), *_k_scales(blocks)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> Coded:
     """8 groups of 32: d, dmin, scales [16 bytes together], fifth bits [32], 4-bit values [128]."""
-    scale, least = _k_scales(blocks)
     q = _planes(blocks[:, 48:].unflatten(1, (4, 32)), 4) | _planes(blocks[:, None, 16:48], 1) << 4
-    return (q.float() * scale - least).flatten(1)
+    return q.flatten(1), *_k_scales(blocks)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> Coded:
     """16 groups of 16: 4 low bits [128 bytes], 2 high bits [64], signed scales [16], d."""
-    scale = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208)
+    scale = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
     low = _planes(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 8, 32)
     high = _planes(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
-    q = (low | high << 4).view(-1, 16, 16)
-    return ((q.float() - 32) * scale[:, :, None]).flatten(1)
+    return (low | high << 4).flatten(1) + (128 - 32), scale, None
 
 
 class BlockFormat(NamedTuple):
@@ -118,22 +115,22 @@ class BlockFormat(NamedTuple):
     values: int  # in a block
     nbytes: int  # of a block
     plain: torch.dtype | None = None  # blocks of one value: the bytes are the tensor
-    unpack: Callable[[Tensor], Tensor] | None = None  # neither: only the gguf library knows how
+    codes: Callable[[Tensor], Coded] | None = None  # neither: only the gguf library knows how
 
 
 FORMATS: dict[int, BlockFormat] = {
     0: BlockFormat("F32", 1, 4, torch.float32),
     1: BlockFormat("F16", 1, 2, torch.float16),
-    2: BlockFormat("Q4_0", 32, 18, unpack=_q4_0),
-    3: BlockFormat("Q4_1", 32, 20, unpack=_q4_1),
-    6: BlockFormat("Q5_0", 32, 22, unpack=_q5_0),
-    7: BlockFormat("Q5_1", 32, 24, unpack=_q5_1),
-    8: BlockFormat("Q8_0", 32, 34, unpack=_q8_0),
-    10: BlockFormat("Q2_K", 256, 84, unpack=_q2_k),
-    11: BlockFormat("Q3_K", 256, 110, unpack=_q3_k),
-    12: BlockFormat("Q4_K", 256, 144, unpack=_q4_k),
-    13: BlockFormat("Q5_K", 256, 176, unpack=_q5_k),
-    14: BlockFormat("Q6_K", 256, 210, unpack=_q6_k),
+    2: BlockFormat("Q4_0", 32, 18, codes=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, codes=_q4_1),
+    6: BlockFormat("Q5_0", 32, 22, codes=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, codes=_q5_1),
+    8: BlockFormat("Q8_0", 32, 34, codes=_q8_0),
+    10: BlockFormat("Q2_K", 256, 84, codes=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, codes=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, codes=_q4_k),
+    13: BlockFormat("Q5_K", 256, 176, codes=_q5_k),
+    14: BlockFormat("Q6_K", 256, 210, codes=_q6_k),
     16: BlockFormat("IQ2_XXS", 256, 66),
     17: BlockFormat("IQ2_XS", 256, 74),
     18: BlockFormat("IQ3_XXS", 256, 98),
@@ -156,12 +153,28 @@ FORMATS: dict[int, BlockFormat] = {
 }
 
 
+# What codes of these blocks are: groups of ours, nothing rounded. The scales of K blocks are products of two numbers, of 17 bits,
+# which float32 holds and float16 does not.
+CODED: dict[int, Format] = {
+    2: Format(4, 32),
+    3: Format(4, 32, least=True),
+    6: Format(8, 32),
+    7: Format(8, 32, least=True),
+    8: Format(8, 32),
+    10: Format(8, 16, least=True, wide=True),
+    11: Format(8, 16, wide=True),
+    12: Format(4, 32, least=True, wide=True),
+    13: Format(8, 32, least=True, wide=True),
+    14: Format(8, 16, wide=True),
+}
+
+
 def dequantize(data: Tensor, kind: int) -> Tensor:
     """data [bytes] (uint8), whole blocks of format `kind` -> values [n]: float32, or the stored dtype of a plain format."""
     form = FORMATS[kind]
     if form.plain is not None:
         return data.view(form.plain)
-    unpack = form.unpack or _through_library(kind)
+    unpack = _through_library(kind) if form.codes is None else lambda blocks: _values(blocks, kind)
     blocks = data.view(-1, form.nbytes)
     step = CHUNK // form.values
     if len(blocks) <= step:
@@ -172,23 +185,30 @@ def dequantize(data: Tensor, kind: int) -> Tensor:
     return out.flatten()
 
 
-# Formats whose blocks are groups of ours: the same codes, the same scales.
-CODED = {2: Format(4, 32), 3: Format(4, 32, True), 8: Format(8, 32)}
+def _values(blocks: Tensor, kind: int) -> Tensor:
+    """[n, bytes] -> [n, values]"""
+    read = FORMATS[kind].codes
+    assert read is not None
+    codes, scale, least = read(blocks)
+    values = codes.view(*scale.shape, -1).float().sub_(CODED[kind].zero).mul_(scale.float()[:, :, None])
+    return (values if least is None else values.add_(least.float()[:, :, None])).flatten(1)
 
 
 def as_codes(data: Tensor, kind: int, inputs: int) -> QuantWeight:
     """data [bytes] of a format in CODED, rows of `inputs` values -> the same weight, nothing rounded."""
-    form = CODED[kind]
-    blocks = data.view(-1, inputs // 32, FORMATS[kind].nbytes)
-    outputs, head = len(blocks), 4 if form.least else 2
-    scale, least = (blocks[:, :, at : at + 2].contiguous().view(torch.float16).squeeze(2) for at in (0, head - 2))
-    packed = blocks[:, :, head:]
-    if form.bits == 8:
-        codes = packed ^ 0x80  # signed -> around 128
-    else:  # a byte holds values i and i + 16; ours holds neighbours
-        codes = torch.cat((packed & 15, packed >> 4), 2)
-        codes = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
-    return QuantWeight(form, inputs, codes.reshape(outputs, -1), scale, least if form.least else None)
+    form, block = CODED[kind], FORMATS[kind]
+    blocks, step, groups = data.view(-1, block.nbytes), CHUNK // block.values, block.values // form.group
+    weight = QuantWeight.empty(form, len(blocks) * block.values // inputs, inputs)
+    codes, scale = weight.codes.view(len(blocks), -1), weight.scale.view(len(blocks), groups)
+    least = None if weight.least is None else weight.least.view(len(blocks), groups)
+    assert block.codes is not None
+    for first in range(0, len(blocks), step):
+        rows = slice(first, first + step)
+        found, scale[rows], low = block.codes(blocks[rows])
+        codes[rows] = found if form.bits == 8 else found[:, 0::2] | found[:, 1::2] << 4
+        if least is not None and low is not None:
+            least[rows] = low
+    return weight
 
 
 def _through_library(kind: int) -> Callable[[Tensor], Tensor]:

@@ -77,7 +77,7 @@ class GPT2(CausalLM):
         return self.ops.linear(hidden, self.tokens.weight) if self.head is None else self.head(hidden)
 
     def weight_map(self) -> dict[str, Slot]:
-        slots = {"transformer.wte.weight": Slot(self.tokens.weight), "transformer.wpe.weight": Slot(self.positions.weight)}
+        slots = {"transformer.wte.weight": self.tokens.slot(), "transformer.wpe.weight": self.positions.slot()}
         slots |= self.norm.slots("transformer.ln_f")
         if self.head is not None:
             slots |= self.head.slots()

@@ -12,19 +12,15 @@ from torch import Tensor, nn
 
 from octavo.model.base import Matrix, Slot
 from octavo.ops import Ops
-from octavo.ops.weight import QuantWeight
+from octavo.ops.weight import JoinedWeight, QuantWeight
 
 
 class Linear(Matrix):
-    """One matrix product for several projections of the same input: q, k and v, or gate and up.
-
-    `parts` names them as the checkpoint does, in order, with the number of outputs of each."""
+    """One matrix product for several projections of the same input: q, k and v, or gate and up."""
 
     def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int], bias: bool = False):
-        outputs = sum(parts.values())
-        super().__init__(ops, tuple(parts), outputs, inputs)
-        self.parts = dict(parts)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        super().__init__(ops, inputs, parts)
+        self.bias = nn.Parameter(torch.empty(sum(parts.values())), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """[T, in] -> [T, out], plus add, which is gone then"""
@@ -35,7 +31,7 @@ class Linear(Matrix):
         slots, first = {}, 0
         for name, size in self.parts.items():
             rows = slice(first, first + size)
-            slots[f"{prefix}{name}.weight"] = Slot(self.weight[rows], transform)
+            slots[f"{prefix}{name}.weight"] = Slot(self.weight[rows], transform, self)
             if self.bias is not None:
                 slots[f"{prefix}{name}.bias"] = Slot(self.bias[rows])
             first += size
@@ -44,12 +40,15 @@ class Linear(Matrix):
 
 class Embedding(Matrix):
     def __init__(self, ops: Ops, count: int, hidden: int, scale: float = 1.0):
-        super().__init__(ops, ("embed_tokens", "wte", "lm_head"), count, hidden)
+        super().__init__(ops, hidden, {"embed_tokens": count})
         self.scale, self.dtype = scale, torch.get_default_dtype()
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]"""
         return self.ops.embedding(ids, self.weight, self.scale).to(self.dtype)
+
+    def slot(self) -> Slot:
+        return Slot(self.weight, matrix=self)
 
 
 def norm_weight(size: int) -> nn.Parameter:
@@ -61,7 +60,7 @@ def pack_weights(model: nn.Module) -> None:
     """The weights are in place: hand them to the backend to lay out as it likes. A plain embedding is looked up as it is."""
     for module in model.modules():
         if isinstance(module, Matrix):
-            if isinstance(module.weight, QuantWeight):
+            if isinstance(module.weight, QuantWeight | JoinedWeight):
                 module.weight = module.ops.pack(module.weight)
             elif isinstance(module, Linear):
                 module.weight = nn.Parameter(module.ops.pack(module.weight.data), requires_grad=False)

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
 from octavo.model import embedded, foreign, quant, quantized
-from octavo.model.base import CausalLM, Slot, build, registry
+from octavo.model.base import CausalLM, Formats, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.ops import Ops
@@ -216,28 +216,30 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
 # ---- which format -------------------------------------------------------------------------------------
 
 
-def choose_formats(
-    wanted: Format | str, checkpoint: Checkpoint, device: str
-) -> Callable[[tuple[str, ...]], Format | None] | None:
-    """The format of a weight, given the names of the tensors it is made of (see build); None: all are plain. In "auto" a weight
-    has the format that the checkpoint has it in, where that is one of ours; so does none where the CPU kernels cannot run."""
+def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -> Formats | None:
+    """The formats of weights, for build(); None: all are plain. In "auto" a weight has the format that the checkpoint has it in,
+    where that is one of ours; so does none where the CPU kernels cannot run. The "cpu" backend reads fewer formats."""
     if isinstance(wanted, Format):
-        if wanted.float and device == "cpu":
+        if wanted.float and backend == "cpu":
             log.warning("%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast", wanted)
         return quant.choose(wanted)
     plain = all(tensor.form is None for tensor in checkpoint.tensors.values())
-    if wanted == "none" or (isinstance(instruction_set(), str) if device == "cpu" else plain):
+    if wanted == "none" or (isinstance(instruction_set(), str) if backend == "cpu" else plain):
         return None
 
-    def stored(names: tuple[str, ...]) -> Format | None:
-        suffixes = tuple(f"{name}.weight" for name in names)
-        found = [tensor for name, tensor in checkpoint.tensors.items() if name.endswith(suffixes)]
-        forms = {tensor.form for tensor in found}
-        if len(forms) == 1 and None not in forms:
-            return forms.pop()  # exactly what the file holds
+    def stored(names: Mapping[str, str]) -> Format | list[Format] | None:
+        # A file may leave the first part of its names away.
+        found = [
+            tensor for name in names.values() for end, tensor in checkpoint.tensors.items() if f".{name}".endswith(f".{end}")
+        ]
+        forms = [quant.for_cpu(tensor.form) if backend == "cpu" else tensor.form for tensor in found if tensor.form is not None]
+        if len(forms) == len(names) and len(set(forms)) == 1:
+            return forms[0]
+        if backend != "cpu":
+            return forms if len(forms) == len(names) else None
+        # Blocks of several kinds: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
         bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
-        # Blocks of another kind: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
-        return quant.EDGE if bits < 9 and device == "cpu" else None
+        return quant.EDGE if bits < 9 else None
 
     return stored
 
@@ -271,7 +273,7 @@ def load_model(
     config = cls.parse_config(checkpoint.config)
     if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
         raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-    formats = choose_formats(quant.parse(quantization), checkpoint, device)
+    formats = choose_formats(quant.parse(quantization), checkpoint, ops.name)
     built = build(config, cls, ops, getattr(torch, dtype), device, formats)
     if load_format == "dummy":
         dummy_weights(built, seed)

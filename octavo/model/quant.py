@@ -13,13 +13,13 @@ octavo.ops.weight's. Knows no file and no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.errors import InvalidRequest
+from octavo.errors import CheckpointError, InvalidRequest
 from octavo.ops.weight import Format, QuantWeight
 
 GROUPS = (32, 64, 128)
@@ -28,7 +28,7 @@ FORMATS = {str(form): form for form in EIGHT_BITS + [Format(4, g, a) for a in (F
 NAMES = ("auto", "none", *FORMATS)
 # The embedding and the head next to 4-bit layers: 8 bits. In the embedded model they are a fifth of the weights, and at
 # int4-g32-asym they raised perplexity by 8%.
-EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "wte", "lm_head"}
+EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "lm_head"}
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # values quantised at a time: temporaries stay small
 MOST = 448.0  # of e4m3
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # 4-bit ranges tried: clipping the largest values often costs less than coarser steps
@@ -43,18 +43,28 @@ def parse(name: str | None) -> Format | str:
     return FORMATS[name]
 
 
-def choose(form: Format) -> Callable[[tuple[str, ...]], Format]:
-    """The format of the weight that holds the tensors of these names, when this one is asked for."""
+def choose(form: Format) -> Callable[[Iterable[str]], Format]:
+    """The format of the weight whose parts are called so, when this one is asked for."""
     return lambda names: EDGE if form.bits == 4 and EDGE_NAMES.intersection(names) else form
 
 
+def for_cpu(form: Format) -> Format:
+    """The nearest format that the CPU's kernels read: scales of float16, of 32 inputs or more, least values for 4 bits only. Of
+    4-bit codes only the scales are rounded, by a hundredth of a step; the others are quantised anew, to steps of 1/254."""
+    if form.bits == 4:
+        return form._replace(wide=False)
+    return EDGE if form.wide or form.least else form
+
+
 def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
-    """Quantise value [out, in] into the target, or copy it where it is quantised in the same way already."""
-    if isinstance(value, QuantWeight) and value.form == target.form:
+    """Quantise value [out, in] into the target, or copy it where its codes are the same already."""
+    if isinstance(value, QuantWeight) and value.form._replace(wide=target.form.wide) == target.form:
         target.codes.copy_(value.codes)
-        target.scale.copy_(value.scale)
-        if target.least is not None and value.least is not None:
-            target.least.copy_(value.least)
+        for to, info in ((target.scale, value.scale), (target.least, value.least)):
+            if to is not None and info is not None:
+                to.copy_(info)
+                if to.dtype != info.dtype and not to.isfinite().all():
+                    raise CheckpointError('a weight has scales that float16 cannot hold: load it with quantization="none"')
         return
     numbers = value.dequantize() if isinstance(value, QuantWeight) else value
     device = target.codes.device

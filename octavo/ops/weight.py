@@ -10,6 +10,7 @@ octavo.model.quant's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 class Format(NamedTuple):
     bits: int  # 8 or 4
     group: int  # inputs that share a scale; 0: a whole row
-    least: bool = False  # asymmetric: a smallest value for each group, 4 bits only
+    least: bool = False  # asymmetric: a smallest value for each group
     float: bool = False  # codes are numbers of their own, of type e4m3: 8 bits, no groups
     rounds: bool = False  # activations become 8 bits too, with a scale for each row, where a backend multiplies faster so
+    wide: bool = False  # scales and least values are float32, for those that float16 does not hold: groups only
 
     @property
     def zero(self) -> int:
@@ -31,15 +33,15 @@ class Format(NamedTuple):
         if self.float:
             return "fp8"
         group = f"-g{self.group}" if self.group else ""
-        return f"int{self.bits}{group}" + "-asym" * self.least + "-a8" * self.rounds
+        return f"int{self.bits}{group}" + "-asym" * self.least + "-a8" * self.rounds + "-f32" * self.wide
 
 
 class QuantWeight(nn.Module):
     """A weight [out, in]. Codes are unsigned; of 4-bit ones a byte holds two neighbours, the first in its low half."""
 
     codes: Tensor  # [out, in] uint8, or [out, ceil(in / 2)]
-    scale: Tensor  # [out, groups] float16
-    least: Tensor | None  # [out, groups] float16
+    scale: Tensor  # [out, groups] float16, or float32 where the format is wide
+    least: Tensor | None  # the same
 
     def __init__(self, form: Format, inputs: int, codes: Tensor, scale: Tensor, least: Tensor | None):
         super().__init__()
@@ -53,7 +55,7 @@ class QuantWeight(nn.Module):
         """Allocated on the default device, to be filled."""
         groups = -(-inputs // form.group) if form.group else 1
         codes = torch.empty(outputs, inputs if form.bits == 8 else -(-inputs // 2), dtype=torch.uint8)
-        scale, least = (torch.empty(outputs, groups, dtype=torch.float16) for _ in range(2))
+        scale, least = (torch.empty(outputs, groups, dtype=torch.float32 if form.wide else torch.float16) for _ in range(2))
         return QuantWeight(form, inputs, codes, scale, least if form.least else None)
 
     def __getitem__(self, rows: slice | Tensor) -> QuantWeight:
@@ -80,6 +82,27 @@ class QuantWeight(nn.Module):
         return values.to(dtype)
 
 
+class JoinedWeight(nn.Module):
+    """A weight whose rows are several weights, one below the other, of formats of their own."""
+
+    def __init__(self, parts: Iterable[nn.Module]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def __getitem__(self, rows: slice) -> QuantWeight:
+        """The part with exactly these rows."""
+        first = 0
+        for part in self.parts:
+            assert isinstance(part, QuantWeight)
+            if (rows.start, rows.stop) == (first, first + part.shape[0]):
+                return part
+            first += part.shape[0]
+        raise IndexError(f"no part has rows {rows.start} to {rows.stop}")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.cat([part.dequantize(dtype) for part in self.parts])  # type: ignore[operator]
+
+
 def dense(weight: Tensor | nn.Module, dtype: torch.dtype) -> Tensor:
     """A weight as numbers, whatever it was: what backends without kernels for a format compute with."""
-    return weight.dequantize(dtype) if isinstance(weight, QuantWeight) else weight  # type: ignore[return-value]
+    return weight.dequantize(dtype) if isinstance(weight, QuantWeight | JoinedWeight) else weight  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,3 +133,14 @@ def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tm
     assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
     assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
     assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout
+
+
+def test_weight_formats_as_a_table_and_as_a_picture(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    small = ("--passages", 1, "--length", 40, "--repeat", 1, "--formats", "int8,int4-g32")
+    result = octavo("bench", "quant", tiny, *small, "--picture", tmp_path / "q.svg")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout.splitlines()[-1])["formats"]
+    assert [r["format"] for r in rows] == ["none", "int8", "int4-g32"]
+    assert rows[0]["bytes_per_weight"] > rows[1]["bytes_per_weight"] > 1
+    shown = [node.text for node in ET.fromstring((tmp_path / "q.svg").read_text()).iter("{http://www.w3.org/2000/svg}text")]
+    assert [shown.count(r["format"]) for r in rows] == [3, 3, 3]  # a point, and a bar in two charts

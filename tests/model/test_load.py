@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from octavo.model.load import dummy_weights, load_model, load_weights, open_chec
 
 CONFIG = {"architectures": ["ToyForCausalLM"], "eos_token_id": 1, "torch_dtype": "float32"}
 SHAPES = {"embed.weight": (10, 4), "q.weight": (4, 4), "kv.weight": (8, 4), "proj.weight": (4, 6), "norm.weight": (4,)}
-NO_OPS: Any = None  # nothing here computes
+NO_OPS: Any = SimpleNamespace(name="none")  # nothing is computed
 
 
 @registry.add("ToyForCausalLM")

@@ -35,6 +35,16 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def gguf_blocks(kind: int, count: int, size: float = 0.02) -> torch.Tensor:
+    """Bytes of that many blocks: any codes, scales that are numbers of about this size."""
+    form, generator = FORMATS[kind], torch.Generator().manual_seed(kind)
+    blocks = torch.randint(0, 256, (count, form.nbytes), dtype=torch.uint8, generator=generator)
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(form.name, (0, 2) if CODED[kind].least else (0,)):
+        scale = torch.rand(count, 1, generator=generator) * size + size / 20
+        blocks[:, at : at + 2] = scale.half().view(torch.uint8)
+    return blocks.flatten()
+
+
 def quantized(name: str, weight: torch.Tensor) -> QuantWeight:
     target = QuantWeight.empty(quant.FORMATS[name], *weight.shape)
     quant.fill(target, weight)
@@ -86,13 +96,36 @@ def test_zeros_stay_zeros_and_one_outlier_stays() -> None:
         assert abs(float(got[1, 5]) + 3) < 0.05
 
 
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", CODED, ids=lambda kind: FORMATS[kind].name)
 def test_blocks_of_gguf_are_taken_over_exactly(kind: int) -> None:
-    form = FORMATS[kind]
-    data = torch.randint(0, 256, (21 * 3 * form.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(kind))
-    blocks = data.view(-1, form.nbytes)
-    blocks[:, :4] = values(len(blocks), 2).half().view(torch.uint8)  # scales that are numbers
-    assert torch.equal(as_codes(data, kind, 96).dequantize().flatten(), dequantize(data, kind))
+    """Every bit as the library that belongs to llama.cpp has it; in more blocks than are unpacked at a time."""
+    gguf = pytest.importorskip("gguf")
+    data, inputs = gguf_blocks(kind, 603), 3 * FORMATS[kind].values
+    want = torch.from_numpy(
+        gguf.quants.dequantize(data.numpy().reshape(-1, FORMATS[kind].nbytes), gguf.GGMLQuantizationType(kind))
+    )
+    got = as_codes(data, kind, inputs)
+    assert got.shape == (201, inputs) and got.form == CODED[kind]
+    assert torch.equal(got.dequantize().flatten().view(torch.int32), want.flatten().contiguous().view(torch.int32))
+    assert torch.equal(dequantize(data, kind).view(torch.int32), want.flatten().contiguous().view(torch.int32))
+
+
+def test_k_blocks_lose_less_as_four_bits_with_float16_scales_than_as_eight_bits_anew() -> None:
+    """Why a CPU, whose kernels read scales of float16, gets them so."""
+    exact = as_codes(gguf_blocks(12, 300), 12, 768)
+    assert quant.for_cpu(exact.form) == quant.FORMATS["int4-g32-asym"]
+    four, eight = (QuantWeight.empty(form, *exact.shape) for form in (quant.for_cpu(exact.form), quant.EDGE))
+    quant.fill(four, exact)
+    quant.fill(eight, exact.dequantize())
+    off = [float((w.dequantize() - exact.dequantize()).norm() / exact.dequantize().norm()) for w in (four, eight)]
+    assert off[0] < 5e-4 and off[0] < off[1] / 5 and torch.equal(four.codes, exact.codes)
+
+
+def test_scales_beyond_float16_are_refused_not_made_infinite() -> None:
+    exact = as_codes(gguf_blocks(12, 1), 12, 256)
+    exact.scale[0, 3] = 1e6
+    with pytest.raises(CheckpointError, match="float16 cannot hold"):
+        quant.fill(QuantWeight.empty(quant.for_cpu(exact.form), 1, 256), exact)
 
 
 @installed

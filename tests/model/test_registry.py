@@ -42,7 +42,7 @@ class Toy(CausalLM):
         return ModelConfig("ToyLM", hf["vocab"], hf["width"], 1, 1, 1, hf["width"], 0, 64)
 
     def weight_map(self) -> dict[str, Slot]:
-        return {"embed": Slot(self.embed.weight), **self.qkv.slots("attention.")}
+        return {"embed": self.embed.slot(), **self.qkv.slots("attention.")}
 
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         q = self.ops.rope_and_cache(self.qkv(self.embed(batch.ids)), kv[:, 0], batch, None)

@@ -56,6 +56,7 @@ def main() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment,return-value]
     from octavo.model import quant
+    from octavo.model.dequant import CODED
     from octavo.ops.triton import quant as packed
     from octavo.ops.weight import QuantWeight
 
@@ -64,7 +65,7 @@ def main() -> None:
         loaded = importlib.import_module(f"octavo.ops.triton.quant.{module}")
         for name in names:
             setattr(loaded, name, Recorder(getattr(loaded, name), launches))
-    for name, form in quant.FORMATS.items():
+    for name, form in (quant.FORMATS | {str(form): form for form in CODED.values()}).items():
         weight = packed.PackedWeight(QuantWeight.empty(form, 1024, 2048))
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rows in (1, 16, 32, 64, 128, 256, 1100) if dtype == torch.bfloat16 else (1, 5, 256):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.model import quant
+from octavo.model.dequant import CODED
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.weight import QuantWeight
+from octavo.ops.weight import JoinedWeight, QuantWeight
 from tests.conftest import DEVICE
 from tests.ops.test_reference import draw
 
@@ -23,7 +24,7 @@ from octavo.ops.triton.quant.gemv import Gemv
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
-FORMATS = list(quant.FORMATS)
+FORMATS = [*quant.FORMATS, *sorted({str(form) for form in CODED.values()} - set(quant.FORMATS))]  # and those of GGUF files alone
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 ROWS = {(70, 100): (1, 3, 17, 64), (33, 576): (1, 2, 16, 33), (144, 257): (1, 5, 130)}  # (outputs, inputs): rows
 if DEVICE == "cuda":
@@ -35,9 +36,20 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def quantized(name: str, outputs: int, inputs: int) -> QuantWeight:
+    form = ({str(form): form for form in CODED.values()} | quant.FORMATS)[name]
     with torch.device(DEVICE):
-        weight = QuantWeight.empty(quant.FORMATS[name], outputs, inputs)
-    quant.fill(weight, random(outputs, inputs, seed=1))
+        weight = QuantWeight.empty(form, outputs, inputs)
+    if name in quant.FORMATS:
+        quant.fill(weight, random(outputs, inputs, seed=1))
+    else:  # nobody makes these from numbers; of 8 bits with least values there are 32 codes at most
+        most = 32 if form.least and form.bits == 8 else 256
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        weight.codes.random_(0, most, generator=generator)
+        weight.scale.normal_(0, 2 / most, generator=generator)
+        if weight.least is not None:
+            weight.least.copy_(
+                -most / 32 * weight.scale.float() * torch.rand(weight.scale.shape, generator=generator, device=DEVICE)
+            )
     return weight
 
 
@@ -85,6 +97,15 @@ def test_embedding(name: str) -> None:
     assert torch.equal(TRITON.embedding(ids, ready, 1.7), REFERENCE.embedding(ids, weight, 1.7))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_parts_of_formats_of_their_own_are_one_product(rows: int) -> None:
+    """With a bias and something to add, as any other."""
+    parts = [quantized(name, outputs, 96) for name, outputs in (("int4-g32-asym-f32", 40), ("int8-g16-f32", 24))]
+    joined, x, bias, add = JoinedWeight(parts), random(rows, 96), random(64, seed=2), random(rows, 64, seed=3)
+    want = REFERENCE.linear(x, joined, bias, add)
+    torch.testing.assert_close(TRITON.linear(x, TRITON.pack(joined), bias, add.clone()), want, atol=1e-4, rtol=1e-5)
+
+
 # Ways to cut a product that the tables may come to hold.
 WAYS = [
     Gemv(2, 1),
@@ -98,7 +119,20 @@ WAYS = [
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("name", ["int8", "fp8", "int8-g32", "int4-g128", "int4-g64", "int4-g32-asym"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8",
+        "fp8",
+        "int8-g32",
+        "int4-g128",
+        "int4-g64",
+        "int4-g32-asym",
+        "int4-g32-asym-f32",
+        "int8-g16-f32",
+        "int8-g16-asym-f32",
+    ],
+)
 def test_every_way_gives_the_same(name: str, how: packed.How) -> None:
     weight = quantized(name, 40, 600)
     x = random(1 if isinstance(how, Gemv) else 20, 600, dtype=HALF)
@@ -124,7 +158,8 @@ def test_a_row_does_not_depend_on_the_others(rows: int, name: str) -> None:
     assert torch.equal(TRITON.linear(x, weight)[2], TRITON.linear(other, weight)[2])
 
 
-@pytest.mark.parametrize(("name", "most"), [("int8", 0.53), ("fp8", 0.53), ("int4-g128", 0.27), ("int4-g32", 0.285)])
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.53), ("fp8", 0.53), ("int4-g128", 0.27), ("int4-g32", 0.285),
+                                           ("int4-g32-asym-f32", 0.376), ("int8-g16-f32", 0.626)])  # fmt: skip
 def test_memory(name: str, most: float) -> None:
     """Of what the weight takes in 16 bits."""
     weight = TRITON.pack(quantized(name, 512, 2048))

@@ -14,18 +14,24 @@ from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.triton import attention, fused, gemm, quant, sample
-from octavo.ops.weight import QuantWeight
+from octavo.ops.weight import JoinedWeight, QuantWeight
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
 
     def pack(self, weight: Any) -> Any:
+        if isinstance(weight, JoinedWeight):
+            return JoinedWeight(self.pack(part) for part in weight.parts)
         return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
         if isinstance(weight, quant.PackedWeight):
             return quant.linear(x, weight, bias, add)
+        if isinstance(weight, JoinedWeight):
+            y = torch.cat([self.linear(x, part) for part in weight.parts], 1)
+            y = y if bias is None else y.add_(bias)
+            return y if add is None else add.add_(y)
         if x.shape[0] == 1:
             return gemm.gemv(x, weight, bias, add)
         if add is None:

@@ -275,7 +275,9 @@ def _half(word):
 @triton.jit
 def info_of(info, n, group, width, inside, LEAST: tl.constexpr):
     """Scale and least value of a group for each output of n, as far as they are inside; without least values the scale twice."""
-    if LEAST:
+    if info.dtype.element_ty == tl.float32:
+        return _wide(info + n, group, width, inside, LEAST)
+    elif LEAST:
         word = tl.load(info + group * width + n, mask=inside)
         return _half(word), _half(word >> 16)
     else:
@@ -287,10 +289,24 @@ def info_of(info, n, group, width, inside, LEAST: tl.constexpr):
 def info_of_tile(at, group, width, N: tl.constexpr, LEAST: tl.constexpr):
     """The same [N, 1] for N neighbouring outputs, at [N, 1] or [N / 2, 1] pointing to group 0's words: a word that holds the
     scales of outputs n and n + 8 is read by the thread that computes both, so nothing moves."""
-    word = tl.load(at + group * width)
-    low, high = _half(word), _half(word >> 16)
-    if LEAST:
-        return low, high
+    if at.dtype.element_ty == tl.float32:
+        return _wide(at, group, width, None, LEAST)
     else:
-        scale = tl.join(low, high).reshape(N // 16, 8, 1, 2).permute(0, 3, 1, 2).reshape(N, 1)
+        word = tl.load(at + group * width)
+        low, high = _half(word), _half(word >> 16)
+        if LEAST:
+            return low, high
+        else:
+            scale = tl.join(low, high).reshape(N // 16, 8, 1, 2).permute(0, 3, 1, 2).reshape(N, 1)
+            return scale, scale
+
+
+@triton.jit
+def _wide(at, group, width, inside, LEAST: tl.constexpr):
+    """Of float32: a line of scales for each group, or two lines, the second of least values."""
+    if LEAST:
+        at += 2 * group * width
+        return tl.load(at, mask=inside), tl.load(at + width, mask=inside)
+    else:
+        scale = tl.load(at + group * width, mask=inside)
         return scale, scale

@@ -48,7 +48,10 @@ def expand_kernel(
         if GROUP == 0:
             value *= tl.load(info + row, mask=i < count, other=0.0)[:, None, None]
         else:
-            group = ((block * PARTS + j) // (GROUP // 32))[None, :]
+            if GROUP == 16:  # a part of a block is two groups, of two threads each
+                group = ((block * PARTS + j) * 2 + v // 2 % 2)[None, :]
+            else:
+                group = ((block * PARTS + j) // (GROUP // 32))[None, :]
             scale, least = info_of(info, row[:, None], group, width, inside, LEAST)
             value *= scale[:, :, None]
             if LEAST:

@@ -40,13 +40,25 @@ def _beside(a, b):
 
 
 @triton.jit
-def _scaled(part, info, group, width, LEAST: tl.constexpr):
-    """part [N, K]: codes, of 4 bits less 8. With 8 scales added, what is least is near zero, and rounding it costs little."""
+def _scaled(part, info, group, width, LEAST: tl.constexpr, LESS: tl.constexpr):
+    """part [N, K]: codes less LESS. With as many scales added, what is least is near zero, and rounding it costs little."""
     scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
     if LEAST:
-        return part * scale.to(part.dtype) + (least + 8 * scale).to(part.dtype)
+        return part * scale.to(part.dtype) + (least + LESS * scale).to(part.dtype)
     else:
         return part * scale.to(part.dtype)
+
+
+@triton.jit
+def _scaled_by_two(part, info, group, width, LEAST: tl.constexpr):
+    """part [N, 32]: codes of two groups of 16."""
+    scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
+    other_scale, other_least = info_of_tile(info, group + 1, width, part.shape[0], LEAST)
+    first = tl.arange(0, 32)[None, :] < 16
+    part = part * tl.where(first, scale, other_scale).to(part.dtype)
+    if LEAST:
+        part += tl.where(first, least, other_least).to(part.dtype)
+    return part
 
 
 @triton.jit
@@ -58,19 +70,21 @@ def _block(
     if KIND == INT4:
         a, b, c, d = halves(word, DTYPE, KIND, ASM)
         if GROUP == 32:
-            a, b = _scaled(a, info, block * 4, width, LEAST), _scaled(b, info, block * 4 + 1, width, LEAST)
-            c, d = _scaled(c, info, block * 4 + 2, width, LEAST), _scaled(d, info, block * 4 + 3, width, LEAST)
+            a, b = _scaled(a, info, block * 4, width, LEAST, 8), _scaled(b, info, block * 4 + 1, width, LEAST, 8)
+            c, d = _scaled(c, info, block * 4 + 2, width, LEAST, 8), _scaled(d, info, block * 4 + 3, width, LEAST, 8)
         low, high = _beside(a, b), _beside(c, d)
         if GROUP == 64:
-            low, high = _scaled(low, info, block * 2, width, LEAST), _scaled(high, info, block * 2 + 1, width, LEAST)
+            low, high = _scaled(low, info, block * 2, width, LEAST, 8), _scaled(high, info, block * 2 + 1, width, LEAST, 8)
         weights = _beside(low, high)
         if GROUP == 128:
-            weights = _scaled(weights, info, block, width, LEAST)
+            weights = _scaled(weights, info, block, width, LEAST, 8)
         return weights
     else:
         a, b = halves(word, DTYPE, KIND, ASM)
         if GROUP == 32:
-            a, b = _scaled(a, info, block * 2, width, LEAST), _scaled(b, info, block * 2 + 1, width, LEAST)
+            a, b = _scaled(a, info, block * 2, width, LEAST, 0), _scaled(b, info, block * 2 + 1, width, LEAST, 0)
+        if GROUP == 16:
+            a, b = _scaled_by_two(a, info, block * 4, width, LEAST), _scaled_by_two(b, info, block * 4 + 2, width, LEAST)
         return _beside(a, b)
 
 
@@ -146,7 +160,7 @@ def gemm_kernel(
     fetch(row_at[:, None] + tl.minimum(begin * 32 + tl.arange(0, LINES) * 64, blocks * 32 - 1)[None, :])
     word_at = row_at[:, None] + word[None, :]
     x_at = x + tl.minimum(m, rows - 1)[None, :] * inputs + k[:, None]
-    if GROUP == 0 or LEAST:
+    if LEAST or info.dtype.element_ty == tl.float32:
         info_at = info + output[:, None]
     else:
         info_at = info + tl.minimum((tile // row_tiles) * (N // 2) + tl.arange(0, N // 2), width - 1)[:, None]

@@ -40,7 +40,8 @@ def _in_floats(
     """codes [N, 4 V] times their inputs, the first of which are pairs k [4 V] -> sums [N, V], in float32 throughout."""
     N: tl.constexpr = codes.shape[0]
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
-    SHARED: tl.constexpr = PARTS if GROUP == 0 or GROUP >= 32 * PARTS else GROUP // 32  # parts that have a scale in common
+    # Parts that have a scale in common; of groups of 16 every part has two, of two threads each.
+    SHARED: tl.constexpr = PARTS if GROUP == 0 or GROUP >= 32 * PARTS else 1 if GROUP == 16 else GROUP // 32
     GROUPS: tl.constexpr = PARTS // SHARED  # in a block
     # Of 4 bits the parts are 1 + code / 16: what must be subtracted is a multiple of the inputs' sum.
     ZERO: tl.constexpr = 0.0 if KIND != INT4 else 1.0 if LEAST else 1.5
@@ -57,11 +58,15 @@ def _in_floats(
         product += parts[2 * j + 1] * b[None, :]
         if j % SHARED == SHARED - 1:
             result = tl.sum(product.reshape(N, V, 4), 2)
-            if KIND == INT4:
+            if KIND == INT4 or LEAST:
                 shift = tl.sum(sum_x.reshape(V, 4), 1)[None, :]
+            if KIND == INT4:
                 result = (result - ZERO * shift) * FACTOR
             if GROUP > 0:
-                group = (block * GROUPS + j // SHARED)[None, :]
+                if GROUP == 16:
+                    group = ((block * PARTS + j) * 2 + tl.arange(0, V) // 2 % 2)[None, :]
+                else:
+                    group = (block * GROUPS + j // SHARED)[None, :]
                 scale, least = info_of(info, n[:, None], group, width, inside, LEAST)
                 result *= scale
                 if LEAST:
@@ -150,25 +155,8 @@ def gemv_kernel(
     for start in range(V * 4, row_pairs, V * 4):
         ahead = tl.load(at + start, mask=inside & _below(start + pair, row_pairs, EVEN)[None, :], other=0)
         total += _part(
-            codes,
-            x,
-            start - V * 4,
-            first,
-            inputs,
-            info,
-            n,
-            row_pairs,
-            width,
-            inside,
-            out,
-            KIND,
-            GROUP,
-            LEAST,
-            V,
-            EVEN,
-            ASM,
-            HALVES,
-        )
+            codes, x, start - V * 4, first, inputs, info, n, row_pairs, width, inside, out, KIND, GROUP, LEAST, V, EVEN, ASM, HALVES,
+        )  # fmt: skip
         codes = ahead
     total += _part(
         codes, x, tl.cdiv(row_pairs, V * 4) * V * 4 - V * 4, first, inputs, info, n, row_pairs, width, inside, out, KIND, GROUP,

@@ -11,6 +11,7 @@ A group's scale lies in a word of 32 bits, because less cannot be copied ahead o
     symmetric     word 8 a + i:   the scales of outputs 16 a + i (low half) and 16 a + 8 + i, which one thread computes
     asymmetric    word n:         the scale of output n (low half) and its least value
 
+Scales that float16 does not hold are float32 each, info [groups, out] or, with least values in every other line, [2 groups, out].
 A scale for a whole row is a float32, info [out]. Inputs are padded to whole blocks, with zeros.
 """
 
@@ -31,7 +32,7 @@ class PackedWeight(nn.Module):
     """Opaque but to the kernels beside it."""
 
     words: Tensor  # [out, blocks * 32] int16, of any bits
-    info: Tensor  # [out] float32, or [groups, width] int32, of two float16 each
+    info: Tensor  # [out] or [lines, out] float32, or [groups, width] int32, of two float16 each
     locks: Tensor  # [LOCKS] int32, all zero between products
 
     def __init__(self, weight: QuantWeight):
@@ -81,8 +82,10 @@ def _info(weight: QuantWeight, inputs: int) -> Tensor:
         return weight.scale[:, 0].float()
     groups = -(-inputs // weight.form.group)
     scale = F.pad(weight.scale, (0, groups - weight.scale.shape[1])).t()  # [groups, out]
-    if weight.least is not None:
-        least = F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
+    least = None if weight.least is None else F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
+    if weight.form.wide:
+        return scale.contiguous() if least is None else torch.stack((scale, least), 1).flatten(0, 1)
+    if least is not None:
         pairs = torch.stack((scale, least), 2)
     else:
         pairs = F.pad(scale, (0, -len(weight.scale) % 16)).reshape(groups, -1, 2, 8).transpose(2, 3).contiguous()

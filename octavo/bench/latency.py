@@ -1,0 +1,63 @@
+"""How long a caller waits: the time to the first token and from token to token, for so many requests at once, beside the floor.
+
+All requests arrive together, none shares a prefix, and tokens are counted when the engine hands them out. No engine is below the
+floor: half of the requests have their first token when half of the prompts' products are made, or the weights were read once; and
+a step reads the weights and each row's KV, or makes its rows' products, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.bench.batching import bytes_per_step
+from octavo.bench.scheduling import play
+from octavo.bench.throughput import measure_machine
+from octavo.bench.workloads import Machine, floor_seconds, uniform
+from octavo.core.simulate import percentile
+from octavo.core.trace import Entry
+from octavo.errors import InvalidRequest
+from octavo.llm import LLM
+from octavo.memory import parameter_count
+
+QUANTILES = (50, 90, 99)
+
+
+def measure(
+    llm: LLM,
+    batches: Sequence[int],
+    prompt: int = 128,
+    output: int = 128,
+    repeat: int = 3,
+    done: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """One record for each number of requests. The first run of each warms up and does not count."""
+    if max(batches) > llm.schedule.max_num_seqs or min(batches) < 1:
+        raise InvalidRequest(f"batches are 1 to {llm.schedule.max_num_seqs} requests (max_num_seqs), not {batches}", "batches")
+    machine, results = measure_machine(llm), []
+    for batch in batches:
+        trace = [Entry(0.0, prompt, output)] * batch
+        first, gaps, seconds = list[float](), list[float](), list[float]()
+        for run in range(1 + repeat):
+            report = play(llm, trace, llm.schedule)
+            if run:
+                first += report.first.values()
+                gaps += report.gaps
+                seconds.append(report.seconds)
+            done()
+        found: dict[str, Any] = {"requests": batch}
+        for name, times, floor in zip(("ttft", "itl"), (first, gaps), floors(llm, batch, prompt, output, machine), strict=True):
+            found |= {f"{name}_p{q}_ms": 1e3 * percentile(times, q) for q in QUANTILES}
+            found |= {f"{name}_floor_ms": 1e3 * floor, f"{name}_of_floor": floor / percentile(times, 50)}
+        results.append(found | {"tok_s": batch * output * repeat / sum(seconds)})
+    return results
+
+
+def floors(llm: LLM, batch: int, prompt: int, output: int, machine: Machine) -> tuple[float, float]:
+    """Seconds to the median request's first token, and from token to token half way through the replies."""
+    parameters, weights = parameter_count(llm.model), bytes_per_step(llm)
+    read = weights / machine.bytes_per_second
+    products = floor_seconds(uniform(-(-batch // 2), prompt, 1), llm.config, parameters, weights, 0, machine)
+    row = floor_seconds(uniform(batch, 1, 1), llm.config, parameters, weights, 0, machine)
+    kv = batch * (prompt + output // 2) * llm.memory.kv_per_token / machine.bytes_per_second
+    return max(products, read), max(row, read + kv)
