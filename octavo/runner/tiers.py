@@ -10,8 +10,8 @@ to the host on a stream of its own, while the step computes. A load waits for th
 the step's stream. A slot changes owner with everything that comes into it, under the slot's lock; a thread touches a slot only
 under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one row of host memory, and every reader
 has a row besides: it reads into its own and then changes rows with the slot, so nothing is copied, and a read that never returns
-keeps no slot. Threads never call CUDA, which would break a graph that is being captured: they are told of a slot once its store is
-over. Knows slots and hashes; who wants them, core knows.
+keeps no slot. Threads never call CUDA, which would break a graph that is being captured: they are told of a slot once its
+store is over. Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
