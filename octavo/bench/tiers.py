@@ -253,7 +253,8 @@ def medians(each: list[Parts]) -> dict[str, float]:
 
 def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dict[str, float]:
     """Bytes a second of the records of a prompt that the system has in memory, checked, by so many threads and nothing else."""
-    parent, records = b"", list[tuple[bytes, array[int]]]()
+    parent = b""
+    records: list[tuple[bytes, array[int]]] = []
     for j in range((len(prompt) - 1) // size):
         tokens = array("i", prompt[j * size : (j + 1) * size])
         records.append((parent := chain(parent, tokens), tokens))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from octavo.core.blocks import BlockPool, Content
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
 
-LINK_RATE, DISK_RATE = 10e9, 1e9  # bytes a second, until something was measured
+LINK_RATE = DISK_RATE = 10e9  # bytes a second, until something was measured: hope is put right by the first block, fear by none
 SMOOTH = 0.2  # weight of the newest measurement
 PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
 
