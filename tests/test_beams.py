@@ -72,6 +72,7 @@ def test_alone_it_equals_transformers(settings: tuple[Any, ...]) -> None:
         compare(output, "llama", prompt, *settings)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("architecture", [a for a in tiny.ARCHITECTURES if a != "llama"])
 def test_of_every_architecture(architecture: str) -> None:
     settings = (True, 4, 10, 1.0, False)

@@ -58,6 +58,7 @@ def naive(architecture: str, prompt: list[int], count: int, sinks: int = SIZE) -
     return out
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_tokens_and_logprobs_equal_a_naive_loop_far_beyond_the_budget(architecture: str) -> None:
     want = naive(architecture, PROMPT, 150)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.core.engine import Engine, Handle
 from octavo.errors import InvalidRequest, NotEnoughMemory
+from octavo.runner.disk import Disk
 from octavo.runner.tiers import Tiers
+from octavo.types import Plan, Request
 from tests import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -18,7 +24,8 @@ SPACE = 1 / 1024  # GiB: some hundred blocks of these models
 
 
 def make(architecture: str = "llama", **options: Any) -> LLM:
-    options = dict(max_model_len=200, max_num_seqs=8, progress=False, num_gpu_blocks_override=16, swap_space=SPACE) | options
+    options = dict(block_size=16, num_gpu_blocks_override=16, swap_space=SPACE) | options  # of a GPU too
+    options = dict(max_model_len=200, max_num_seqs=8, progress=False) | options
     return LLM(tiny.model_dir(architecture), **options)
 
 
@@ -33,6 +40,7 @@ def ask(llm: LLM, prompt: Any) -> tuple[list[int], int]:
     return out.outputs[0].token_ids, out.num_cached_tokens or 0
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
 def test_an_evicted_prompt_is_served_from_host_memory(architecture: str) -> None:
     llm, many = make(architecture), prompts(4)
@@ -43,6 +51,7 @@ def test_an_evicted_prompt_is_served_from_host_memory(architecture: str) -> None
     assert count.host_tokens == count.loads * 16 > 0 and count.disk_tokens == 0
 
 
+@pytest.mark.parity
 def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     many = prompts(4)
     first = make(kv_disk_path=tmp_path)
@@ -96,6 +105,7 @@ def test_a_salted_prompt_is_found_only_with_its_salt(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "swap"])
 def test_damaged_records_cost_time_and_never_a_token(tmp_path: Path, damage: str) -> None:
     many, g = prompts(3), random.Random(1)
@@ -135,6 +145,7 @@ def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     assert sum(r.stat().st_size for r in tmp_path.glob("kv-*/*.kv")) <= 0.0006 * 2**30
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("seed", range(4))
 def test_a_batch_too_large_for_the_pool_gives_the_same_tokens(seed: int, tmp_path: Path) -> None:
     """Preemption, forks, steps in flight, all tiers, a second engine on the same directory."""
@@ -162,6 +173,48 @@ def test_a_batch_too_large_for_the_pool_gives_the_same_tokens(seed: int, tmp_pat
         assert tokens(llm) == want and tokens(llm) == want, options
         llm.engine.scheduler.check()
         llm.close()
+
+
+class Leaving:
+    """A runner whose client leaves just when a plan like this one is on its way."""
+
+    def __init__(self, engine: Engine, when: Callable[[Plan], Any]):
+        self.engine, self.runner, self.when, self.left = engine, engine.runner, when, False
+
+    def launch(self, plan: Plan) -> Handle:
+        handle = self.runner.launch(plan)
+        if self.when(plan) and not self.left:
+            self.left = True
+            self.engine.abort("leaving")
+        return handle
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("during", ["a load from host memory", "a slow read", "a load while others are read"])
+def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, many = make(kv_disk_path=tmp_path), prompts(3)
+    want = [ask(llm, p)[0] for p in many]
+    if during != "a load from host memory":
+        llm.close()
+        real, turns = Disk.read, itertools.count()
+        monkeypatch.setattr(Disk, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
+        llm = make(kv_disk_path=tmp_path)
+    engine = llm.engine
+    tiers, runner = engine.scheduler.tiers, engine.runner
+    assert tiers is not None
+    leaving = Leaving(engine, lambda plan: plan.fetches if during == "a slow read" else plan.loads)
+    engine.runner = leaving
+    engine.add(Request("leaving", many[0], GREEDY))
+    while not engine.idle or tiers.fetching:
+        engine.step()
+        engine.scheduler.check()
+    assert leaving.left and (during == "a load from host memory") == (tiers.count.fetches == 0)
+    assert not any(engine.scheduler.pool.refs) and not any(tiers.pins) and not tiers.filling and not tiers.lifted
+    engine.runner = runner
+    assert [ask(llm, p)[0] for p in many] == want
+    llm.close()
 
 
 def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ traffic and asked for again, from host memory, and after a restart from disk, ag
 
 Every prompt is asked for cold first, so that each ratio is of one prompt, and then from the device's own cache: that computes
 exactly what the others do, so theirs must be the same tokens. (In 16 bits a prompt in one piece may round otherwise than in two.)
-Loading is forced: what the engine would have chosen by itself is told beside it. The floor of a load is the link.
+Loading is forced: what the engine would have chosen by itself is told beside it. The floor of a load is the link, that of the
+disk what threads read that do nothing else; both are measured, and where each first token's time went.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 import gc
 import os
 import random
+import statistics
 import time
+from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from octavo.bench.batching import spread
+from octavo.core.blocks import chain
 from octavo.core.engine import Handle, Runner
 from octavo.core.tiers import Costs
 from octavo.errors import OctavoError
 from octavo.llm import LLM
+from octavo.runner.disk import Disk
+from octavo.runner.tiers import on_pages
 from octavo.types import Plan, SamplingParams, StepResult
 
 OUTPUT = 8  # tokens, compared
@@ -36,14 +43,56 @@ class Eager(Costs):
         return True
 
 
+class Parts(NamedTuple):
+    """Where the time to a first token went, in seconds, one after the other. What was read while it was loaded counts as read."""
+
+    ask: float  # until the disk was asked, or else the step that computes was launched
+    read: float  # until all that the disk brings was heard of: records, checksums, and the engine's ears
+    wait: float  # until the step that computes was launched
+    load: float  # of that step: what was left to load
+    compute: float
+    rest: float  # launching, sampling, telling
+
+
 class Watched:
-    """A runner that adds up how long its loads took."""
+    """A runner that notes when its plans came and how long they took."""
 
     def __init__(self, runner: Runner):
         self.runner, self.seconds, self.blocks = runner, 0.0, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Of one prompt."""
+        self.start = self.asked = self.heard = time.perf_counter()
+        self.launched = self.load = self.compute = 0.0
+        self.lifted = 0  # blocks loaded before the step that computes
 
     def launch(self, plan: Plan) -> Handle:
-        return WatchedHandle(self, plan, self.runner.launch(plan))
+        if plan.items and not self.launched:
+            self.launched = time.perf_counter()
+        handle = WatchedHandle(self, plan, self.runner.launch(plan))
+        if plan.fetches:
+            self.asked = time.perf_counter()
+        return handle
+
+    def over(self, plan: Plan, result: StepResult) -> None:
+        if plan.loads:
+            self.seconds += result.load_seconds
+            self.blocks += len(plan.loads)
+        if plan.items:
+            self.load += result.load_seconds
+            self.compute += result.seconds
+        else:
+            self.lifted += len(plan.loads)
+        if any(news.ticket for news in result.news):
+            self.heard = time.perf_counter()
+
+    def parts(self) -> Parts:
+        """Called when the first token is there."""
+        now, read = time.perf_counter(), self.heard > self.asked > self.start
+        asked, heard = (self.asked, self.heard) if read else (self.launched, self.launched)
+        rest = now - self.launched - self.load - self.compute
+        return Parts(asked - self.start, heard - asked, self.launched - heard, self.load, self.compute, rest)
 
 
 class WatchedHandle(NamedTuple):
@@ -53,9 +102,7 @@ class WatchedHandle(NamedTuple):
 
     def wait(self) -> StepResult:
         result = self.handle.wait()
-        if self.plan.loads:
-            self.watched.seconds += result.load_seconds
-            self.watched.blocks += len(self.plan.loads)
+        self.watched.over(self.plan, result)
         return result
 
 
@@ -63,19 +110,25 @@ class Answer(NamedTuple):
     seconds: float  # to the first token
     tokens: list[int]
     cached: int  # tokens of the prompt
+    parts: Parts | None  # if somebody watched
+    lifted: int = 0  # blocks
 
 
 def ask(llm: LLM, prompt: list[int]) -> Answer:
     before, params = llm.engine.scheduler.count.cached_tokens, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     params.detokenize = False
+    watched = llm.engine.runner if isinstance(llm.engine.runner, Watched) else None
+    if watched is not None:
+        watched.begin()
     start = time.perf_counter()
     stream = llm.stream(prompt, params)
     first = next(stream)
     seconds = time.perf_counter() - start
+    parts, lifted = (watched.parts(), watched.lifted) if watched is not None else (None, 0)
     tokens = [*first.token_ids, *(t for piece in stream for t in piece.token_ids)]
     if len(tokens) != OUTPUT:
         raise OctavoError(f"{len(tokens)} of {OUTPUT} tokens arrived: not counted")
-    return Answer(seconds, tokens, llm.engine.scheduler.count.cached_tokens - before)
+    return Answer(seconds, tokens, llm.engine.scheduler.count.cached_tokens - before, parts, lifted)
 
 
 def eager(llm: LLM) -> Costs:
@@ -151,12 +204,20 @@ def measure(
     llm.warm_up()
     ask(llm, prompt())
     costs, count = eager(llm), llm.engine.scheduler.count.tiers
+    llm.engine.runner = Watched(llm.engine.runner)
+    runner = llm.runner.tiers
+    if runner is None or runner.disk is None:
+        raise OctavoError("this engine has no disk")
     passes: list[list[Answer]] = []
+    readers: list[float] = []
     for _ in range(2):  # the second time the system has the records in memory
         passes.append([])
+        busy = runner.reading
         for p in prompts:
             passes[-1].append(ask(llm, p))
             done()
+        waited = sum(a.parts.read for a in passes[-1] if a.parts is not None)
+        readers.append((runner.reading - busy) / waited if waited else 0.0)
         llm.reset_prefix_cache()
     disk, paged = passes
     record = len(prompts) * (tokens - 1) // llm.cache.block_size * llm.memory.block_bytes
@@ -169,6 +230,13 @@ def measure(
         "paged_ratio": spread([c.seconds / d.seconds for c, d in zip(cold, paged, strict=True)]),
         "paged_cached_tokens": min(a.cached for a in paged),
         "paged_bytes_s": record / sum(a.seconds for a in paged),
+        "parts_s": {
+            name: medians([a.parts for a in each if a.parts is not None])
+            for name, each in (("device", device), ("host", host), ("disk", disk), ("paged", paged))
+        },
+        "busy_readers": dict(zip(("disk", "paged"), readers, strict=True)),
+        "loaded_while_reading": {"disk": min(a.lifted for a in disk), "paged": min(a.lifted for a in paged)},
+        "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
         "disk_records": records,
         "disk_misses": dict(count.misses),
         "chooses_disk": Costs.pays(costs, disk=True),
@@ -177,6 +245,31 @@ def measure(
     }
     llm.close()
     return result
+
+
+def medians(each: list[Parts]) -> dict[str, float]:
+    return {name: statistics.median(getattr(parts, name) for parts in each) for name in Parts._fields}
+
+
+def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dict[str, float]:
+    """Bytes a second of the records of a prompt that the system has in memory, checked, by so many threads and nothing else."""
+    parent = b""
+    records: list[tuple[bytes, array[int]]] = []
+    for j in range((len(prompt) - 1) // size):
+        tokens = array("i", prompt[j * size : (j + 1) * size])
+        records.append((parent := chain(parent, tokens), tokens))
+    memory = on_pages(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
+    rates, threads = dict[str, float](), 1
+    while threads <= (os.cpu_count() or 1):
+        best = float("inf")
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(rounds):
+                start = time.perf_counter()
+                list(pool.map(lambda k: disk.read(*records[k], memory[k].data), range(len(records))))
+                best = min(best, time.perf_counter() - start)
+        rates[str(threads)] = memory.nbytes / best
+        threads *= 2
+    return rates
 
 
 def settle(directory: Path, patience: float = 60.0) -> int:

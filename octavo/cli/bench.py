@@ -227,6 +227,17 @@ def tiers(
     console.print(table)
     link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
     console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
+    parts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("of that, in ms", "asking", "reading", "waiting", "loading", "computing", "the rest"):
+        parts.add_column(column, justify="left" if not parts.columns else "right")
+    for key, each in r["parts_s"].items():
+        parts.add_row(names[key], *(f"{seconds * 1e3:.1f}" for seconds in each.values()))
+    console.print(parts)
+    for key in ("disk", "paged"):
+        lifted, busy = r["loaded_while_reading"][key], r["busy_readers"][key]
+        console.print(f"[dim]{names[key]}: {busy:.1f} readers at work, {lifted} blocks loaded while others were read[/dim]")
+    alone = ", ".join(f"{threads}: {in_bytes(int(rate))}/s" for threads, rate in r["read_alone_bytes_s"].items())
+    console.print(f"[dim]records in the system's cache, by threads that only read and check: {alone}[/dim]")
     console.print(f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
     finish(r, output)
 

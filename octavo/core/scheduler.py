@@ -205,6 +205,7 @@ class Scheduler:
         """A step went wrong on the device: end every request it touched. Others never shared its writes."""
         if self.tiers is not None:
             self.tiers.fail(plan)
+            self.tiers.land(plan, self.pool, loaded=False)
         touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
         ids = {s.request.id: None for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}
         return [out for request_id in ids for out in self.abort(request_id, "error", error)]
@@ -247,7 +248,7 @@ class Scheduler:
         self.count.copies += len(plan.copies)
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
-            plan.waits = bool(self.tiers.fetching)
+            plan.waits = bool(self.tiers.fetching or self.tiers.rising)
         self.pool.evicted.clear()
         return plan
 
@@ -443,6 +444,8 @@ class Scheduler:
                 i += 1
                 continue
             if self.tiers is not None and self._may_match(seq) and self.tiers.ask(seq, *found, self.pool, plan):
+                lifted = self.tiers.lift(seq, found[1], self.pool, plan, self.schedule.max_num_seqs - len(self.rows))
+                left -= self.tiers.costs.in_tokens(lifted)
                 i += 1
                 continue
             used = self._admit(seq, *found, left, plan)
@@ -557,6 +560,7 @@ class Scheduler:
         """Fold in what a step produced. Results for a sequence that was preempted or ended meanwhile are dropped."""
         if self.tiers is not None:
             self.tiers.commit(plan, result)
+            self.tiers.land(plan, self.pool, loaded=True)
         out: list[Output] = []
         live, size, count, caching = self.live, self.pool.size, self.count, self.caching
         for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
@@ -731,7 +735,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds that can be seen between two steps."""
         size, running = self.pool.size, self.running
-        self.pool.check(s.table for s in running)
+        lifted = [c.block for each in self.tiers.lifted.values() for c, _ in each] if self.tiers is not None else []
+        self.pool.check([lifted, *(s.table for s in running)])
         for s in running:
             assert s.status is Status.RUNNING and s.computed <= s.planned <= len(s.table) * size, (
                 f"{s.id}: positions out of order"

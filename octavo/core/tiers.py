@@ -10,7 +10,8 @@ Knows hashes and slots, no bytes: the runner moves those. A host slot is in exac
     device block <--admission-- host slot <--asked for-- disk              loads, fetches
 
 A store counts once its step is committed, so a step that failed leaves nothing behind. A sequence asks the disk once in a
-life, waits while that pays, and is then admitted with what has come: whatever the disk does, it gets on.
+life, waits while that pays, and is then admitted with what has come: whatever the disk does, it gets on. While it waits, what
+has come is lifted to the device, into blocks that nobody uses: the link works beside the disk, and not after it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from octavo.core.blocks import BlockPool, Content
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
 
-LINK_RATE, DISK_RATE = 10e9, 1e9  # bytes a second, until something was measured
+LINK_RATE = DISK_RATE = 10e9  # bytes a second, until something was measured: hope is put right by the first block, fear by none
 SMOOTH = 0.2  # weight of the newest measurement
 PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
 
@@ -96,6 +97,8 @@ class Tiers:
         self.fetching: dict[int, Fetch] = {}  # by ticket
         self.fetched: set[int] = set()  # slots whose content came from disk and was not used yet
         self.on_disk: set[bytes] = set()
+        self.lifted: dict[int, list[tuple[Content, str]]] = {}  # by step in flight: contents on their way up, and whose they are
+        self.rising: dict[bytes, int] = {}  # of those that nothing forgot: the block
         self.news = 1  # how often a slot was settled: who waits looks again when this has moved
         self.count = TierCounters()
         self.costs = Costs(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
@@ -119,7 +122,7 @@ class Tiers:
             block = pool.find(h, part)
             if not block:
                 slot = self.find(h, part)
-                if slot is None or h in computing:  # being computed, or loaded by another: it will be in the pool soon
+                if slot is None or h in computing or h in self.rising:  # by another: it is in the pool soon
                     break
                 if pays is None and not (pays := self.costs.try_it()):
                     self.count.refused += 1
@@ -134,10 +137,12 @@ class Tiers:
         """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
         if not self.disk:
             return False
-        hashes, wanted, coming, here = seq.hashes, list[int](), 0, len(loads)
+        hashes, wanted, coming, rising, here = seq.hashes, list[int](), 0, 0, len(loads)
         for j in range(len(hits), (len(seq.tokens) - 1) // self.size):
             h = hashes[j]
-            if h in self.ready or h in pool.index:
+            if h in self.rising:
+                rising += 1
+            elif h in self.ready or h in pool.index:
                 here += 1
             elif h in self.filling:
                 coming += 1
@@ -161,7 +166,7 @@ class Tiers:
             self.fetching[fetch.ticket] = fetch
             plan.fetches.append(fetch)
             self.count.fetches += 1
-        waits = bool(wanted or coming)
+        waits = bool(wanted or coming or rising)
         seq.asked = self.news if waits else 0
         return waits
 
@@ -175,6 +180,31 @@ class Tiers:
             self.count.disk_tokens += self.size
         else:
             self.count.host_tokens += self.size
+
+    def lift(self, seq: Sequence, loads: list[tuple[int, int]], pool: BlockPool, plan: Plan, spare: int) -> int:
+        """What came from the disk for a sequence that waits for more of it goes up at once, each block once, as long as so many
+        `spare` ones are left to those who run. How many."""
+        lifted = list[tuple[Content, str]]()
+        for j, slot in loads:
+            if slot in self.fetched and len(pool.free) > spare:
+                tokens, parent = self.tokens[slot], seq.hashes[j - 1] if j else b""
+                assert tokens is not None
+                self.load(slot, block := pool.take(), plan)
+                self.rising[seq.hashes[j]] = block
+                lifted.append((Content(block, seq.hashes[j], tokens, parent), seq.request.key))
+        if lifted:
+            self.lifted.setdefault(plan.step, []).extend(lifted)
+        return len(lifted)
+
+    def land(self, plan: Plan, pool: BlockPool, loaded: bool) -> None:
+        """What the step lifted is cached content now, if it was loaded and nothing was forgotten meanwhile."""
+        for (block, h, tokens, parent), owner in reversed(self.lifted.pop(plan.step, [])):  # tail first, as ever
+            if self.rising.get(h) == block:
+                del self.rising[h]
+                if loaded:
+                    pool.publish(block, h, tokens, parent, owner)
+            pool.drop(block)
+            self.news += 1
 
     # ---- down: what leaves the device --------------------------------------------------------------
 
@@ -259,6 +289,7 @@ class Tiers:
         self.ready.clear()
         self.filling.clear()
         self.fetched.clear()
+        self.rising.clear()
         for slot in known:
             self.hash[slot] = self.tokens[slot] = None
             self._free_if_unused(slot)
@@ -314,3 +345,4 @@ class Tiers:
         assert all(self.pins[f.slot] for f in self.fetching.values()), "a slot was given away while the disk fills it"
         assert self.fetched <= set(ready), "a slot is said to come from disk and holds nothing"
         assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
+        assert self.rising.items() <= {(c.hash, c.block) for each in self.lifted.values() for c, _ in each}, "nothing lifts it"

@@ -1,11 +1,12 @@
 """Blocks as files: one directory, shared by whoever serves the same model, kept over restarts, bounded in bytes.
 
     DIRECTORY/kv-<fingerprint>/<hash>.kv       one record a block
-    header | tokens [n] int32 | KV bytes       the header names the model, the format, the content and a checksum of it all
+    header | tokens [n] int32 | zeros | KV bytes     the header names the model, the format, the content and a checksum of it all
 
 The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
 file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
-and the checksum: what is odd in any way is a miss, with its reason, and never wrong bytes. Knows no device, starts no thread.
+and the checksum: what is odd in any way is a miss, with its reason, and never wrong bytes. KV begins on a page of its own: the
+system copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 
 from octavo.errors import InvalidRequest
 
-MAGIC, VERSION = b"OCTAVOKV", 2
+MAGIC, VERSION = b"OCTAVOKV", 3
 HEADER = struct.Struct("<8sII16s16s48sQI")  # magic, version, tokens, hash, fingerprint, format, bytes of KV, checksum
 FOLDER, RECORD, HALF = re.compile(r"kv-[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}\.kv"), re.compile(r"\.\d+-\d+\.tmp")
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -96,38 +97,44 @@ class Disk:
             if miss.why == "corrupt":
                 _remove(path)
             raise
+
+    def touch(self, h: bytes) -> None:
+        """It was used now: others are removed first. Not a part of `read`, whose caller has somebody waiting."""
         with suppress(OSError):
-            os.utime(path)  # used now: others are removed first
+            os.utime(self._path(h))
 
     def _read(self, file: int, h: bytes, tokens: array[int], into: memoryview) -> None:
         words = tokens.tobytes()
-        length = HEADER.size + len(words) + self.block_bytes
+        start = _start(len(words))
+        length = start + self.block_bytes
         if (size := os.fstat(file).st_size) != length:
             raise Miss("corrupt", f"{size} bytes instead of {length}")
-        head = os.read(file, HEADER.size + len(words))
-        if len(head) < HEADER.size + len(words):
+        head = bytearray(start)
+        at = os.readv(file, [head, into])  # all of it, as a rule
+        if at < start:
             raise Miss("corrupt", "it ends in the header")
         *fields, checksum = HEADER.unpack_from(head)
         expected = [MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes]
         if fields != expected:
             raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
-        at = 0
-        while at < self.block_bytes:
-            count = os.readv(file, [into[at:]])
+        while at < length:
+            count = os.readv(file, [into[at - start :]])
             if not count:
-                raise Miss("corrupt", f"it ends after {at} bytes of KV")
+                raise Miss("corrupt", f"it ends after {at} bytes")
             at += count
-        if checksum != self._checksum(head[: HEADER.size - 4], head[HEADER.size :], into):
+        if checksum != _checksum(memoryview(head), into):
             raise Miss("corrupt", "checksum")
-        if head[HEADER.size :] != words:
+        if head[HEADER.size : HEADER.size + len(words)] != words:
             raise Miss("collision", "other tokens of the same hash")
 
     def write(self, h: bytes, tokens: array[int], data: memoryview) -> None:
         """Keep the KV of this content, or Miss. Removes the records unused for longest when there are too many."""
         words = tokens.tobytes()
-        head = HEADER.pack(MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes, 0)[:-4]
-        head += struct.pack("<I", self._checksum(head, words, data))
-        length = len(head) + len(words) + len(data)
+        head = bytearray(_start(len(words)))
+        HEADER.pack_into(head, 0, MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes, 0)
+        head[HEADER.size : HEADER.size + len(words)] = words
+        head[HEADER.size - 4 : HEADER.size] = struct.pack("<I", _checksum(memoryview(head), data))
+        length = len(head) + len(data)
         if self.used + length > self.limit:
             self.sweep(length)
         half = self._new_path()
@@ -135,7 +142,7 @@ class Disk:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
             file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                for view in (memoryview(head + words), data):
+                for view in (memoryview(head), data):
                     while view:
                         view = view[os.write(file, view) :]
             finally:
@@ -145,14 +152,6 @@ class Disk:
             _remove(half)
             raise Miss("full" if error.errno in FULL else "io", error) from error
         self.used += length
-
-    @staticmethod
-    def _checksum(head: bytes, words: bytes, data: memoryview) -> int:
-        """CRC of the header, the tokens and the sums of each 4 KiB of KV as 64-bit numbers: no flipped bit, no lost or moved page
-        goes unnoticed, at ten times the speed of a CRC of it all."""
-        whole = len(data) // PAGE * PAGE
-        sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64)
-        return zlib.crc32(data[whole:], zlib.crc32(sums.tobytes(), zlib.crc32(words, zlib.crc32(head))))
 
     def _path(self, h: bytes) -> Path:
         return self.folder / f"{h.hex()}.kv"
@@ -195,6 +194,20 @@ class Disk:
                     _remove(Path(item.path))
                 elif stat.S_ISREG(found.st_mode):
                     yield Entry(found.st_mtime, Path(item.path), found.st_size)
+
+
+def _start(words: int) -> int:
+    """Where KV begins: on the first page after the header and so many bytes of tokens."""
+    return -(-(HEADER.size + words) // PAGE) * PAGE
+
+
+def _checksum(head: memoryview, data: memoryview) -> int:
+    """CRC of all before KV but the checksum itself, and of the sums of each 4 KiB of KV as 64-bit numbers: no flipped bit, no
+    lost or moved page goes unnoticed, at ten times the speed of a CRC of it all."""
+    whole = len(data) // PAGE * PAGE
+    sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64)
+    crc = zlib.crc32(head[HEADER.size :], zlib.crc32(head[: HEADER.size - 4]))
+    return zlib.crc32(data[whole:], zlib.crc32(sums.tobytes(), crc))
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:

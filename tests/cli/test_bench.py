@@ -132,7 +132,10 @@ def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tm
     assert r["same_tokens"] is True and r["disk_misses"] == {}
     assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
     assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
+    assert r["parts_s"]["paged"]["read"] > 0 == r["parts_s"]["host"]["read"] and r["busy_readers"]["paged"] > 0
+    assert sum(r["parts_s"]["device"].values()) <= r["device_ttft_s"]["max"] and r["read_alone_bytes_s"]["1"] > 0
     assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout
+    assert "of that, in ms" in result.stdout and "blocks loaded while others were read" in result.stdout
 
 
 def test_weight_formats_as_a_table_and_as_a_picture(octavo: Octavo, tiny: str, tmp_path: Path) -> None:

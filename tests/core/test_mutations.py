@@ -101,10 +101,12 @@ BUGS = {
     "a store counts before its step is committed": ("tiers", "        self.filling[h] = slot\n", "        self.ready[h] = slot\n        self.filling[h] = slot\n"),
     "a missed fetch counts as arrived": ("tiers", 'arrived = news.kind == "fetched"', "arrived = True"),
     "a missed fetch keeps its slot": ("tiers", "            self._settle(fetch.slot, arrived)\n", "            if arrived:\n                self._settle(fetch.slot, arrived)\n"),
-    "nobody hears of the disk while nothing runs": ("scheduler", "            plan.waits = bool(self.tiers.fetching)\n", ""),
-    "who waits for the disk never looks again": ("tiers", "        self.news += 1\n", ""),
+    "nobody hears of the disk while nothing runs": ("scheduler", "            plan.waits = bool(self.tiers.fetching or self.tiers.rising)\n", ""),
+    "who waits for the disk never looks again": ("tiers", "        self.pins[slot] -= 1\n        self.news += 1\n", "        self.pins[slot] -= 1\n"),
     "a content is in two slots": ("tiers", "elif content.hash not in self.filling and self._store", "elif self._store"),
     "what was forgotten comes back": ("tiers", "        self.filling.clear()\n", ""),
+    "what was lifted stays in use": ("tiers", "            pool.drop(block)\n            self.news += 1\n", "            self.news += 1\n"),
+    "lifted content is another's": ("tiers", "self.rising[seq.hashes[j]] = block", "self.rising[seq.hashes[0]] = block"),
     "asking for more costs what is there": ("tiers", "del wanted[max(self._room() - here, 0) :]", "pass"),
 }  # fmt: skip
 

@@ -10,8 +10,9 @@ import pytest
 
 from octavo.core.blocks import BlockPool, chain
 from octavo.core.engine import Engine
+from octavo.core.scheduler import Scheduler
 from octavo.core.tiers import PROBE, Costs, Tiers
-from octavo.types import DiskNews, Item, Plan, Request, SamplingParams, StepResult
+from octavo.types import DiskNews, Item, Plan, Request, SamplingParams, Sequence, StepResult
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
 from tests.workloads import make_engine, run_dry
@@ -244,6 +245,66 @@ def test_what_is_fetched_never_takes_the_place_of_what_is_there() -> None:
     assert answer(again, start)[1] == 12, "three blocks, by way of all three slots"
     answer(again, request("d", 21, max_tokens=1))  # takes the pool
     assert answer(again, a)[1] >= 12, "for the fourth there is no room beside them"
+
+
+def asked(disk: FakeDisk, blocks: int = 6) -> tuple[Scheduler, Sequence, list[int]]:
+    """A restarted scheduler, a request whose four blocks the disk was asked for, and the tickets."""
+    engine = small(host=20, disk=disk)
+    for name in "abc":
+        answer(engine, request(name))
+    scheduler = small(host=20, disk=disk, blocks=blocks).scheduler
+    scheduler.add(request("a"))
+    plan = scheduler.plan()
+    scheduler.commit(plan, StepResult([]))
+    (seq,) = scheduler.waiting
+    return scheduler, seq, [fetch.ticket for fetch in plan.fetches]
+
+
+def fetched(*tickets: int) -> StepResult:
+    return StepResult([], news=[DiskNews("fetched", ticket=ticket) for ticket in tickets])
+
+
+def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
+    scheduler, seq, (first, second, third, fourth) = asked(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(first, second, fourth))
+    plan = scheduler.plan()
+    assert len(plan.loads) == 2 and plan.work and not plan.items, "those without a gap before them"
+    scheduler.check()
+    ahead = scheduler.plan()
+    assert not ahead.loads and ahead.waits, "each once"
+    scheduler.commit(plan, StepResult([]))
+    assert scheduler.pool.num_cached == 2 and len(scheduler.pool.free) == 6, "cached, and nobody's"
+    scheduler.commit(ahead, fetched(third))
+    plan = scheduler.plan()
+    assert [item.num for item in plan.items] == [1] and len(plan.loads) == 2 and seq.cached == 16
+    scheduler.check()
+
+
+def test_nothing_goes_up_into_blocks_that_others_need() -> None:
+    scheduler, seq, (first, *_) = asked(FakeDisk(slowest=1))
+    scheduler.add(request("d", 24, max_tokens=1))  # all of the pool
+    scheduler.plan()
+    assert not scheduler.pool.free
+    scheduler.commit(Plan(99), fetched(first))
+    assert not scheduler.plan().loads and seq.asked > 0
+    scheduler.check()
+
+
+@pytest.mark.parametrize("how", ["fail", "forget", "abort"])
+def test_what_was_to_go_up_is_given_back(how: str) -> None:
+    scheduler, _, (first, *_) = asked(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(first))
+    plan = scheduler.plan()
+    assert len(plan.loads) == 1 and len(scheduler.pool.free) == 5
+    if how == "fail":
+        scheduler.fail(plan, "planted")
+    else:
+        scheduler.forget() if how == "forget" else scheduler.abort("a")
+        scheduler.check()
+        scheduler.commit(plan, StepResult([]))
+    assert scheduler.pool.num_cached == (how == "abort"), "what was aborted is still what it is"
+    assert scheduler.tiers is not None and not scheduler.tiers.rising and len(scheduler.pool.free) == 6
+    scheduler.check()
 
 
 # ---- costs ------------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@ PROMPTS = [[5] * 40, [5] * 40 + [7] * 9, list(range(50)), [9, 8, 7]]
 
 def make(**options: Any) -> LLM:
     options = {"max_model_len": 128, "max_num_seqs": 8, "progress": False, "num_gpu_blocks_override": 100, **options}
+    options |= {"block_size": 16, "enforce_eager": True}  # on a GPU too: without graphs, as the canary needs
     return LLM(tiny.model_dir(), **options)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("blocks", [100, 9], ids=["room", "preemptions"])
 def test_it_stays_silent_and_changes_nothing(blocks: int, depth: int) -> None:

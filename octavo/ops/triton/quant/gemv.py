@@ -155,7 +155,8 @@ def gemv_kernel(
     for start in range(V * 4, row_pairs, V * 4):
         ahead = tl.load(at + start, mask=inside & _below(start + pair, row_pairs, EVEN)[None, :], other=0)
         total += _part(
-            codes, x, start - V * 4, first, inputs, info, n, row_pairs, width, inside, out, KIND, GROUP, LEAST, V, EVEN, ASM, HALVES,
+            codes, x, start - V * 4, first, inputs, info, n, row_pairs, width, inside, out, KIND, GROUP, LEAST, V,
+            EVEN, ASM, HALVES,
         )  # fmt: skip
         codes = ahead
     total += _part(
