@@ -45,7 +45,10 @@ CHUNK = WIDE * LANES  # keys between two corrections of the softmax
 # The batch to the kernel: a record of int64.
 QUERY, OUT, QUERY_STRIDE, KV, BLOCK_STRIDE, HEADS, KV_HEADS, BLOCK_SIZE, DIM = range(9)
 SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, KIND, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE = range(9, 20)
-SCALES, SCALES_STRIDE, FIELDS = range(20, 23)  # of codes: where the scales of block 0 are, and bytes from block to block
+SCALES, SCALES_STRIDE = range(20, 22)  # of codes: where the scales of block 0 are, and bytes from block to block
+# Of those whose attention is watched: each sequence's number among them or -1 (int32 [sequences]; 0: nobody's is), what each key
+# head's rows give each block (float32 [watched, key heads, blocks]), and room for a row's scores, in every thread's scratch.
+WATCHED, MASS, MASS_BLOCKS, SCORES, FIELDS = range(22, 27)
 
 
 def transpose(kind: int) -> Any:
@@ -226,16 +229,41 @@ def gather_scales(
         j += 1
 
 
+@intrinsic(VOID, POINTER, POINTER, INT, types.float32)
+def settle(e: Emitter, row: Value, state: Value, vectors: Value, factor: Value) -> None:
+    """Scores [vectors * LANES] become weights times a factor, now that the largest score and the sum are known."""
+    peak, factor = e.splat(e.load(state, f32)), e.splat(factor / e.load(state + 4, f32))
+    with e.loop(vectors) as v:
+        at = row + v * (4 * LANES)
+        e.store(e.exp(e.load(at, FLOATS) - peak) * factor, at)
+
+
+@inner
+def add_mass(scores: int, stride: int, rows: int, states: int, low: int, end: int, block_size: int, factor: float, out: int) -> None:
+    """Scores [rows, ...] of one token's heads, of keys low..end -> each block's part of the attention, added to out [blocks]."""
+    first = low // LANES * LANES
+    for r in range(rows):
+        row, j = scores + r * stride, low
+        settle(row + 4 * first, states + 16 * r, (end - first + LANES - 1) // LANES, factor)
+        while j < end:
+            at, stop, total = out + 4 * (j // block_size), min(end, (j // block_size + 1) * block_size), types.float32(0.0)
+            while j < stop:
+                total += load_f32(row + 4 * j)
+                j += 1
+            store_f32(at, load_f32(at) + total)
+
+
 @inner
 def task_tokens(heads: int, kv_heads: int) -> int:
     return max(1, TASK_ROWS * kv_heads // heads)
 
 
 @inner
-def scratch_size(heads: int, kv_heads: int, dim: int) -> int:
-    """Bytes that one thread needs."""
+def scratch_size(heads: int, kv_heads: int, dim: int, watched: int) -> int:
+    """Bytes that one thread needs; `watched`: for how many keys of a token whose attention is watched."""
     rows = max(1, TASK_ROWS * kv_heads // heads) * (heads // kv_heads) + ROWS
-    return 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
+    room = 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
+    return room + 4 * (heads // kv_heads) * watched
 
 
 @inner
@@ -277,6 +305,8 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     value_rows = key_rows + 8 * CHUNK
     key_scales = value_rows + 8 * CHUNK
     value_scales = key_scales + 4 * CHUNK
+    scores, scores_stride, watched = value_scales + 4 * CHUNK, 4 * load_i64(batch + 8 * SCORES), load_i64(batch + 8 * WATCHED)
+    look = load_i32(watched + 4 * s) if watched != 0 else -1
 
     stride, vectors = load_i64(batch + 8 * QUERY_STRIDE), dim // LANES
     scale = load_f32(batch + 8 * SCALE)
@@ -337,6 +367,9 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
         if coded:
             for r in range(padded):
                 multiply_by(weights + r * 4 * CHUNK, key_scales, width)
+        if look >= 0:
+            for r in range(rows):
+                scaled_copy(weights + r * 4 * CHUNK, scores + r * scores_stride + 4 * chunk, types.float32(1.0), width)
         for r in range(rows):
             p = first_position + r // share
             low = 0 if window == 0 else p - window + 1 - chunk
@@ -362,3 +395,8 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     for r in range(rows):
         at = target + ((r // share) * heads + r % share) * dim * 4
         scaled_copy(sums + r * dim * 4, at, types.float32(1.0) / load_f32(states + 16 * r + 4), vectors)
+    if look >= 0:
+        blocks = load_i64(batch + 8 * MASS_BLOCKS)
+        out = load_i64(batch + 8 * MASS) + 4 * (look * kv_heads + head) * blocks
+        low = 0 if window == 0 else max(0, end - window)
+        add_mass(scores, scores_stride, rows, states, low, end, block_size, types.float32(1.0) / types.float32(heads), out)
