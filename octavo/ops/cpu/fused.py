@@ -41,13 +41,14 @@ def spare_bytes(lanes: int, tile: int, widest: int) -> int:
     return -(-(4 * (2 * widest + 2 * 128) + 2 * 4 * tile * lanes) // 64) * 64
 
 
+FEW = 8  # tasks a thread below which tokens are split, or one thread would wait for another: 3 key heads for two threads
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8"}  # as jit/emit.py calls them
 
 
 def cache_record(workers: Workers, kv: KV) -> Record:
     """Of what attention_record has, the cache alone. kv [N, ..., 2, Hk, B, D], of which the last four dimensions are contiguous."""
     a = workers.step.attention
-    record: Record = np.zeros(a.FIELDS, dtype=np.int64)
+    record: Record = np.zeros(a.FIELDS + FEW * workers.threads, dtype=np.int64)  # counters follow, where tokens are split
     record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = kv.shape[-3:]
     numbers = kv.codes if isinstance(kv, QuantKV) else kv
     record[a.KV], record[a.BLOCK_STRIDE] = numbers.data_ptr(), numbers.stride(0) * numbers.element_size()
@@ -69,13 +70,19 @@ def attention_record(
     record[a.ROW], record[a.TABLE] = batch.rows.data_ptr(), batch.block_table.data_ptr()
     record[a.TABLE_WIDTH] = batch.block_table.stride(0)
     write_float(record, a.SCALE, scale)
-    keys = 0
     if watched is not None:
         numbers, mass = watched
-        keys = -(-mass.shape[2] * block_size // a.CHUNK) * a.CHUNK
-        record[a.WATCHED], record[a.MASS], record[a.MASS_BLOCKS] = numbers.data_ptr(), mass.data_ptr(), mass.shape[2]
-        record[a.SCORES] = keys
-    size = -(-a.scratch_size.py_func(heads, kv_heads, dim, keys) // 64) * 64
+        count, _, blocks = mass.shape
+        keys = -(-blocks * block_size // a.CHUNK) * a.CHUNK
+        record[a.WATCHED], record[a.MASS], record[a.MASS_BLOCKS] = numbers.data_ptr(), mass.data_ptr(), blocks
+        record[a.SCORES], record[a.SCORES_KEYS] = workers.memory("scores", 4 * count * heads * keys), keys
+    tokens = len(batch.seq_lens) * kv_heads
+    if tokens < FEW * workers.threads and workers.threads > 1 and all(span.num == 1 for span in batch.spans):
+        segments = -(-max(span.end for span in batch.spans) // a.SEGMENT)
+        size = tokens * segments * a.part_size.py_func(heads // kv_heads, dim)
+        record[a.SEGMENTS], record[a.PARTS] = segments, workers.memory("parts", size)
+        record[a.PARTS_DONE] = record.ctypes.data + 8 * a.FIELDS
+    size = -(-a.scratch_size.py_func(heads, kv_heads, dim) // 64) * 64
     record[a.SCRATCH], record[a.SCRATCH_SIZE] = workers.memory("attention", size * workers.threads), size
     record[a.ZEROS] = workers.zeros(4 * dim)
     return record
