@@ -80,7 +80,7 @@ def _chart(chart: Chart) -> list[str]:
         return along(x, horizontal, LEFT, right), along(y, vertical, bottom, TOP)
 
     out = [_text(WIDTH / 2, 16, chart.title, "middle", bold=True), _text((LEFT + right) / 2, HEIGHT - 10, chart.x, "middle"),
-           f'<text transform="translate(13 {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">{escape(chart.y)}</text>']  # fmt: skip
+           f'<g transform="translate(13 {(TOP + bottom) / 2}) rotate(-90)">{_text(0, 0, chart.y, "middle")}</g>']  # fmt: skip
     for mark in vertical:
         _, y = at(horizontal[0], mark)
         out += [_line((LEFT, y), (right, y), 0.3), _text(LEFT - 6, y + 4, _number(mark), "end")]
@@ -101,7 +101,9 @@ def _chart(chart: Chart) -> list[str]:
                            f'height="{abs(foot - top):.1f}" fill="{colour}"/>')  # fmt: skip
                 out.append(_text((left + right_edge) / 2, top - 4, _number(y, 3), "middle"))
         elif chart.kind == "points":
-            out += [f'<circle cx="{x}" cy="{y}" r="1.6" fill="{colour}" fill-opacity="0.5"/>' for x, y in (at(*p) for p in values)]
+            out.append(f'<g fill="{colour}" fill-opacity="0.5">')
+            out += [f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in (at(*p) for p in values)]
+            out.append("</g>")
         else:
             path = " ".join(f"{x},{y}" for x, y in (at(*p) for p in values))
             out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from octavo.cli.bench import Output, app, finish
-from octavo.cli.options import EngineOptions, Model, command, option, size
+from octavo.cli.options import EngineOptions, Model, command, option, size, size_or_none
 from octavo.cli.screen import in_bytes
 from octavo.errors import InvalidRequest
 
@@ -17,8 +17,10 @@ ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)
 @command
 def eviction(
     model: Model = None,
-    tokens: Annotated[int, option("Tokens of the reply; 0: none.", None, "N", parser=size, show_default=True)] = 4000,
-    text: Annotated[int, option("Tokens of the text, for perplexity; 0: none.", None, "N", parser=size, show_default=True)] = 4096,
+    tokens: Annotated[int, option("Tokens of the reply; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4000,
+    text: Annotated[
+        int, option("Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True)
+    ] = 4096,
     budget: Annotated[int, option("Tokens that are kept.", None, "N", parser=size, show_default=True)] = 1024,
     policies: Annotated[str, option("Which, the first to compare with.", None, "NAME,...", show_default=True)] = (
         "full,window,sinks,heavy"
@@ -30,7 +32,7 @@ def eviction(
     """Bounded KV: blocks in use and speed of a long reply, perplexity of a long text against a whole cache."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TextColumn
     from rich.table import Table
 
     from octavo.bench.eviction import POLICIES, measure, pictures
@@ -51,7 +53,8 @@ def eviction(
         engine.kv_eviction, engine.kv_budget = options["kv_eviction"], options.get("kv_budget")
         return engine.load(model, kv_sinks=options.get("kv_sinks", 1))
 
-    with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=Console(stderr=True), transient=True) as progress:
+    columns = *Progress.get_default_columns(), TextColumn("{task.fields[note]}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=None, note="")
         rows = measure(
             load, budget, tokens, text, chosen,

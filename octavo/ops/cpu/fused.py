@@ -46,7 +46,7 @@ KINDS = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8", torch.flo
 
 
 def cache_record(workers: Workers, kv: KV) -> Record:
-    """Of what attention_record has, the cache alone. kv [N, ..., 2, Hk, B, D], of which the last four dimensions are contiguous."""
+    """Of what attention_record has, the cache alone: kv [N, ..., 2, Hk, B, D], whose last four dimensions are contiguous."""
     a = workers.step.attention
     record: Record = np.zeros(a.FIELDS + FEW * workers.threads, dtype=np.int64)  # counters follow, where tokens are split
     record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = kv.shape[-3:]

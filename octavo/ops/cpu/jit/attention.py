@@ -2,8 +2,8 @@
 
 One task is some tokens of one sequence and one key head: the rows are those tokens' query heads that share it. CHUNK keys at
 a time: scores for all rows, the softmax so far corrected, values added; every SEGMENT keys begin anew and are then joined with
-those before. Nothing of another row or sequence enters, and the order of the sums depends on positions alone: where tasks are few,
-each of a token's segments is one, and the last to be done joins them in the same order.
+those before. Nothing of another row or sequence enters, and the order of the sums depends on positions alone: where there are few
+tasks, each of a token's segments is one, and the last to be done joins them in the same order.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ def settle(e: Emitter, row: Value, state: Value, vectors: Value, factor: Value) 
 
 
 @inner
-def add_mass(scores: int, stride: int, rows: int, states: int, low: int, end: int, block_size: int, factor: float, out: int) -> None:
+def add_mass(
+    scores: int, stride: int, rows: int, states: int, low: int, end: int, block_size: int, factor: float, out: int
+) -> None:
     """Scores [rows, ...] of one token's heads, of keys low..end -> each block's part of the attention, added to out [blocks]."""
     first = low // LANES * LANES
     for r in range(rows):
