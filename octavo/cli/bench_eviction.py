@@ -18,9 +18,7 @@ ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)
 def eviction(
     model: Model = None,
     tokens: Annotated[int, option("Tokens of the reply; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4000,
-    text: Annotated[
-        int, option("Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True)
-    ] = 4096,
+    text: Annotated[int, option("Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4096,
     budget: Annotated[int, option("Tokens that are kept.", None, "N", parser=size, show_default=True)] = 1024,
     policies: Annotated[str, option("Which, the first to compare with.", None, "NAME,...", show_default=True)] = (
         "full,window,sinks,heavy"
