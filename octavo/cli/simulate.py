@@ -135,10 +135,9 @@ def _calibrate(
     record(llm, traces[-1][:8])  # what is compiled, captured or allocated at its first use
     # Twice, with the other one in between: a machine that gets slower or faster meanwhile does so on both sides of it.
     steps = [step for trace in traces for step in record(llm, trace)[0]]
-    played = {"another": record(llm, other)[0]}
+    between = record(llm, other)[0]
     steps += [step for trace in traces for step in record(llm, trace)[0]]
-    played = {"calibrated": steps, **played}
-    costs = fit(steps)
+    costs, played = fit(steps), {"calibrated": steps, "another": between}
     found = {name: errors(costs, steps) for name, steps in played.items()}
     result = {"model": model, "device": llm.device.type, "costs": asdict(costs), "errors": found}
     if out is not None:
