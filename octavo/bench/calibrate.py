@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.core.simulate import FEATURES, Costs, Report, features, replay, requests_of
+from octavo.bench.picture import Axis, Panel, Series, points
+from octavo.core.simulate import FEATURES, Costs, Report, features, percentile, replay, requests_of
 from octavo.core.trace import Entry
 from octavo.llm import LLM
 from octavo.types import Plan
+
+MOST_POINTS = 400  # of a trace, in a picture
 
 
 class Step(NamedTuple):
@@ -52,7 +55,7 @@ def fit(steps: list[Step]) -> Costs:
 
 
 def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:
-    """Of all steps together, and of the step in the middle."""
+    """Of all steps together, of the step in the middle, and what nine in ten do not exceed."""
     predicted = [costs.seconds(step.features) for step in steps]
     real = [step.seconds for step in steps]
     each = [abs(p / r - 1) for p, r in zip(predicted, real, strict=True)]
@@ -62,4 +65,14 @@ def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:
         "predicted_s": sum(predicted),
         "total_error": sum(predicted) / sum(real) - 1,
         "median_step_error": statistics.median(each),
+        "p90_step_error": percentile(each, 90),
     }
+
+
+def panel(costs: Costs, played: dict[str, list[Step]]) -> Panel:
+    """Predicted against real, a point a step: of each trace some hundreds, evenly spread."""
+    series = []
+    for name, steps in played.items():
+        shown = steps[:: -(-len(steps) // MOST_POINTS)]
+        series.append(Series(name, [(1e3 * s.seconds, 1e3 * costs.seconds(s.features)) for s in shown]))
+    return points("A step's time", series, Axis("real, ms", log=True), Axis("predicted, ms", log=True), size=2)

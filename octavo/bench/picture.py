@@ -8,11 +8,12 @@ Colours follow the reader's light or dark theme. Knows numbers and names, nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
-from octavo.errors import OctavoError
+from octavo.errors import InvalidRequest, OctavoError
 
 WIDTH, HEIGHT = 560, 380  # of a panel of points or lines
 LEFT, RIGHT, TOP, BOTTOM = 66, 24, 62, 50  # margins around a plot
@@ -67,11 +68,19 @@ def svg(*panels: Panel) -> str:
     )
 
 
+def draw(path: Path, *panels: Panel) -> None:
+    if path.suffix != ".svg":
+        raise InvalidRequest(f"pictures are written as SVG: name the file something.svg, not {path.name}", "picture")
+    path.write_text(svg(*panels), encoding="utf-8")
+
+
 # ---- points and lines -----------------------------------------------------------------------------------
 
 
-def points(title: str, series: Sequence[Series], x: Axis, y: Axis, joined: bool = False, width: float = WIDTH) -> Panel:
-    """A mark for each point, joined by lines where asked. Labels are put where they cover nothing."""
+def points(
+    title: str, series: Sequence[Series], x: Axis, y: Axis, joined: bool = False, width: float = WIDTH, size: float = 4
+) -> Panel:
+    """A mark of this size for each point, joined by lines where asked. Labels are put where they cover nothing."""
     every = [point for one in series for point in one.points]
     if not every or not all(math.isfinite(value) for point in every for value in point):
         raise OctavoError(f"the chart {title!r} needs at least one point, and finite numbers")
@@ -93,7 +102,7 @@ def points(title: str, series: Sequence[Series], x: Axis, y: Axis, joined: bool 
         if joined:
             parts.append(f'<polyline class="line s{colour}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}"/>')
         parts += [labels.put(*place, label) for place, label in zip(places, one.labels, strict=False)]
-        parts += [f'<circle class="f{colour}" cx="{a:.1f}" cy="{b:.1f}" r="4"/>' for a, b in places]
+        parts += [f'<circle class="f{colour}" cx="{a:.1f}" cy="{b:.1f}" r="{size:g}"/>' for a, b in places]
     return Panel(width, HEIGHT, "\n".join(part for part in parts if part))
 
 
@@ -175,7 +184,9 @@ class _Labels:
 # ---- bars -----------------------------------------------------------------------------------------------
 
 
-def bars(title: str, names: Sequence[str], series: dict[str, Sequence[float | None]], unit: str, width: float = WIDTH) -> Panel:
+def bars(
+    title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]], unit: str, width: float = WIDTH
+) -> Panel:
     """Lying bars from 0: for each name one of each series, its value beside it; None: a dash, not measured."""
     known = [value for values in series.values() for value in values if value is not None]
     if not known or min(known) < 0 or not all(map(math.isfinite, known)) or any(len(v) != len(names) for v in series.values()):

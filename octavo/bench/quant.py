@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from octavo.bench.batching import spread
-from octavo.bench.picture import Axis, Series, bars, points, svg
+from octavo.bench.picture import Axis, Panel, Series, bars, points
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
@@ -131,11 +131,11 @@ def measure(
     return rows
 
 
-def picture(rows: list[dict[str, Any]]) -> str:
-    """Bytes a weight against perplexity, and the speed of one request and of sixteen, as SVG."""
+def panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """Bytes a weight against perplexity, and the speed of one request and of sixteen."""
     names = [row["format"] for row in rows]
     spots = [(row["bytes_per_weight"], row["perplexity_ratio"]) for row in rows]
-    return svg(
+    return [
         points(
             "Size and quality",
             [Series("", spots, names)],
@@ -144,4 +144,4 @@ def picture(rows: list[dict[str, Any]]) -> str:
         ),
         bars("One request", names, {"": [row["single_tok_s"]["median"] for row in rows]}, "tok/s", 380),
         bars("Sixteen requests", names, {"": [row["batch16_tok_s"]["median"] for row in rows]}, "tok/s", 380),
-    )
+    ]

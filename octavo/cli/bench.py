@@ -270,6 +270,7 @@ def quant(
     from rich.table import Table
 
     from octavo.bench import quant as bench
+    from octavo.bench.picture import draw
 
     chosen = tuple(formats.split(",")) if formats else bench.FORMATS
 
@@ -297,7 +298,7 @@ def quant(
     console.print(table)
     finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
     if picture is not None:
-        picture.write_text(bench.picture(rows), encoding="utf-8")
+        draw(picture, *bench.panels(rows))
 
 
 @app.command()

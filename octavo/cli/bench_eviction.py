@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from octavo.cli.bench import Output, app, finish
-from octavo.cli.options import EngineOptions, Model, command, option, size
+from octavo.cli.options import EngineOptions, Model, command, option, size, size_or_none
+from octavo.cli.screen import in_bytes
 from octavo.errors import InvalidRequest
 
 ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)
@@ -15,50 +17,65 @@ ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)
 @command
 def eviction(
     model: Model = None,
-    tokens: Annotated[int, option("Tokens of the reply; 0: none.", None, "N", parser=size, show_default=True)] = 4000,
-    text: Annotated[int, option("Tokens of the text, for perplexity.", None, "N", parser=size, show_default=True)] = 4096,
+    tokens: Annotated[int, option("Tokens of the reply; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4000,
+    text: Annotated[int, option("Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4096,
     budget: Annotated[int, option("Tokens that are kept.", None, "N", parser=size, show_default=True)] = 1024,
     policies: Annotated[str, option("Which, the first to compare with.", None, "NAME,...", show_default=True)] = (
         "full,window,sinks,heavy"
     ),
+    picture: Annotated[Path | None, option("Draw the result here, as SVG.", None, "FILE")] = None,
     output: Output = None,
     engine: EngineOptions = ALONE,
 ) -> None:
     """Bounded KV: blocks in use and speed of a long reply, perplexity of a long text against a whole cache."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TextColumn
     from rich.table import Table
 
-    from octavo.bench.eviction import POLICIES, measure
+    from octavo.bench.eviction import POLICIES, measure, panels
+    from octavo.bench.picture import draw
 
     chosen = tuple(policies.split(","))
     if unknown := sorted(set(chosen) - set(POLICIES)):
         raise InvalidRequest(f"unknown policy {', '.join(unknown)}: use {', '.join(POLICIES)}", "policies")
-    if text <= budget:
+    if not tokens and not text:
+        raise InvalidRequest("nothing to measure: give --tokens or --text", "tokens")
+    if 0 < text <= budget:
         raise InvalidRequest(
             f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one", "text"
         )
-    engine.max_model_len = text + 1
+    engine.max_model_len = max(text, budget) + 1
 
     def load(options: dict[str, Any]) -> Any:
         engine.kv_eviction, engine.kv_budget = options["kv_eviction"], options.get("kv_budget")
         return engine.load(model, kv_sinks=options.get("kv_sinks", 1))
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=len(chosen))
-        rows = measure(load, budget, tokens, text, chosen, lambda: progress.advance(task))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("policy", "keeps", "perplexity", "ratio", "blocks", "tok/s, in each part of the reply"):
-        table.add_column(column, justify="left" if column in ("policy",) else "right")
-    for r in rows:
-        parts = r.get("parts", [])
-        speeds = " ".join(f"{p['tok_s']:.0f}" for p in parts)
-        blocks = str(max(p["blocks"] for p in parts)) if parts else ""
-        table.add_row(r["policy"], f"{r['kv_tokens']:,}", f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}", blocks, speeds)
+    columns = *Progress.get_default_columns(), TextColumn("{task.fields[note]}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=None, note="")
+        rows = measure(
+            load, budget, tokens, text, chosen,
+            lambda what, count, of, note: progress.update(task, description=what, completed=count, total=of, note=note),
+        )  # fmt: skip
+    if picture is not None:
+        draw(picture, *panels(rows))
     console = Console(highlight=False)
     console.width = max(console.width, 110)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("policy", "keeps", "perplexity", "ratio", "blocks", "KV", "tok/s, first", "last", "kept", "memory grew"):
+        table.add_column(column, justify="right" if table.columns else "left")
+    for r in rows:
+        parts = r.get("parts", [])
+        told = [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if text else ["", ""]
+        if parts:
+            told += [str(max(p["blocks"] for p in parts)), in_bytes(parts[-1]["kv_bytes"]), f"{r['first_tok_s']:.1f}"]
+            told += [f"{r['last_tok_s']:.1f}", f"{r['speed_kept']:.1%}", f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB"]
+        table.add_row(r["policy"], f"{r['kv_tokens']:,}", *told)
     console.print(table)
+    for r in rows:
+        if speeds := " ".join(f"{p['tok_s']:.0f}" for p in r.get("parts", [])):
+            console.print(f"{r['policy']}, tok/s of each {r['parts'][0]['tokens']:,} tokens: {speeds}")
     finish(
         {"bench": "eviction", "model": model or "smollm2", "budget": budget, "tokens": tokens, "text": text, "rows": rows}, output
     )

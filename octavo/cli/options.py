@@ -45,6 +45,10 @@ def size(text: str) -> int:
     return int(value)
 
 
+def size_or_none(text: str) -> int:
+    return 0 if str(text).strip() == "0" else size(text)
+
+
 def size_or_auto(text: str) -> int | None:
     return None if str(text).lower() == "auto" else size(text)
 

@@ -14,6 +14,7 @@ from octavo.cli.options import EMBEDDED, EngineOptions, SizeOptions, command, fl
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from octavo.bench.calibrate import Step
     from octavo.core.simulate import Costs
     from octavo.core.trace import Entry
     from octavo.llm import LLM
@@ -60,6 +61,7 @@ def simulate(
     ] = None,
     verify: Annotated[str | None, option("Run the trace on this model too, and compare.", None, "MODEL")] = None,
     out: Annotated[Path | None, option("Write the costs here (--calibrate).", None, "FILE")] = None,
+    picture: Annotated[Path | None, option("Draw predicted and real steps here, as SVG.", None, "FILE")] = None,
     output: Annotated[Path | None, option("Write the result here as JSON.", None, "FILE", "--json")] = None,
     sizes: SizeOptions = SIZES,
 ) -> None:
@@ -72,7 +74,7 @@ def simulate(
     if calibrate is not None:
         engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
         traces = [read(one) for one in ([trace] if trace else CALIBRATION)]
-        _finish(_calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out), output)
+        _finish(_calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out, picture), output)
         return
     if trace is None:
         raise InvalidRequest("give a TRACE: a file, or poisson:rate=4,n=100", "trace")
@@ -96,7 +98,7 @@ def simulate(
         engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
         engine.scheduling_policy, engine.batching = (policy or ["fcfs"])[0], (batching or ["continuous"])[0]
         engine.max_batch, engine.window_ms, engine.target_ms = max_batch, window_ms, target_ms
-        result["verify"] = _verify(_load(engine, verify), entries, used, results[0])
+        result["verify"] = _verify(_load(engine, verify), entries, used, results[0], picture)
     _finish(result, output)
 
 
@@ -125,21 +127,27 @@ def _read_costs(path: Path) -> Costs:
         raise InvalidRequest(f"{path} is no file of `octavo simulate --calibrate` ({error!r})", "costs") from None
 
 
-def _calibrate(llm: LLM, traces: list[list[Entry]], other: list[Entry], model: str, out: Path | None) -> dict[str, Any]:
+def _calibrate(
+    llm: LLM, traces: list[list[Entry]], other: list[Entry], model: str, out: Path | None, picture: Path | None
+) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, fit, record
 
     record(llm, traces[-1][:8])  # what is compiled, captured or allocated at its first use
+    # Twice, with the other one in between: a machine that gets slower or faster meanwhile does so on both sides of it.
     steps = [step for trace in traces for step in record(llm, trace)[0]]
-    costs = fit(steps)
-    found = {"calibrated": errors(costs, steps), "another": errors(costs, record(llm, other)[0])}
+    between = record(llm, other)[0]
+    steps += [step for trace in traces for step in record(llm, trace)[0]]
+    costs, played = fit(steps), {"calibrated": steps, "another": between}
+    found = {name: errors(costs, steps) for name, steps in played.items()}
     result = {"model": model, "device": llm.device.type, "costs": asdict(costs), "errors": found}
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     _predictions(found)
+    _draw(costs, played, picture)
     return result
 
 
-def _verify(llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any]) -> dict[str, Any]:
+def _verify(llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any], picture: Path | None) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, record
 
     record(llm, trace[:8])
@@ -149,6 +157,7 @@ def _verify(llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any
     _table([real])
     found = errors(costs, steps)
     _predictions({"this trace": found})
+    _draw(costs, {"this trace": steps}, picture)
     return {"real": real, "steps": found}
 
 
@@ -180,5 +189,13 @@ def _predictions(found: dict[str, dict[str, Any]]) -> None:
     for name, e in found.items():
         print(
             f"{name}: {e['steps']} steps took {e['real_s']:.2f} s, predicted {e['predicted_s']:.2f} s ({e['total_error']:+.1%}); "
-            f"a step's error is {e['median_step_error']:.1%} in the median"
+            f"a step's error is {e['median_step_error']:.1%} in the median, {e['p90_step_error']:.1%} in the worst of ten"
         )
+
+
+def _draw(costs: Costs, played: dict[str, list[Step]], picture: Path | None) -> None:
+    from octavo.bench.calibrate import panel
+    from octavo.bench.picture import draw
+
+    if picture is not None:
+        draw(picture, panel(costs, played))

@@ -18,7 +18,7 @@ from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
 POLICIES = ("none", "sinks", "heavy")
-LOOKS = 4  # how often attention is looked at in a block's time: each look costs a pass over the keys in float32
+LOOKS = 4  # how often attention is looked at in a block's time: a look may cost a pass over the keys in float32
 DECAY = 0.9  # what a look counts for at the next one
 
 

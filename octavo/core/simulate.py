@@ -53,8 +53,8 @@ class Costs:
         return sum(getattr(self, name) * value for name, value in zip(FEATURES, found, strict=True))
 
 
-# The embedded model on two cores of a server CPU with AVX2, by `octavo simulate --calibrate smollm2`.
-EMBEDDED_CPU = Costs(step=3.3e-3, prefill=4.3e-4, row=3.5e-4, kv=3.1e-6, pairs=6.5e-7)
+# The embedded model on two cores of a server CPU with AVX-512, by `octavo simulate --calibrate smollm2 --max-num-seqs 16`.
+EMBEDDED_CPU = Costs(step=3.8e-3, prefill=4.5e-4, row=4.9e-4, kv=2.4e-6, pairs=5.3e-7)
 
 
 class VirtualClock:

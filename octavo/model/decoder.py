@@ -132,7 +132,7 @@ class Decoder(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
-        if self.fused is not None and batch.watched is None:
+        if self.fused is not None:
             hidden = self.fused(hidden, batch, kv)
             return hidden if batch.last is None else hidden[batch.logit_rows]
         for i, layer in enumerate(self.layers):

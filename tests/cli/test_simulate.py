@@ -41,7 +41,9 @@ def test_costs_come_from_a_real_run_and_are_compared_with_one(
 ) -> None:
     monkeypatch.setattr(simulate, "OTHER", "poisson:rate=80,n=6,prompt=4-30,output=2-6")
     costs = tmp_path / "costs.json"
-    result = octavo("simulate", TRACE, "--calibrate", tiny, "--out", costs, "--max-num-seqs", 4, "--max-model-len", 256)
+    result = octavo("simulate", TRACE, "--calibrate", tiny, "--out", costs, "--max-num-seqs", 4, "--max-model-len", 256,
+                    "--picture", tmp_path / "p.svg")  # fmt: skip
+    assert all(name in (tmp_path / "p.svg").read_text() for name in ("calibrated", "another", "predicted, ms"))
     r = last(result)
     assert json.loads(costs.read_text()) == r and r["model"] == tiny
     assert all(value >= 0 for value in r["costs"].values()) and r["errors"]["calibrated"]["predicted_s"] > 0

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from octavo.config import ModelConfig
 from octavo.model import build, quant, registry
-from octavo.ops import ForwardBatch
+from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.machine import INSTRUCTION_SETS, cpu_flags, instruction_set
 from octavo.ops.cpu.workers import Workers, workers
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
+from octavo.runner.batch import only_last
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.ops.test_reference import BATCHES, definition, draw, filled
 
@@ -125,11 +126,38 @@ def test_attention_reads_the_cache_in_place(
     torch.testing.assert_close(got.double(), definition(q, halves.float(), batch, 0.3, window), atol=1e-5, rtol=0)
 
 
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_in_a_prompt(window: int, team: Workers) -> None:
+    """Alone it is split among the threads, beside many it is not, in a prompt it is one of several rows."""
+    batch, kv = filled([(40, 700 + 5 * i) for i in range(12)], 3, 32, "cpu")
+    q = draw(len(batch.ids), 9, 32)
+    batch.logit_rows = batch.query_start[1:].long() - 1
+    expected = paged_attention(team, q, kv, batch, 0.3, window)[batch.logit_rows]
+    last = only_last(batch, torch.arange(12), batch.spans)
+    assert torch.equal(paged_attention(team, q[batch.logit_rows], kv, last, 0.3, window), expected)
+    for i in range(0, 12, 5):
+        batch.logit_rows = batch.query_start[i + 1 : i + 2].long() - 1
+        alone = only_last(batch, torch.tensor([i]), batch.spans[i : i + 1])
+        assert torch.equal(paged_attention(team, q[batch.logit_rows], kv, alone, 0.3, window), expected[i : i + 1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_keys_move_as_the_reference_moves_them(dtype: torch.dtype, team: Workers) -> None:
+    kv, angles = torch.randn(9, 4, 2, 3, 8, 64).to(dtype), torch.randn(20, 2, 32)
+    expected, blocks = kv.clone(), torch.tensor([5, 2, 7])
+    ReferenceOps().shift(expected[:, 1:3], blocks, 8, angles)
+    CpuOps().shift(kv[:, 1:3], blocks, 8, angles)
+    torch.testing.assert_close(kv, expected, atol=1e-6, rtol=2**-10)
+    assert not torch.equal(kv[5, 1, 0], kv[5, 3, 0])
+
+
 # ---- whole decoders -------------------------------------------------------------------------------------
 
 SMALL = dict(
     vocab_size=90, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-    max_position_embeddings=256, head_dim=16,
+    max_position_embeddings=1024, head_dim=16,
 )  # fmt: skip
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": dict(SMALL, architectures=["LlamaForCausalLM"], tie_word_embeddings=True),
@@ -185,6 +213,29 @@ def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: Wo
         # 127 steps; the others agree to the last bits.
         assert error.max() < 0.05 and (error < 1e-5).float().mean() > 0.5
         model.fused = fused
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("name", DECODERS)
+def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: Workers) -> None:
+    """A step of one sequence far beyond a segment, beside a prompt and one that nobody watches; and alone."""
+    model, tables = made(name, "int8", CpuOps()), scattered_tables([640, 16, 24], 8)
+    kv = empty_kv(model.config, tables, 8, "cpu", torch.float16)
+    model(make_batch([(list(range(80)) * 7, 0), ([1, 2, 3], 0), ([5] * 9, 0)], tables, 8, "cpu"), kv)
+    for items, watching in (([([4], 560), ([6, 7], 3), ([8], 9)], [0, 2]), ([([4], 560)], [0])):
+        found = []
+        for fused in (model.fused, None):
+            model.fused, before = fused, model.fused
+            batch = make_batch(items, tables[: len(items)], 8, "cpu")
+            at = torch.tensor(watching)
+            blocks = batch.block_table[at, : 568 // 8].long()
+            batch.watched = Watched((batch.query_start[at + 1] - 1).long(), batch.seq_lens[at], blocks, torch.zeros(len(at), 71))
+            model(batch, kv.clone())
+            model.fused = before
+            found.append(batch.watched.mass)
+        torch.testing.assert_close(found[0], found[1], atol=0.02, rtol=0)  # of 3: the layers before are rounded otherwise
+        assert found[0].sum(1).tolist() == pytest.approx([3.0] * len(at), abs=1e-4)
 
 
 @needs_kernels

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cpu.fused import FusedDecoder, attention_record, fits, spare_bytes, write_float
+from octavo.ops.cpu.fused import FusedDecoder, attention_record, cache_record, fits, spare_bytes, write_float
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.workers import Workers, workers
 from octavo.ops.decoder import DecoderSpec, Fused
@@ -73,6 +73,19 @@ class CpuOps(ReferenceOps):
         if team is None or kv.shape[-1] % team.step.LANES:
             return super().attention(q, kv, batch, scale, window)
         return paged_attention(team, q.contiguous(), kv, batch, scale, window)
+
+    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
+        team = workers() if kv.dtype in (torch.float32, torch.float16) else None
+        if team is None or kv.shape[-1] // 2 % team.step.LANES:
+            return super().shift(kv, blocks, by, cos_sin)
+        cos, sin = cos_sin[by].float() / cos_sin[0, 0].float()  # YaRN's are scaled: the keys have had that already
+        angles, step = torch.stack((cos, -sin)), team.step
+        job = np.zeros(step.FIELDS, dtype=np.int64)
+        record, blocks = cache_record(team, kv), blocks.contiguous()
+        job[step.KIND], job[step.ROWS], job[step.LAYER_COUNT] = step.SHIFT, len(blocks), kv.shape[1]
+        job[step.BATCH], job[step.IDS], job[step.X] = record.ctypes.data, blocks.data_ptr(), angles.data_ptr()
+        with team.lock:
+            team.run(job)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """The kernels, which compute in float32, read no bfloat16."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import ForwardBatch
+from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.workers import Workers
 from octavo.ops.decoder import DecoderLayer, DecoderSpec
@@ -41,29 +41,60 @@ def spare_bytes(lanes: int, tile: int, widest: int) -> int:
     return -(-(4 * (2 * widest + 2 * 128) + 2 * 4 * tile * lanes) // 64) * 64
 
 
+FEW = 8  # tasks a thread below which tokens are split, or one thread would wait for another: 3 key heads for two threads
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8"}  # as jit/emit.py calls them
 
 
-def attention_record(workers: Workers, batch: ForwardBatch, heads: int, kv: KV, scale: float) -> Record:
-    """kv [N, ..., 2, Hk, B, D], of which the last four dimensions are contiguous."""
+def cache_record(workers: Workers, kv: KV) -> Record:
+    """Of what attention_record has, the cache alone: kv [N, ..., 2, Hk, B, D], whose last four dimensions are contiguous."""
     a = workers.step.attention
-    kv_heads, block_size, dim = kv.shape[-3:]
-    record: Record = np.zeros(a.FIELDS, dtype=np.int64)
+    record: Record = np.zeros(a.FIELDS + FEW * workers.threads, dtype=np.int64)  # counters follow, where tokens are split
+    record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = kv.shape[-3:]
     numbers = kv.codes if isinstance(kv, QuantKV) else kv
     record[a.KV], record[a.BLOCK_STRIDE] = numbers.data_ptr(), numbers.stride(0) * numbers.element_size()
     record[a.KIND] = getattr(a, KINDS[kv.dtype])
     if isinstance(kv, QuantKV):
         record[a.SCALES], record[a.SCALES_STRIDE] = kv.scales.data_ptr(), kv.scales.stride(0) * kv.scales.element_size()
-    record[a.HEADS], record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = heads, kv_heads, block_size, dim
-    record[a.SEQUENCES] = len(batch.seq_lens)
+    return record
+
+
+def attention_record(
+    workers: Workers, batch: ForwardBatch, heads: int, kv: KV, scale: float, watched: tuple[Tensor, Tensor] | None = None
+) -> Record:
+    """watched: each item's number among the watched ones or -1 (int32 [S]), and their mass [n, Hk, W]."""
+    a = workers.step.attention
+    kv_heads, block_size, dim = kv.shape[-3:]
+    record = cache_record(workers, kv)
+    record[a.HEADS], record[a.SEQUENCES] = heads, len(batch.seq_lens)
     record[a.QUERY_START], record[a.SEQ_LENS] = batch.query_start.data_ptr(), batch.seq_lens.data_ptr()
     record[a.ROW], record[a.TABLE] = batch.rows.data_ptr(), batch.block_table.data_ptr()
     record[a.TABLE_WIDTH] = batch.block_table.stride(0)
     write_float(record, a.SCALE, scale)
+    if watched is not None:
+        numbers, mass = watched
+        count, _, blocks = mass.shape
+        keys = -(-blocks * block_size // a.CHUNK) * a.CHUNK
+        record[a.WATCHED], record[a.MASS], record[a.MASS_BLOCKS] = numbers.data_ptr(), mass.data_ptr(), blocks
+        record[a.SCORES], record[a.SCORES_KEYS] = workers.memory("scores", 4 * count * heads * keys), keys
+    tokens = len(batch.seq_lens) * kv_heads
+    if tokens < FEW * workers.threads and workers.threads > 1 and all(span.num == 1 for span in batch.spans):
+        segments = -(-max(span.end for span in batch.spans) // a.SEGMENT)
+        size = tokens * segments * a.part_size.py_func(heads // kv_heads, dim)
+        record[a.SEGMENTS], record[a.PARTS] = segments, workers.memory("parts", size)
+        record[a.PARTS_DONE] = record.ctypes.data + 8 * a.FIELDS
     size = -(-a.scratch_size.py_func(heads, kv_heads, dim) // 64) * 64
     record[a.SCRATCH], record[a.SCRATCH_SIZE] = workers.memory("attention", size * workers.threads), size
     record[a.ZEROS] = workers.zeros(4 * dim)
     return record
+
+
+def numbered(batch: ForwardBatch, watched: Watched, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """What attention_record needs of the watched items. Each key head has a sum of its own: threads share none."""
+    numbers = torch.full((len(batch.seq_lens),), -1, dtype=torch.int32)
+    ends = batch.query_start[1:].long() - 1
+    numbers[torch.searchsorted(ends, watched.tokens)] = torch.arange(len(watched.tokens), dtype=torch.int32)
+    count, width = watched.mass.shape
+    return numbers, torch.zeros(count, kv_heads, width)
 
 
 class FusedDecoder:
@@ -100,8 +131,9 @@ class FusedDecoder:
         spec, workers, step = self.spec, self.workers, self.workers.step
         rows, wide = len(x), spec.heads * spec.dim
         out = torch.empty_like(x)
+        watched = None if batch.watched is None else numbered(batch, batch.watched, spec.kv_heads)
         with workers.lock:
-            record = attention_record(workers, batch, spec.heads, kv, spec.scale)
+            record = attention_record(workers, batch, spec.heads, kv, spec.scale, watched)
             a = step.attention
             job: Record = np.zeros(step.FIELDS, dtype=np.int64)
             job[step.KIND], job[step.ROWS], job[step.X], job[step.Y] = step.DECODER, rows, x.data_ptr(), out.data_ptr()
@@ -117,4 +149,6 @@ class FusedDecoder:
                 job[field] = workers.memory(f"rows {field}", rows * width * 4)
             record[a.QUERY], record[a.QUERY_STRIDE], record[a.OUT] = job[step.QKV], self.qkv * 4, job[step.MIXED]
             workers.run(job, step.PHASES_OF_LAYER * len(self.table) + 1)
+        if watched is not None and batch.watched is not None:
+            batch.watched.mass += watched[1].sum(1)
         return out

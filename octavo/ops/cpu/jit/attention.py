@@ -1,8 +1,9 @@
 """Causal attention over the paged cache, in place: keys and values are read where they lie, block by block.
 
 One task is some tokens of one sequence and one key head: the rows are those tokens' query heads that share it. CHUNK keys at
-a time: scores for all rows, the softmax so far corrected, values added. Nothing of another row or sequence enters, and the
-order of the sums depends on positions alone.
+a time: scores for all rows, the softmax so far corrected, values added; every SEGMENT keys begin anew and are then joined with
+those before. Nothing of another row or sequence enters, and the order of the sums depends on positions alone: where there are few
+tasks, each of a token's segments is one, and the last to be done joins them in the same order.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from octavo.ops.cpu.jit.emit import (
     VOID,
     Emitter,
     Value,
+    atomic_add,
+    atomic_store,
     f32,
     i32,
     i64,
@@ -41,11 +44,18 @@ ROWS = 4  # computed together; scratch is padded to multiples
 TASK_ROWS = 48  # rows of a task, about: what a transposed chunk of keys is used for
 WIDE = 4  # vectors that products keep in registers for each row: of keys, or of a head's dimension
 CHUNK = WIDE * LANES  # keys between two corrections of the softmax
+SEGMENT = 256  # keys that are summed up by themselves
 
 # The batch to the kernel: a record of int64.
 QUERY, OUT, QUERY_STRIDE, KV, BLOCK_STRIDE, HEADS, KV_HEADS, BLOCK_SIZE, DIM = range(9)
 SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, KIND, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE = range(9, 20)
-SCALES, SCALES_STRIDE, FIELDS = range(20, 23)  # of codes: where the scales of block 0 are, and bytes from block to block
+SCALES, SCALES_STRIDE = range(20, 22)  # of codes: where the scales of block 0 are, and bytes from block to block
+# Of those whose attention is watched: each sequence's number among them or -1 (int32 [sequences]; 0: nobody's is), what each key
+# head's rows give each block (float32 [watched, key heads, blocks]), and scores [watched, heads, keys].
+WATCHED, MASS, MASS_BLOCKS, SCORES, SCORES_KEYS = range(22, 27)
+# Where each sequence has one token: into how many segments it is split (0: it is not), results of segments, and how many are done
+# (int64 [sequences, key heads], zeros between two phases).
+SEGMENTS, PARTS, PARTS_DONE, FIELDS = range(27, 31)
 
 
 def transpose(kind: int) -> Any:
@@ -226,6 +236,60 @@ def gather_scales(
         j += 1
 
 
+@intrinsic(VOID, POINTER, POINTER, INT, types.float32)
+def settle(e: Emitter, row: Value, state: Value, vectors: Value, factor: Value) -> None:
+    """Scores [vectors * LANES] become weights times a factor, now that the largest score and the sum are known."""
+    peak, factor = e.splat(e.load(state, f32)), e.splat(factor / e.load(state + 4, f32))
+    with e.loop(vectors) as v:
+        at = row + v * (4 * LANES)
+        e.store(e.exp(e.load(at, FLOATS) - peak) * factor, at)
+
+
+@inner
+def add_mass(
+    scores: int, stride: int, rows: int, states: int, low: int, end: int, block_size: int, factor: float, out: int
+) -> None:
+    """Scores [rows, ...] of one token's heads, of keys low..end -> each block's part of the attention, added to out [blocks]."""
+    first = low // LANES * LANES
+    for r in range(rows):
+        row, j = scores + r * stride, low
+        settle(row + 4 * first, states + 16 * r, (end - first + LANES - 1) // LANES, factor)
+        while j < end:
+            at, stop, total = out + 4 * (j // block_size), min(end, (j // block_size + 1) * block_size), types.float32(0.0)
+            while j < stop:
+                total += load_f32(row + 4 * j)
+                j += 1
+            store_f32(at, load_f32(at) + total)
+
+
+@intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT)
+def join(e: Emitter, state: Value, sums: Value, more_state: Value, more_sums: Value, vectors: Value) -> None:
+    """A row's state and sums, and those of keys that come after them -> of all of them."""
+    peaks = e.load(state, f32), e.load(more_state, f32)
+    peak = e.maximum(*peaks)
+    one, two = (e.exp(e.splat(p - peak)) for p in peaks)
+    first = [Value(e, e.b.extract_element(factor.v, i32(0))) for factor in (one, two)]
+    e.store(peak, state)
+    e.store(e.fma(e.load(state + 4, f32), first[0], e.load(more_state + 4, f32) * first[1]), state + 4)
+    with e.loop(vectors) as v:
+        at = sums + v * (4 * LANES)
+        e.store(e.fma(e.load(at, FLOATS), one, e.load(more_sums + v * (4 * LANES), FLOATS) * two), at)
+
+
+@inner
+def clear(states: int, sums: int, rows: int, dim: int, zeros: int) -> None:
+    for r in range(rows):
+        scaled_copy(zeros, sums + r * dim * 4, types.float32(1.0), dim // LANES)
+        store_f32(states + 16 * r, -1e30)
+        store_f32(states + 16 * r + 4, 0.0)
+
+
+@inner
+def part_size(share: int, dim: int) -> int:
+    """Bytes of a segment's result: states, then sums."""
+    return 4 * share * (4 + dim)
+
+
 @inner
 def task_tokens(heads: int, kv_heads: int) -> int:
     return max(1, TASK_ROWS * kv_heads // heads)
@@ -235,12 +299,14 @@ def task_tokens(heads: int, kv_heads: int) -> int:
 def scratch_size(heads: int, kv_heads: int, dim: int) -> int:
     """Bytes that one thread needs."""
     rows = max(1, TASK_ROWS * kv_heads // heads) * (heads // kv_heads) + ROWS
-    return 4 * (2 * rows * dim + dim * CHUNK + rows * CHUNK + 4 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
+    return 4 * (3 * rows * dim + dim * CHUNK + rows * CHUNK + 8 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
 
 
 @inner
 def count_tasks(batch: int) -> int:
     starts, tokens = load_i64(batch + 8 * QUERY_START), task_tokens(load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS))
+    if load_i64(batch + 8 * SEGMENTS) != 0:
+        return load_i64(batch + 8 * SEQUENCES) * load_i64(batch + 8 * KV_HEADS) * load_i64(batch + 8 * SEGMENTS)
     total = 0
     for s in range(load_i64(batch + 8 * SEQUENCES)):
         total += (load_i32(starts + 4 * s + 4) - load_i32(starts + 4 * s) + tokens - 1) // tokens
@@ -252,6 +318,10 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     heads, kv_heads, dim = load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS), load_i64(batch + 8 * DIM)
     share, tokens, block_size = heads // kv_heads, task_tokens(heads, kv_heads), load_i64(batch + 8 * BLOCK_SIZE)
     starts = load_i64(batch + 8 * QUERY_START)
+    segments, segment = load_i64(batch + 8 * SEGMENTS), 0
+    if segments != 0:
+        segment = task % segments
+        task //= segments
     piece, head, s = task // kv_heads, task % kv_heads, 0
     while True:  # which sequence, and which of its pieces
         num = load_i32(starts + 4 * s + 4) - load_i32(starts + 4 * s)
@@ -273,10 +343,15 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     keys = sums + 4 * most * dim
     weights = keys + 4 * dim * CHUNK
     states = weights + 4 * most * CHUNK
-    key_rows = states + 16 * most
+    all_sums = states + 16 * most
+    all_states = all_sums + 4 * most * dim
+    key_rows = all_states + 16 * most
     value_rows = key_rows + 8 * CHUNK
     key_scales = value_rows + 8 * CHUNK
     value_scales = key_scales + 4 * CHUNK
+    watched, scores_stride = load_i64(batch + 8 * WATCHED), 4 * load_i64(batch + 8 * SCORES_KEYS)
+    look = load_i32(watched + 4 * s) if watched != 0 else -1
+    scores = load_i64(batch + 8 * SCORES) + (look * heads + head * share) * scores_stride
 
     stride, vectors = load_i64(batch + 8 * QUERY_STRIDE), dim // LANES
     scale = load_f32(batch + 8 * SCALE)
@@ -287,9 +362,8 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
             scaled_copy(source + (r // share) * stride + (r % share) * dim * 4, q + r * dim * 4, scale, vectors)
         else:
             scaled_copy(zeros, q + r * dim * 4, scale, vectors)
-        scaled_copy(zeros, sums + r * dim * 4, scale, vectors)
-        store_f32(states + 16 * r, -1e30)
-        store_f32(states + 16 * r + 4, 0.0)
+    clear(states, sums, padded, dim, zeros)
+    clear(all_states, all_sums, rows, dim, zeros)
 
     table = load_i64(batch + 8 * TABLE)
     table += 4 * load_i32(load_i64(batch + 8 * ROW) + 4 * s) * load_i64(batch + 8 * TABLE_WIDTH)
@@ -301,8 +375,11 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     values = kv_heads * block_size * row_size  # from a key to its value
     end = first_position + count  # keys that any row sees
     chunk = 0 if window == 0 else max(0, first_position - window + 1) // CHUNK * CHUNK  # where a row stands in it is fixed
+    stop = end
+    if segments != 0:
+        chunk, stop = max(chunk, segment * SEGMENT), min(end, (segment + 1) * SEGMENT)
     block, offset = chunk // block_size, chunk % block_size
-    while chunk < end:
+    while chunk < stop:
         width = (min(CHUNK, end - chunk) + LANES - 1) // LANES  # vectors of keys
         if coded:
             gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, scales, scales_stride, key_scales, bias)
@@ -337,6 +414,9 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
         if coded:
             for r in range(padded):
                 multiply_by(weights + r * 4 * CHUNK, key_scales, width)
+        if look >= 0:
+            for r in range(rows):
+                scaled_copy(weights + r * 4 * CHUNK, scores + r * scores_stride + 4 * chunk, types.float32(1.0), width)
         for r in range(rows):
             p = first_position + r // share
             low = 0 if window == 0 else p - window + 1 - chunk
@@ -357,8 +437,34 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
                 add_narrow(kind, part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
                 v += 1
         chunk += CHUNK
+        if segments == 0 and (chunk % SEGMENT == 0 or chunk >= end):
+            for r in range(rows):
+                join(all_states + 16 * r, all_sums + r * dim * 4, states + 16 * r, sums + r * dim * 4, vectors)
+            clear(states, sums, padded, dim, zeros)
+
+    if segments != 0:
+        size, token = part_size(share, dim), s * kv_heads + head
+        parts = load_i64(batch + 8 * PARTS) + token * segments * size
+        for r in range(rows):
+            row = parts + segment * size + 16 * r
+            for i in range(2):
+                store_f32(row + 4 * i, load_f32(states + 16 * r + 4 * i))
+            scaled_copy(sums + r * dim * 4, parts + segment * size + 16 * share + r * dim * 4, types.float32(1.0), vectors)
+        done = load_i64(batch + 8 * PARTS_DONE) + 8 * token
+        if atomic_add(done, 1) != segments - 1:
+            return
+        atomic_store(done, 0)
+        for i in range(segments):
+            part = parts + i * size
+            for r in range(rows):
+                join(all_states + 16 * r, all_sums + r * dim * 4, part + 16 * r, part + 16 * share + r * dim * 4, vectors)
 
     target = load_i64(batch + 8 * OUT) + (first_token * heads + head * share) * dim * 4
     for r in range(rows):
         at = target + ((r // share) * heads + r % share) * dim * 4
-        scaled_copy(sums + r * dim * 4, at, types.float32(1.0) / load_f32(states + 16 * r + 4), vectors)
+        scaled_copy(all_sums + r * dim * 4, at, types.float32(1.0) / load_f32(all_states + 16 * r + 4), vectors)
+    if look >= 0:
+        blocks = load_i64(batch + 8 * MASS_BLOCKS)
+        out = load_i64(batch + 8 * MASS) + 4 * (look * kv_heads + head) * blocks
+        low = 0 if window == 0 else max(0, end - window)
+        add_mass(scores, scores_stride, rows, all_states, low, end, block_size, types.float32(1.0) / types.float32(heads), out)

@@ -84,6 +84,25 @@ def turn(kind: ir.Type) -> Any:
 turn_one, turn_many = turn(f32), turn(FLOATS)
 
 
+def turn_stored(kind: int) -> Any:
+    size = SIZES[kind]
+
+    @intrinsic(VOID, POINTER, INT, POINTER)
+    def run(e: Emitter, x: Value, half: Value, angles: Value) -> None:
+        """turn() of a stored vector [2 * half], by cosines and sines [2, half]."""
+        with e.loop(half / LANES) as i:
+            low, at = x + i * (size * LANES), angles + i * (4 * LANES)
+            high = low + half * size
+            a, b, c, s = e.load_floats(low, kind), e.load_floats(high, kind), e.load(at, FLOATS), e.load(at + half * 4, FLOATS)
+            e.store_floats(a * c - b * s, low, kind)
+            e.store_floats(b * c + a * s, high, kind)
+
+    return run
+
+
+turn_f32, turn_f16 = turn_stored(F32), turn_stored(F16)
+
+
 def copy(kind: int) -> Any:
     @intrinsic(VOID, POINTER, POINTER, INT)
     def run(e: Emitter, source: Value, target: Value, vectors: Value) -> None:
@@ -193,7 +212,7 @@ def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
 KIND, ROWS, WEIGHT, X, QUANTIZED, SPARE, SPARE_SIZE, Y = range(8)  # of a product
 LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)  # of a decoder, beside most of the above
 DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, IDS, FACTOR, WINDOW_OF, HEAT, FIELDS = range(16, 27)
-PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE = range(5)
+PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT = range(6)
 
 # A layer: four weights' records, then these.
 WEIGHTS = 4 * product.FIELDS
@@ -416,6 +435,28 @@ def choose(me: int, job: int) -> None:
 
 
 @inner
+def shift(me: int, job: int) -> None:
+    """Keys of the blocks IDS [ROWS], in LAYER_COUNT layers, turned by the cosines and sines X."""
+    batch, blocks, angles = load_i64(job + 8 * BATCH), load_i64(job + 8 * IDS), load_i64(job + 8 * X)
+    kv, stride, kind = (load_i64(batch + 8 * attention.KV), load_i64(batch + 8 * attention.BLOCK_STRIDE),
+                        load_i64(batch + 8 * attention.KIND))  # fmt: skip
+    dim, layers = load_i64(batch + 8 * attention.DIM), load_i64(job + 8 * LAYER_COUNT)
+    vectors, size = load_i64(batch + 8 * attention.KV_HEADS) * load_i64(batch + 8 * attention.BLOCK_SIZE), dim * SIZES[kind]
+    pieces = load_i64(job + 8 * ROWS) * layers
+    piece = team.take(me, pieces)
+    while piece >= 0:
+        at = kv + load_i64(blocks + 8 * (piece // layers)) * stride + piece % layers * (2 * vectors * size)
+        for _ in range(vectors):
+            if kind == F32:
+                turn_f32(at, dim // 2, angles)
+            else:
+                turn_f16(at, dim // 2, angles)
+            at += size
+        piece = team.take(me, pieces)
+    team.finish(me, pieces)
+
+
+@inner
 def work(state: int, number: int) -> None:
     """One thread's part of the team's job."""
     me, job = team.member(state, number), load_i64(state + 8 * team.JOB)
@@ -433,6 +474,8 @@ def work(state: int, number: int) -> None:
         embed(me, job)
     elif kind == CHOOSE:
         choose(me, job)
+    elif kind == SHIFT:
+        shift(me, job)
 
 
 @kernel(NOTHING(INT))
