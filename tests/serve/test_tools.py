@@ -350,7 +350,7 @@ def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
     backend.add_special_tokens([tokenizers.AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")])
     backend.save(str(model / "tokenizer.json"))
     with server(tmp_path, model=str(model)) as other:
-        body = {"messages": HI, "tools": [SWITCH], "tool_choice": "required", "seed": 1, "parallel_tool_calls": False}
+        body = {"messages": HI, "tools": [SWITCH], "tool_choice": NAMED, "seed": 1}
         found = other.post(CHAT, {**body, "logprobs": True}).json()["choices"][0]
         assert found["finish_reason"] == "tool_calls" and found["message"]["tool_calls"][0]["function"]["name"] == "switch"
         tokens = [at["token"] for at in found["logprobs"]["content"]]
