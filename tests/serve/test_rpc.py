@@ -17,8 +17,12 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.front import Front
@@ -205,6 +209,16 @@ def test_health(rpc: Rpc) -> None:
 
 def test_reflection_lists_the_services(rpc: Rpc) -> None:
     assert rpc.services() == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+def test_reflection_is_all_that_a_client_needs(rpc: Rpc) -> None:
+    """As grpcurl does it: no file of ours, only what the server tells of itself."""
+    pool = DescriptorPool(ProtoReflectionDescriptorDatabase(rpc.channel))
+    method = pool.FindServiceByName(SERVICE).FindMethodByName("Generate")
+    ask, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    body = json_format.ParseDict({"prompt": "hello", "max_new_tokens": 8, "structured_outputs": {"choice": ["yes"]}}, ask())
+    found = reply.FromString(rpc.raw(f"/{SERVICE}/{method.name}", body.SerializeToString()))
+    assert json_format.MessageToDict(found, preserving_proto_field_name=True)["generated_text"] == "yes"
 
 
 # ---- what is wrong with a call ----------------------------------------------------------------------------
