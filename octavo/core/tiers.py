@@ -40,8 +40,8 @@ class TierCounters:
     evictions: int = 0  # contents that gave way in host memory
     dropped: int = 0  # contents that left the device and found no slot
     refused: int = 0  # times that a prompt was sooner computed than loaded
-    load_seconds: float = 0.0  # of the loads, where somebody measured
-    fetch_seconds: float = 0.0  # of the fetches, one after another
+    load_seconds: float = field(default=0.0, repr=False)  # of the loads, where somebody measured
+    fetch_seconds: float = field(default=0.0, repr=False)  # of the fetches, one after another
     misses: dict[str, int] = field(default_factory=dict)  # what the disk could not give or take, by reason
 
     def miss(self, why: str) -> None:
