@@ -12,7 +12,7 @@ CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow test-clients test-gpu lint format clean
+.PHONY: help setup chat serve test test-slow test-clients test-gpu lint format proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "make lint          style, types and import contracts"
 	@echo "make format        rewrite the code in the project's style"
+	@echo "make proto         octavo/serve/proto/*_pb2* from octavo.proto: after every change to it"
 	@echo "make setup         only the set-up: again whenever requirements.lock or pyproject.toml changed"
 	@echo "make clean         remove .venv and all caches"
 
@@ -80,6 +81,10 @@ lint: $(READY)
 format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# With the pinned grpcio-tools, so that the same proto makes the same files everywhere; tests/serve/test_rpc.py compares them.
+proto: $(READY)
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. octavo/serve/proto/octavo.proto
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

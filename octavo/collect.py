@@ -6,6 +6,7 @@ Knows tokens and text; knows nothing of scheduling or devices.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -13,11 +14,13 @@ from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, TokenLogprobs
 
+Until = Callable[[], Callable[[str], bool]]  # for each text another one: see TextStream
+
 
 class Collector:
     """One request on its way: gathers the engine's outputs into text."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None):
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, until: Until | None = None):
         self.request, self.prompt, self.tokenizer = request, prompt, tokenizer
         params = request.params
         self.outputs = [CompletionOutput(i, "", []) for i in range(params.completions)]  # all: `best` are those asked for
@@ -25,7 +28,7 @@ class Collector:
             completion.logprobs = None if params.logprobs is None else []
             completion.cumulative_logprob = 0.0 if params.ranked or params.logprobs is not None else None
         text = tokenizer if params.detokenize else None
-        self.texts = [TextStream(text, params) for _ in self.outputs]
+        self.texts = [TextStream(text, params, until() if until is not None else None) for _ in self.outputs]
         self.metrics = RequestMetrics(request.arrival)
         self.cached = 0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -39,7 +42,7 @@ class Collector:
         return self.open == 0
 
     def take(self, out: Output) -> bool:
-        """Fold in one output. True: the text met a stop string, and the engine should end the sequence."""
+        """Fold in one output. True: the text is over, and the engine should end the sequence."""
         if self._ids_only and out.finish_reason is None and self.news is None and self.metrics.first_token_time is not None:
             self.outputs[out.index].token_ids += out.tokens  # nothing to do with them: most of a batch job's outputs
             return False
@@ -53,7 +56,7 @@ class Collector:
         hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         delta, stop = stream.push(out.tokens[:-1] if hidden else out.tokens, finished=out.finish_reason is not None)
         new, reason, stop_reason = out.tokens, out.finish_reason, out.stop_reason
-        if stop is not None:
+        if stream.over:
             new = new[: stream.tokens_used - len(completion.token_ids)]
             reason, stop_reason = "stop", stop
         piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason, error=out.error)
@@ -73,7 +76,7 @@ class Collector:
             self.news.append(piece)
         if self.finished:
             self.metrics.finished_time = now
-        return stop is not None and out.finish_reason is None
+        return stream.over and out.finish_reason is None
 
     def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token first, then the likeliest, as vLLM lays it out."""

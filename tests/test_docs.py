@@ -24,7 +24,8 @@ TEMPLATE = ROOT / "docs" / "decisions" / "0000-template.md"  # its links are bla
 PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/**/*.md")) - {TEMPLATE})]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MOST_NOT_RUN = 4
-NEEDS_A_SERVER = {"docs/serving.md"}  # compiled and not run: tests/serve runs clients against a server
+NEEDS_A_SERVER = {"docs/serving.md"}  # compiled and not run here, and other pages' blocks with the server's address too:
+ADDRESS = "127.0.0.1:8000"  # tests/serve/test_snippets.py runs them all against a server
 
 FENCED = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
@@ -65,7 +66,7 @@ def run(page: Path, namespace: dict[str, object]) -> str:
             continue
         lines = text.count("\n", 0, block.start)
         code = compile("\n" * lines + block.body, str(page), "exec")  # so that a traceback names the page's line
-        if str(page.relative_to(ROOT)) in NEEDS_A_SERVER:
+        if str(page.relative_to(ROOT)) in NEEDS_A_SERVER or ADDRESS in block.body:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, namespace)

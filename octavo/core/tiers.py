@@ -41,6 +41,8 @@ class TierCounters:
     evictions: int = 0  # contents that gave way in host memory
     dropped: int = 0  # contents that left the device and found no slot
     refused: int = 0  # times that a prompt was sooner computed than loaded
+    load_seconds: float = field(default=0.0, repr=False)  # of the loads, where somebody measured
+    fetch_seconds: float = field(default=0.0, repr=False)  # of the fetches, one after another
     misses: dict[str, int] = field(default_factory=dict)  # what the disk could not give or take, by reason
 
     def miss(self, why: str) -> None:
@@ -247,6 +249,7 @@ class Tiers:
     def commit(self, plan: Plan, result: StepResult) -> None:
         self._end(plan, True)
         self.costs.learn(plan, result)
+        self.count.load_seconds += result.load_seconds
         for news in result.news:
             self._hear(news)
 
@@ -276,6 +279,7 @@ class Tiers:
             arrived = news.kind == "fetched"
             if news.seconds:
                 self.costs.learn_fetch(news.seconds)
+                self.count.fetch_seconds += news.seconds
             if not arrived:
                 self.count.miss(news.why)
                 self.on_disk.discard(fetch.hash)

@@ -36,9 +36,11 @@ class Queue:
     def check(self, requests: int, tokens: int, priority: int = 0) -> None:
         """Raise what the client gets if so much more cannot wait."""
         while True:
+            if not self.waiting:
+                return  # alone, whatever it is: else a batch larger than the queue would be told to come back for ever
             if len(self.waiting) + requests > self.max_requests:
                 what = f"{len(self.waiting)} requests"
-            elif self.waiting and self.tokens + tokens > self.max_tokens:  # alone, any request is let in
+            elif self.tokens + tokens > self.max_tokens:
                 what = f"{self.tokens} prompt tokens"
             else:
                 return

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from types import TracebackType
 from typing import NamedTuple
 
-from octavo.collect import Collector
+from octavo.collect import Collector, Until
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
 from octavo.serve.admission import Queue
@@ -131,10 +131,10 @@ class Call:
             self.wake()
 
     def take(self, which: int, out: Output) -> int | None:
-        """Fold in one output. Returns the index of a sequence whose text met a stop string."""
+        """Fold in one output. Returns the index of a sequence whose text is over, which the engine does not know."""
         collector = self.collectors[which]
         if collector.outputs[out.index].finish_reason is not None:
-            return None  # ended by a stop string; the engine had not heard of it yet
+            return None  # its text was over; the engine had not heard of it yet
         if out.finish_reason in ("error", "abort"):
             mine = out.code is not None and out.error is not None
             self.fail(ApiError(400, out.error or "", out.code, self.structure) if mine else errors.step_failed())
@@ -199,14 +199,16 @@ class EngineClient:
         priority: int = 0,
         timeout: float | None = None,
         structure: str | None = None,
+        until: Until | None = None,
     ) -> Call:
-        """Send requests to the engine. `follow`: the caller wants pieces as they come. `structure`: see Call."""
+        """Send requests to the engine. `follow`: the caller wants pieces as they come. `structure`: see Call; `until`:
+        Collector."""
         self.model  # noqa: B018  (raises unless ready)
         self.queue.check(len(requests), sum(len(r.prompt) for r in requests), priority)
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
-        collectors = [Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)]
+        collectors = [Collector(r, text, self.tokenizer, until) for r, text in zip(requests, texts, strict=True)]
         call = Call(self, id, collectors, follow, owner, priority)
         call.structure = structure
         for i, (request, collector) in enumerate(zip(requests, collectors, strict=True)):

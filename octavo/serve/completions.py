@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.collect import Collector
@@ -39,6 +39,7 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) ->
             priority=caller.priority,
             timeout=prepared.timeout,
             structure=prepared.structure,
+            until=prepared.until,
         ) as call:
             try:
                 yield call
@@ -65,16 +66,16 @@ async def completions(exchange: Exchange) -> None:
 
 
 async def render(exchange: Exchange) -> None:
-    """What a conversation becomes, without generating: for learners."""
+    """What a conversation becomes, without generating: for learners. A request that could not be answered is refused here
+    too, but for one whose prompt does not fit: that can be looked at."""
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
-    headers = validate.check_fields(front, unknown)
-    validate.check_model(front, body.model)
-    ids = await validate.chat_prompt(front, body, read_tools(front, body))
+    asked = read_chat(front, exchange.caller, body, unknown)
+    asked.params.check_vocabulary(front.client.model.vocab_size)
+    ids = await chat_ids(front, body, asked)
     text = front.tokenizer.decode(ids, skip_special_tokens=False)
-    await exchange.reply(
-        {"prompt": text, "token_ids": ids, "count": len(ids), "max_model_len": front.client.model.max_model_len}, headers
-    )
+    reply = {"prompt": text, "token_ids": ids, "count": len(ids), "max_model_len": front.client.model.max_model_len}
+    await exchange.reply(reply, asked.headers)
 
 
 # ---- before -----------------------------------------------------------------------------------------------
@@ -97,7 +98,18 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
     return replace(params, prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit))
 
 
-async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> tuple[Prepared, Shape]:
+@dataclass
+class Asked:
+    """A chat request, judged but for its prompt."""
+
+    params: SamplingParams
+    shape: Shape
+    wanted: int | None  # tokens, at most
+    timeout: float | None
+    headers: dict[str, str]
+
+
+def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> Asked:
     limits = front.config.limits
     headers = validate.check_fields(front, unknown)
     timeout = validate.check_common(front, caller, body)
@@ -120,10 +132,23 @@ async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown:
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
-    ids = validate.truncate(await validate.chat_prompt(front, body, shape.tools), body.truncate_prompt_tokens, headers)
-    prepared = validate.build(front, caller, body, [(None, ids)], params, wanted, timeout, headers, "messages")
+    return Asked(params, shape, wanted, timeout, headers)
+
+
+async def chat_ids(front: Front, body: ChatRequest, asked: Asked) -> list[int]:
+    ids = await validate.chat_prompt(front, body, asked.shape.tools)
+    return validate.truncate(ids, body.truncate_prompt_tokens, asked.headers)
+
+
+async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> tuple[Prepared, Shape]:
+    asked = read_chat(front, caller, body, unknown)
+    prompts: list[tuple[str | None, list[int]]] = [(None, await chat_ids(front, body, asked))]
+    prepared = validate.build(front, caller, body, prompts, asked.params, asked.wanted, asked.timeout, asked.headers, "messages")
+    shape = asked.shape
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"
+    if shape.tools is not None and not shape.tools.parallel:
+        prepared.until = shape.tools.first_call
     return prepared, shape
 
 

@@ -253,13 +253,13 @@ class EngineLoop:
         )
 
 
-def tier_state(tiers: Tiers) -> dict[str, int]:
+def tier_state(tiers: Tiers) -> dict[str, float]:
     """Counters, and how many slots of host memory are in which state."""
-    state = {name: value for name, value in asdict(tiers.count).items() if name != "misses"}
+    state: dict[str, float] = {name: value for name, value in asdict(tiers.count).items() if name != "misses"}
     cached, free = len(tiers.ready), len(tiers.free)
     return state | {
-        "store_bytes": tiers.count.stores * tiers.block_bytes,
-        "load_bytes": tiers.count.loads * tiers.block_bytes,
+        **{f"{move}_bytes": state[f"{move}s"] * tiers.block_bytes for move in ("store", "load", "save")},
+        "fetch_bytes": tiers.count.fetches * tiers.block_bytes,
         "slots_cached": cached,
         "slots_free": free,
         "slots_busy": tiers.slots - cached - free,

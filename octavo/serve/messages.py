@@ -35,7 +35,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """The text of one sequence met a stop string."""
+    """The text of one sequence is over: it met a stop string, or the one call of a tool that was wanted."""
 
     id: str
     index: int
@@ -127,7 +127,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
     recomputed_tokens: int = 0
-    tiers: dict[str, int] = {}  # what happened in the tiers below the device, and where they stand; empty: there are none
+    tiers: dict[str, float] = {}  # what happened in the tiers below the device, and where they stand; empty: there are none
     tier_misses: dict[str, int] = {}  # by reason
     guides_compiled: int = 0
     guides_cached: int = 0  # asked for and there already, or on the way

@@ -8,7 +8,7 @@ anything a client sends, so their number is bounded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -38,8 +38,12 @@ TIERS = {
     "store_bytes": "Bytes of those.",
     "loads": "Blocks copied from host memory to the device.",
     "load_bytes": "Bytes of those.",
+    "load_seconds": "Seconds of the device that those took.",
     "saves": "Blocks written to disk.",
+    "save_bytes": "Bytes of those.",
     "fetches": "Blocks asked of the disk.",
+    "fetch_bytes": "Bytes of those.",
+    "fetch_seconds": "Seconds that the disk took to answer, one block at a time.",
     "evictions": "Blocks that gave way in host memory.",
     "dropped": "Blocks that left the device and found no place.",
     "refused": "Times that computing a prompt was quicker than loading it.",
@@ -84,6 +88,8 @@ class EngineSource(Source):
             "structured_output_compile_seconds": (beat.guide_seconds, "Time of that."),
             "structured_output_cache_hits": (beat.guides_cached, "Schemas and grammars that were compiled already."),
         }
+        drafts = ("drafts", "draft_tokens", "accepted_tokens")  # dashboards ask for them, with and without speculation
+        counters |= {f"spec_decode_num_{name}": (0, "Always 0: nothing is drafted.") for name in drafts}
         counters |= {
             "invariant_checks": (beat.checks, "Times that the engine checked its books (--check-interval)."),
             "invariant_failures": (beat.check_failures, "Times that they did not agree: see the log."),
@@ -105,7 +111,7 @@ class EngineSource(Source):
             hits = {tier: beat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
             yield self._labelled("prefix_cache_tier_hits", "Tokens found below the device.", "tier", hits)
 
-    def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
         for key, value in values.items():
             counter.add_metric([self.model, key], value)

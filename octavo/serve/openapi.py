@@ -98,11 +98,46 @@ TOOL_CHOICE = {
         {"type": "object", "required": ["type", "function"], "properties": {"type": {"const": "function"}, "function": FUNCTION}},
     ]
 }
+OBJECT = {"type": "object"}
+RESPONSE_FORMAT = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": OBJECT}},
+            },
+        },
+    ]
+}
 
 
-def bounds(name: str, limits: Limits) -> dict[str, dict[str, Any]]:
+def structure(limits: Limits) -> dict[str, Any]:
+    """structured_outputs: one of these, and nothing else."""
+    text = {"type": "string", "minLength": 1, "maxLength": limits.structure_bytes}
+    kinds = {
+        "json": {"anyOf": [OBJECT, text]},
+        "regex": text,
+        "choice": {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        "grammar": text,
+        "json_object": {"const": True},
+    }
+    each = [
+        {"type": "object", "required": [kind], "properties": {kind: schema}, "additionalProperties": False}
+        for kind, schema in kinds.items()
+    ]
+    return {"anyOf": [{"type": "null"}, *each]}
+
+
+def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[str, Any]]:
     """What a field may hold, besides its type, which it is put beside: a bound of numbers means nothing to a text."""
-    ids = {"items": {"type": "integer", "minimum": 0}, "maxItems": limits.token_ids}
+    id = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
+    some_ids = {"type": "array", "items": id, "minItems": 1}
+    ids = {"items": id, "maxItems": limits.token_ids}
+    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
     stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
     many = {"minimum": 1, "maximum": 2**63}
     return {
@@ -113,6 +148,8 @@ def bounds(name: str, limits: Limits) -> dict[str, dict[str, Any]]:
         "min_p": {"minimum": 0, "maximum": 1},
         "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
         "stop": {**stop, "maxItems": limits.stops, "items": stop},
+        "length_penalty": {"minimum": -10, "maximum": 10},
+        "early_stopping": {"enum": [True, False, "never", None]},
         "stop_token_ids": ids,
         "allowed_token_ids": {**ids, "minItems": 1},
         "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
@@ -132,18 +169,30 @@ def bounds(name: str, limits: Limits) -> dict[str, dict[str, Any]]:
         "max_completion_tokens": many,
         "max_new_tokens": many,
         "n": {"minimum": 1, "maximum": limits.n},
-        "best_of": {"minimum": 1, "maximum": limits.best_of},
+        "best_of": {"minimum": 0, "maximum": limits.best_of},
         "top_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
         "logprobs": {"minimum": 0, "maximum": limits.completion_logprobs},
         "prompt_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
         "truncate_prompt_tokens": {"minimum": 1, "maximum": 2**64 - 1},
+        "response_format": RESPONSE_FORMAT,
+        "structured_outputs": structure(limits),
+        "guided_json": {"minLength": 1, "maxLength": limits.structure_bytes},
         "guided_regex": {"minLength": 1, "maxLength": limits.structure_bytes},
         "guided_grammar": {"minLength": 1, "maxLength": limits.structure_bytes},
         "guided_choice": {"minItems": 1, "items": {"minLength": 1}},
+        "tokens": {"items": id},
         "prompts": {"minItems": 1, "maxItems": limits.prompts},
         "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},
         "tools": {"minItems": 1, "maxItems": limits.tools, "items": TOOL},
         "tool_choice": TOOL_CHOICE,
+        "prompt": {
+            "anyOf": [
+                {"type": "string"},
+                {**several, "items": {"type": "string"}},
+                {**some_ids, "items": id},
+                {**several, "items": some_ids},
+            ]
+        },
     }
 
 
@@ -162,13 +211,20 @@ def describe(schema: dict[str, Any], required: tuple[str, ...], known: dict[str,
 
 
 @cache
-def description(name: str, limits: Limits) -> dict[str, Any]:
+def description(name: str, limits: Limits, vocab_size: int | None = None) -> dict[str, Any]:
+    """`vocab_size`: known once the model is loaded."""
     kinds = list(dict.fromkeys(kind for kind, _, _ in POSTS.values()))
     refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(kinds, refs, strict=True))
     needed = {kind: required for kind, _, required in POSTS.values()}
     for kind, required in needed.items():
-        describe(components[kind.__name__], required, bounds(name, limits))
+        known = bounds(name, limits, vocab_size)
+        if kind is not CompletionRequest:
+            del known["prompt"]  # a text
+        describe(components[kind.__name__], required, known)
+    one = [{"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
+           for name, other in (("prompt", "messages"), ("messages", "prompt"))]  # fmt: skip
+    components["TokenizeRequest"]["oneOf"] = one
     failed = {
         "description": "What was wrong.",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
@@ -188,9 +244,9 @@ def description(name: str, limits: Limits) -> dict[str, Any]:
     text = {"description": "Done.", "content": {"text/plain": {}}}
     paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
     id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    known = {**id, "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"}}
+    label = {**id, "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"}}
     paths["/v1/models/{id}"] = {"get": {"summary": "One model.", "parameters": [id], "responses": responses}}
-    paths["/v1/requests/{id}/cancel"] = {"post": {"summary": "End a request.", "parameters": [known], "responses": responses}}
+    paths["/v1/requests/{id}/cancel"] = {"post": {"summary": "End a request.", "parameters": [label], "responses": responses}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": __version__, "description": f"Serves {name}."},

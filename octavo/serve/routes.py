@@ -217,4 +217,5 @@ async def cancel(exchange: Exchange) -> None:
 
 
 async def description(exchange: Exchange) -> None:
-    await exchange.reply(openapi.description(exchange.front.config.name, exchange.front.config.limits))
+    config, loaded = exchange.front.config, exchange.front.client.model_info()
+    await exchange.reply(openapi.description(config.name, config.limits, loaded.vocab_size if loaded else None))

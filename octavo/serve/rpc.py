@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -196,25 +196,25 @@ class Service:
 
     async def batch(self, caller: Caller, context: Context) -> None:
         asked, headers = await self._read(context, pb.BatchGenerateRequest)
-        prompts = check_prompts(self.front, list(asked.prompts))
-        body = BatchGenerateRequest(prompts=prompts, **fields(asked))
+        body = BatchGenerateRequest(**fields(asked))
+        prompts = check_prompts(self.front, body.prompts)
         prepared = await prepare_generate(self.front, caller, body, prompts, headers)
         replies = await self._whole(caller, prepared)
         await self._end(caller, context, prepared, pb.BatchGenerateResponse(responses=replies))
 
     async def stream(self, caller: Caller, context: Context) -> None:
-        prepared = await self._prepare_one(caller, context)
+        prepared = await self._prepare_one(caller, context, stream=True)
         with open_call(self.front, caller, prepared, follow=True) as call, self.front.metrics.streams.track_inprogress():
             await context.send_initial_metadata((("x-request-id", caller.id),))  # with it, it can be cancelled over HTTP
             context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
             count = 0
             async for pieces in call:
-                for _, piece in pieces:
+                for which, piece in pieces:
                     count += len(piece.token_ids)
-                    reason = piece.finish_reason or ""
-                    reply = pb.GenerateStreamResponse(
-                        text=piece.text, tokens_generated=count, finish_reason=reason, latency_ms=elapsed(caller)
-                    )
+                    reply = pb.GenerateStreamResponse(text=piece.text, tokens_generated=count, latency_ms=elapsed(caller))
+                    if piece.finish_reason is not None:
+                        reply.finish_reason = piece.finish_reason
+                        reply.prompt_tokens, reply.cached_tokens = prompt_counts(call.collectors[which])
                     await self._write(context, reply)
 
     async def health(self, caller: Caller, context: Context) -> None:
@@ -225,16 +225,22 @@ class Service:
 
     # ---- their parts -----------------------------------------------------------------------------
 
-    async def _prepare_one(self, caller: Caller, context: Context) -> Prepared:
+    async def _prepare_one(self, caller: Caller, context: Context, stream: bool = False) -> Prepared:
         asked, headers = await self._read(context, pb.GenerateRequest)
-        body = GenerateRequest(prompt=asked.prompt, **fields(asked))
-        return await prepare_generate(self.front, caller, body, [asked.prompt], headers)
+        body = GenerateRequest(**fields(asked))
+        return await prepare_generate(self.front, caller, body, [asked.prompt], headers, stream)
 
     async def _whole(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
         def reply(collector: Collector) -> pb.GenerateResponse:
             (found,) = collector.best
+            prompt, cached = prompt_counts(collector)
             return pb.GenerateResponse(
-                generated_text=found.text, tokens_generated=len(found.token_ids), latency_ms=elapsed(caller)
+                generated_text=found.text,
+                tokens_generated=len(found.token_ids),
+                latency_ms=elapsed(caller),
+                finish_reason=found.finish_reason,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
             )
 
         with open_call(self.front, caller, prepared, follow=False) as call:
@@ -271,10 +277,24 @@ class Service:
 
 
 def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
-    """All but the prompt, as protocol.py names them: the same."""
-    names = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
-    given: dict[str, Any] = {name: getattr(asked, name) for name in names if asked.HasField(name)}
-    return {**given, "stop": list(asked.stop) or None, "max_new_tokens": asked.max_new_tokens or None}
+    """What is set, by protocol.py's names, which are the same, and as JSON would bring it."""
+    given = {field.name: value for field, value in asked.ListFields()}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = {field.name: plain(value) for field, value in asked.structured_outputs.ListFields()}
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
+    if asked.early_stopping in ("true", "false"):
+        given["early_stopping"] = asked.early_stopping == "true"
+    return {name: plain(value) for name, value in given.items()}
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def prompt_counts(collector: Collector) -> tuple[int, int]:
+    """Its tokens, and how many of them were cached."""
+    return len(collector.request.prompt), collector.cached
 
 
 def elapsed(caller: Caller) -> float:

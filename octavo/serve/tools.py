@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,16 @@ class ToolUse:
 
     def parser(self) -> ToolParser:
         return ToolParser(self.format, {tool["function"]["name"] for tool in self.tools}, self.parallel)
+
+    def first_call(self) -> Callable[[str], bool]:
+        """Says of a text, as it comes, whether its first call is complete."""
+        parser = self.parser()
+
+        def over(text: str) -> bool:
+            parser.push(text)
+            return parser.over
+
+        return over
 
     def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """The content of a whole reply, and its calls."""

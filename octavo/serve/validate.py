@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.collect import Until
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.serve import structure
 from octavo.serve.errors import ApiError, bad, unsupported
@@ -42,6 +43,7 @@ class Prepared:
     timeout: float | None
     headers: dict[str, str] = field(default_factory=dict)  # what the client should know of how it was read
     structure: str | None = None  # the field that says what the text must match
+    until: Until | None = None  # what else ends a text
 
 
 # ---- before the prompt ----------------------------------------------------------------------------------
@@ -127,9 +129,10 @@ def choices(
 ) -> SamplingParams:
     """How many sequences a prompt takes, and how many of them are the reply."""
     check_count("n", n, 1, limits.n)
-    if body.best_of is not None:
-        check_count("best_of", body.best_of, n, limits.beams if params.use_beam_search else max(limits.best_of, n))
-    params = replace(params, n=n, best_of=body.best_of)
+    best_of = body.best_of or None  # OpenAI's may be 0
+    if best_of is not None:
+        check_count("best_of", best_of, n, limits.beams if params.use_beam_search else max(limits.best_of, n))
+    params = replace(params, n=n, best_of=best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
     if params.ranked and stream:
         raise unsupported(name, "it cannot be streamed, for which is best is known at the end")

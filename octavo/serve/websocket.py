@@ -2,7 +2,8 @@
 
 -> {"prompt": "...", "max_new_tokens": 64, ...}      as for /generate
 <- {"type": "text", "text": "..."}                   as it comes
-<- {"type": "done", "finish_reason": "stop", "usage": {...}}
+<- {"type": "done", "id": "req_...", "finish_reason": "stop", "usage": {...}, "headers": {...}}
+                                                     headers: what HTTP says in them, such as x-ignored-params
 <- {"error": {...}}                                  instead of done
 -> {"type": "cancel"}                                ends a generation half-way
 """
@@ -80,11 +81,11 @@ class Session:
             return  # nothing runs
         value.pop("type", None)
         asked, unknown = body.convert(value, GenerateRequest)
-        validate.check_fields(self.front, unknown)
+        headers = validate.check_fields(self.front, unknown)
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
-        prepared = await prepare_generate(self.front, caller, asked, [asked.prompt], {}, stream=True)
+        prepared = await prepare_generate(self.front, caller, asked, [asked.prompt], headers, stream=True)
         with open_call(self.front, caller, prepared, follow=True) as self.call:
             try:
                 reason = None
@@ -96,7 +97,8 @@ class Session:
                 usage = replies.usage_of(self.call.collectors)
             finally:
                 self.call = None
-        await self._send(_encode({"type": "done", "id": caller.id, "finish_reason": reason, "usage": usage}))
+        done = {"type": "done", "id": caller.id, "finish_reason": reason, "usage": usage, "headers": prepared.headers}
+        await self._send(_encode(done))
 
     async def _send(self, data: bytes) -> None:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -194,15 +195,17 @@ def _borders(s: str) -> list[int]:
 class TextStream:
     """The text of one generated sequence, from its tokens as they come. Without a tokenizer the text stays empty."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams):
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, until: Callable[[str], bool] | None = None):
+        """`until`: is told what is new, and says whether the text is over."""
         self._ids: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._ids = Detokenizer(tokenizer, params.skip_special_tokens, continuing=True)
         self._stops = StopChecker(list(params.stop or []), params.include_stop_str_in_output)
-        self._searching = bool(params.stop)
+        self._until, self._searching = until, bool(params.stop) or until is not None
         self._min_tokens = params.min_tokens
         self._parts: list[str] = []
-        self.tokens_used = 0  # ids pushed, up to and including the one that completed a stop string
+        self.over = False  # by a stop string, or `until` said so
+        self.tokens_used = 0  # ids pushed, up to and including the one with which it was over
 
     @property
     def text(self) -> str:
@@ -211,14 +214,14 @@ class TextStream:
         return self._parts[0]
 
     def push(self, ids: list[int], finished: bool = False) -> tuple[str, str | None]:
-        """The new text, and the stop string if one was completed: the sequence ends there, later ids are ignored."""
+        """The new text, and the stop string if one was completed. Once the text is over, later ids are ignored."""
         new: list[str] = []
-        # One id at a time only where it matters which of them completes a stop string.
+        # One id at a time only where it matters which of them ends the text.
         for some in ([id] for id in ids) if self._searching else [ids]:
-            if self._stops.matched is None:
+            if not self.over:
                 self.tokens_used += len(some)
                 new.append(self._search(self._ids.push(some) if self._ids else ""))
-        if finished and self._stops.matched is None:
+        if finished and not self.over:
             new.append(self._search(self._ids.finish() if self._ids else ""))
             new.append(self._stops.finish())
         delta = "".join(new)
@@ -227,4 +230,10 @@ class TextStream:
 
     def _search(self, text: str) -> str:
         """What may be shown of new text. That of the first `min_tokens` tokens is not searched: they may not end anything."""
-        return self._stops.push(text)[0] if self.tokens_used > self._min_tokens else text
+        may_end = self.tokens_used > self._min_tokens
+        if may_end:
+            text, stop = self._stops.push(text)
+            self.over = stop is not None
+        if self._until is not None and self._until(text) and may_end:
+            self.over = True
+        return text

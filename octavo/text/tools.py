@@ -11,6 +11,7 @@ What a call is, exactly:
 - What stands in a call besides is content.
 - Without a tag the name must be one of the tools', for nothing else tells a call from any JSON.
 - White space around calls is not content, except between two words of it.
+- Where only one call is wanted, the reply is over with the first.
 
 Knows text alone: no tokens, no requests, no transport.
 """
@@ -79,9 +80,10 @@ class ToolParser:
     """
 
     def __init__(self, format: Format, names: Collection[str], parallel: bool = True):
-        """`names`: of the tools there are. Without `parallel` only the first call counts, and others are left out."""
+        """`names`: of the tools there are. Without `parallel` the first call ends the reply, and what follows is left out."""
         self._format, self._names, self._parallel = format, names, parallel
         self.calls = 0
+        self.over = False  # nothing that comes matters any more
         self._tags = [tag for tag in (format.open, format.close) if tag]
         self._tag = re.compile("|".join(map(re.escape, self._tags)))
         self._state: Callable[[str, int], int] = self._between if format.bare else self._content
@@ -97,12 +99,12 @@ class ToolParser:
     def push(self, text: str) -> list[str | CallDelta]:
         """What the text makes certain, in order: content, and news of calls."""
         text, pos = self._rest + text, 0
-        while pos < len(text):
+        while pos < len(text) and not self.over:
             before = self._state, pos
             pos = self._state(text, pos)
             if (self._state, pos) == before:
                 break
-        self._rest = text[pos:]
+        self._rest = "" if self.over else text[pos:]
         out, self._out = self._out, []
         return _joined(out) if len(out) > 1 else out
 
@@ -158,7 +160,6 @@ class ToolParser:
     def _begin(self, held: str = "") -> None:
         self._held = [held]  # what is content if this is no call
         self._begun = False  # its name is known
-        self._left_out = False
         self._seen: set[str] = set()  # members
         self._early: list[str] = []  # arguments that came before the name
         self._argued = False
@@ -217,7 +218,7 @@ class ToolParser:
         if pos < len(text) and text[pos] == "}" and self._begun:
             if not self._argued:
                 self._argue("{}")
-            self._held, self._state = [], self._between
+            self._end()
             return pos + 1
         pos, found = self._expect(_BLANK, '"', text, pos)
         if found:
@@ -285,13 +286,15 @@ class ToolParser:
         return pos
 
     def _open(self, name: str) -> None:
-        self._begun, self._left_out = True, bool(self.calls) and not self._parallel
-        if not self._left_out:
-            if not self._said:
-                self._space = []
-            self.calls += 1
-            self._out.append(CallDelta(self.calls - 1, name, ""))
+        self._begun = True
+        if not self._said:
+            self._space = []
+        self.calls += 1
+        self._out.append(CallDelta(self.calls - 1, name, ""))
         self._argue("".join(self._early))
+
+    def _end(self) -> None:
+        self._held, self._state, self.over = [], self._between, not self._parallel
 
     def _arguments(self, text: str, pos: int) -> int:
         """A value of any kind: up to the bracket that closes it, a quote that does, or what cannot belong to a plain word."""
@@ -329,7 +332,7 @@ class ToolParser:
         if over:
             self._state = self._member
         elif cut and self._begun:
-            self._state = self._between
+            self._end()
         elif cut:
             self._give_up()
         return pos
@@ -340,8 +343,7 @@ class ToolParser:
             self._early.append(text)
         elif text:
             self._argued = True
-            if not self._left_out:
-                self._out.append(CallDelta(self.calls - 1, None, text))
+            self._out.append(CallDelta(self.calls - 1, None, text))
 
 
 def _joined(out: list[str | CallDelta]) -> list[str | CallDelta]:

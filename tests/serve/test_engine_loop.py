@@ -175,6 +175,7 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     loop = EngineLoop(Engine(scheduler, FakeRunner(8, 4, 20)), FakeLink(script))  # type: ignore[arg-type]
     loop.run()
     beat = loop.beat
+    assert {f"{name}_bytes" for name in ("store", "load", "save", "fetch")} | {"load_seconds", "fetch_seconds"} < set(beat.tiers)
     assert beat.tiers["loads"] > 0 and beat.tiers["load_bytes"] == 1000 * beat.tiers["loads"]
     assert beat.tiers["host_tokens"] == 4 * beat.tiers["loads"] and beat.cached_tokens == 24
     assert sum(beat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20

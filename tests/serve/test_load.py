@@ -50,6 +50,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
 
 def test_alone_any_request_may_wait() -> None:
     Queue(1, 10).check(1, 1000)
+    Queue(1, 10).check(1000, 1000)  # a batch of prompts
 
 
 def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:

@@ -115,11 +115,26 @@ NAMES = [  # with a prefix each
     "kv_blocks_used",
     "kv_blocks_cached",
     "kv_blocks_free",
+    "kv_blocks_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "recomputed_tokens_total",
+    "prefill_tokens_total",
+    "decode_tokens_total",
+    "engine_steps_total",
+    "engine_plan_seconds_total",
+    "engine_launch_seconds_total",
+    "engine_wait_seconds_total",
+    "engine_commit_seconds_total",
+    "rejections_total",
+    "ignored_params_total",
 ]
 
 
 def test_metrics_have_the_names_that_dashboards_know(running: Running) -> None:
     running.complete()
+    check_error(running.post("/generate", {"prompt": "x", "temperature": 3}), 400)
     text = running.get("/metrics").text
     for name in NAMES:
         assert re.search(rf"^octavo:{name}[ {{]", text, re.MULTILINE), name

@@ -17,15 +17,20 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.front import Front
 from octavo.serve.proto import octavo_pb2 as pb
 from octavo.serve.proto.octavo_pb2_grpc import InferenceServiceStub
+from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest
 from octavo.serve.server import ServeError, listen_rpc
-from tests.serve.running import ROOT, Running, free_port, server
+from tests.serve.running import NAME, ROOT, Running, free_port, server
 from tests.serve.test_streams import settled
 
 SERVICE = "octavo.v1.InferenceService"
@@ -130,6 +135,64 @@ def test_a_batch_is_in_order(rpc: Rpc) -> None:
     assert [r.tokens_generated for r in reply.responses] == [r.tokens_generated for r in alone]
 
 
+# Fields of every kind: each changes the text, or may not be lost.
+ASKED: dict[str, dict[str, Any]] = {
+    "min_p": {"min_p": 0.5, "seed": 3},
+    "stop_token_ids": {"stop_token_ids": list(range(97, 123)), "seed": 3},
+    "include_stop_str_in_output": {"stop": ["vZ"], "include_stop_str_in_output": True, "seed": 3},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.3, "temperature": 0},
+    "logit_bias": {"logit_bias": {65: 100.0}, "temperature": 0},
+    "allowed_token_ids": {"allowed_token_ids": [65, 66], "seed": 3},
+    "special tokens": {"allowed_token_ids": [256, 65], "skip_special_tokens": False, "ignore_eos": True, "seed": 3},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": list(range(200)), "seed": 3},
+    "beams": {"use_beam_search": True, "best_of": 4, "length_penalty": 0.5, "early_stopping": "never"},
+    "beams that stop early": {"use_beam_search": True, "best_of": 4, "early_stopping": "true"},
+    "best_of": {"best_of": 3, "seed": 3},
+    "regex": {"structured_outputs": {"regex": "[a-f]{3,9}"}, "seed": 3},
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}, "seed": 3},
+    "json": {"structured_outputs": {"json": '{"type": "boolean"}'}, "seed": 3},
+    "grammar": {"structured_outputs": {"grammar": 'start: "a" | "bc"'}, "seed": 3},
+    "any object": {"structured_outputs": {"json_object": True}, "seed": 3},
+    "labels": {"model": NAME, "cache_salt": "s", "request_id": "me", "timeout": 30.0, "temperature": 0},
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_every_field_means_what_it_means_over_http(rpc: Rpc, name: str) -> None:
+    asked = {"max_new_tokens": 24, **ASKED[name]}
+    body = {**asked, "early_stopping": {"true": True}.get(str(asked.get("early_stopping")), asked.get("early_stopping"))}
+    want = rpc.running.post("/generate", {"prompt": "hello", **body}).json()["generated_text"]
+    plain = rpc.stub.Generate(pb.GenerateRequest(prompt="hello", max_new_tokens=24, **{
+        k: v for k, v in asked.items() if k in ("seed", "temperature")})).generated_text  # fmt: skip
+    assert rpc.stub.Generate(pb.GenerateRequest(prompt="hello", **asked)).generated_text == want
+    batch = rpc.stub.BatchGenerate(pb.BatchGenerateRequest(prompts=["hello"] * 2, **asked)).responses
+    assert "seed" in asked or [r.generated_text for r in batch] == [want] * 2
+    assert want != plain or name == "labels", "it shows"
+
+
+def test_no_field_of_http_is_missing() -> None:
+    """By the same names; what is said in another way here is named."""
+    other_ways = {"response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "user"}
+    for message, struct in ((pb.GenerateRequest, GenerateRequest), (pb.BatchGenerateRequest, BatchGenerateRequest)):
+        assert {f.name for f in message.DESCRIPTOR.fields} == set(struct.__struct_fields__) - other_ways
+    one, many = ({f.name: (f.number, f.type) for f in m.DESCRIPTOR.fields} for m in (pb.GenerateRequest, pb.BatchGenerateRequest))
+    assert {**one, "prompts": one["prompt"]} == {**many, "prompt": many["prompts"]}
+
+
+def test_replies_say_how_they_ended_and_what_was_cached(rpc: Rpc) -> None:
+    ask = pb.GenerateRequest(prompt="a prompt of several blocks " * 4, max_new_tokens=4, cache_salt="rpc", ignore_eos=True)
+    first, second = rpc.stub.Generate(ask), rpc.stub.Generate(ask)
+    *pieces, last = rpc.stub.GenerateStream(ask)
+    assert first.finish_reason == last.finish_reason == "length" and first.prompt_tokens == last.prompt_tokens == 108
+    assert first.cached_tokens == 0 and second.cached_tokens == last.cached_tokens == 96
+    assert all(p.prompt_tokens == 0 for p in pieces)
+
+
+def test_fields_without_effect_are_named(rpc: Rpc) -> None:
+    _, call = rpc.stub.Generate.with_call(pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=3))
+    assert dict(call.trailing_metadata())["x-ignored-params"] == "priority"
+
+
 def test_what_is_left_out_has_its_default(rpc: Rpc) -> None:
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="hello", ignore_eos=True)).tokens_generated == 128
 
@@ -148,6 +211,16 @@ def test_reflection_lists_the_services(rpc: Rpc) -> None:
     assert rpc.services() == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
 
+def test_reflection_is_all_that_a_client_needs(rpc: Rpc) -> None:
+    """As grpcurl does it: no file of ours, only what the server tells of itself."""
+    pool = DescriptorPool(ProtoReflectionDescriptorDatabase(rpc.channel))
+    method = pool.FindServiceByName(SERVICE).FindMethodByName("Generate")
+    ask, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    body = json_format.ParseDict({"prompt": "hello", "max_new_tokens": 8, "structured_outputs": {"choice": ["yes"]}}, ask())
+    found = reply.FromString(rpc.raw(f"/{SERVICE}/{method.name}", body.SerializeToString()))
+    assert json_format.MessageToDict(found, preserving_proto_field_name=True)["generated_text"] == "yes"
+
+
 # ---- what is wrong with a call ----------------------------------------------------------------------------
 
 BAD = {
@@ -157,6 +230,20 @@ BAD = {
     "top_p": (pb.GenerateRequest(prompt="x", top_p=-1), "top_p", "param_out_of_range"),
     "stops": (pb.GenerateRequest(prompt="x", stop=list("abcde")), "stop", "param_out_of_range"),
     "empty stop": (pb.GenerateRequest(prompt="x", stop=[""]), "stop", None),
+    "best_of": (pb.GenerateRequest(prompt="x", best_of=100), "best_of", "param_out_of_range"),
+    "early_stopping": (pb.GenerateRequest(prompt="x", use_beam_search=True, early_stopping="soon"), "early_stopping", None),
+    "two structures": (
+        pb.GenerateRequest(prompt="x", structured_outputs={"regex": "a", "choice": ["b"]}),
+        "structured_outputs",
+        None,
+    ),
+    "a bad regex": (
+        pb.GenerateRequest(prompt="x", structured_outputs={"regex": "("}),
+        "structured_outputs",
+        "invalid_structured_output",
+    ),
+    "timeout": (pb.GenerateRequest(prompt="x", timeout=-1), "timeout", "param_out_of_range"),
+    "token ids": (pb.GenerateRequest(prompt="x", allowed_token_ids=[-1]), "allowed_token_ids", "param_out_of_range"),
     "too long": (pb.GenerateRequest(prompt="hello " * 3000), "prompt", "context_length_exceeded"),
 }
 
@@ -209,6 +296,14 @@ def test_messages_over_the_limit_and_compressed_ones(rpc: Rpc) -> None:
         rpc.stub.Generate(pb.GenerateRequest(prompt="x" * 10_000), compression=grpc.Compression.Gzip)
     assert caught.value.code() is Code.UNIMPLEMENTED
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1
+
+
+def test_another_model_and_what_cannot_be_streamed(rpc: Rpc) -> None:
+    refused(lambda: rpc.stub.Generate(pb.GenerateRequest(prompt="x", model="gpt-9")), Code.NOT_FOUND, "model_not_found")
+    best = pb.GenerateRequest(prompt="x", best_of=2)
+    refused(lambda: list(rpc.stub.GenerateStream(best)), Code.INVALID_ARGUMENT, "unsupported_parameter")
+    late = pb.GenerateRequest(prompt="x", timeout=0.02, max_new_tokens=900, ignore_eos=True)
+    refused(lambda: rpc.stub.Generate(late), Code.DEADLINE_EXCEEDED, "deadline_exceeded")
 
 
 # ---- time, leaving, load ----------------------------------------------------------------------------------

@@ -127,6 +127,27 @@ def test_parallel_calls_can_be_declined(parrot: Running) -> None:
         assert len(message["tool_calls"]) == calls
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_generated_after_the_one_call_that_was_wanted(parrot: Running, stream: bool) -> None:
+    """This model's tokens are bytes."""
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    time.sleep(0.05)
+    before = parrot.metrics()["octavo:generation_tokens_total"]
+    reply = parrot.post(CHAT, said(f"Well.{CALL} and words{CALL}", parallel_tool_calls=False, n=2, **more))
+    if stream:
+        chunks = events(reply.text)
+        usage, ends = chunks[-1]["usage"], [c["finish_reason"] for e in chunks for c in e["choices"] if c["finish_reason"]]
+        said_here = "".join(c["delta"].get("content") or "" for e in chunks for c in e["choices"])
+    else:
+        usage, ends = reply.json()["usage"], [c["finish_reason"] for c in reply.json()["choices"]]
+        said_here = "".join(c["message"]["content"] for c in reply.json()["choices"])
+        assert [len(c["message"]["tool_calls"]) for c in reply.json()["choices"]] == [1, 1]
+    used = len(f"Well.{CALL}".encode()) - len("\n</tool_call>")
+    assert usage["completion_tokens"] == 2 * used and ends == ["tool_calls"] * 2 and sorted(said_here) == sorted("Well.Well.")
+    time.sleep(0.1)
+    assert parrot.metrics()["octavo:generation_tokens_total"] - before <= 2 * (used + 4), "the engine was told"
+
+
 def test_usage_and_logprobs_come_with_calls(parrot: Running) -> None:
     whole = parrot.post(CHAT, said(CALL, logprobs=True)).json()
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -329,7 +350,7 @@ def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
     backend.add_special_tokens([tokenizers.AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")])
     backend.save(str(model / "tokenizer.json"))
     with server(tmp_path, model=str(model)) as other:
-        body = {"messages": HI, "tools": [SWITCH], "tool_choice": "required", "seed": 1, "parallel_tool_calls": False}
+        body = {"messages": HI, "tools": [SWITCH], "tool_choice": NAMED, "seed": 1}
         found = other.post(CHAT, {**body, "logprobs": True}).json()["choices"][0]
         assert found["finish_reason"] == "tool_calls" and found["message"]["tool_calls"][0]["function"]["name"] == "switch"
         tokens = [at["token"] for at in found["logprobs"]["content"]]

@@ -121,9 +121,25 @@ def test_llama_json(text: str, found: Found) -> None:
     assert read(*text, format=LLAMA_JSON) == found
 
 
-def test_without_parallel_calls_only_the_first_counts() -> None:
-    text = f"{tagged('f', '[1]')} and {tagged('g', '[2]')} end"
-    assert read(text, parallel=False) == read(*text, parallel=False) == ("and  end", [("f", "[1]")])
+def test_without_parallel_calls_the_first_ends_the_reply() -> None:
+    text = f"well {tagged('f', '[1]')} and {tagged('g', '[2]')} end"
+    assert read(text, parallel=False) == read(*text, parallel=False) == ("well", [("f", "[1]")])
+    cut = '<tool_call>{"name": "f", "arguments": {"a": </tool_call> and more'
+    assert read(cut, parallel=False) == read(*cut, parallel=False) == ("", [("f", '{"a": ')])
+    bare = '{"name": "f", "parameters": [1]}; {"name": "f"}'
+    assert read(bare, format=LLAMA_JSON, parallel=False) == ("", [("f", "[1]")])
+
+
+def test_when_the_reply_is_over() -> None:
+    text, parser = tagged("f", '{"a": {}}'), ToolParser(HERMES, NAMES, parallel=False)
+    heard = 0
+    while not parser.over:
+        parser.push(text[heard])
+        heard += 1
+    assert text[:heard].endswith("{}}}") and heard == text.rindex("}") + 1, "with the call, without waiting for the tag"
+    both = ToolParser(HERMES, NAMES)
+    both.push(text)
+    assert not both.over and not ToolParser(HERMES, NAMES, parallel=False).over
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""What the pages tell a reader to type against a server works, as it stands there but for the port."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running import Running, free_port, server
+from tests.test_docs import ADDRESS, ROOT, blocks
+
+NAME = "smollm2"  # what the pages call the model
+CURL = re.compile(r"^curl (?:.*\\\n)*.*$", re.MULTILINE)
+CURLS = [(page, found) for page in ("README.md", "docs/serving.md")
+         for b in blocks((ROOT / page).read_text()) for found in CURL.findall(b.body)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with server(tmp_path_factory.mktemp("named"), name=NAME) as found:
+        yield found
+
+
+def run(page: str, running: Running, rpc: int | None = None) -> list[str]:
+    """What each of the page's blocks of Python that need a server prints."""
+    said, namespace = [], {"__name__": "__main__"}
+    for block in blocks((ROOT / page).read_text()):
+        if block.kind == "python" and (page != "README.md" or ADDRESS in block.body):
+            code = block.body.replace(ADDRESS, f"127.0.0.1:{running.port}").replace("127.0.0.1:50051", f"127.0.0.1:{rpc}")
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(code, page, "exec"), namespace)
+            said.append(out.getvalue())
+    return said
+
+
+def test_the_readmes_python(named: Running) -> None:
+    (said,) = run("README.md", named)
+    assert said
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize(("page", "line"), CURLS, ids=[f"{page} {i}" for i, (page, _) in enumerate(CURLS)])
+def test_curl_lines(named: Running, page: str, line: str) -> None:
+    here = f"127.0.0.1:{named.port}"
+    argv = shlex.split(line.replace("\\\n", " ").replace(ADDRESS, here).replace("localhost:8000", here))
+    done = subprocess.run([*argv, "--silent", "--show-error", "--fail-with-body"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["choices"]
+
+
+def test_there_are_curl_lines() -> None:
+    assert {page for page, _ in CURLS} == {"README.md", "docs/serving.md"}
+
+
+@pytest.mark.slow
+def test_the_servers_page_with_the_embedded_model(tmp_path: Path) -> None:
+    """Some of its blocks are about what a model that can speak says."""
+    pytest.importorskip("grpc")
+    port = free_port()
+    engine = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 16}
+    with server(tmp_path, model=None, name=NAME, grpc_port=port, engine=engine) as running:
+        hello, person, tool, rpc = run("docs/serving.md", running, port)
+    assert hello and rpc and "name=" in person and "age=" in person and "get_weather" in tool
