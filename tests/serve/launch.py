@@ -1,5 +1,5 @@
-"""Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, and a loop
-that a SIGUSR2 blocks.
+"""Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, a loop
+that a SIGUSR2 blocks, and a tokenizer that hangs over a text that begins with HANG and panics over PANIC.
 
 python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_dump": 0.5}'
 """
@@ -15,11 +15,30 @@ from typing import Any
 from octavo.serve.config import ServeConfig
 from octavo.serve.limits import Limits
 from octavo.serve.server import Server
+from octavo.text.tokenizer import Tokenizer
+
+
+class Panic(BaseException):
+    """As native code raises it: no Exception."""
+
+
+def spoil(encode: Any) -> Any:
+    def faulty(self: Tokenizer, text: str, *args: Any, **options: Any) -> list[int]:
+        if text.startswith("HANG"):
+            time.sleep(3600)
+        if text.startswith("PANIC"):
+            raise Panic("a secret: /etc/passwd")
+        found: list[int] = encode(self, text, *args, **options)
+        return found
+
+    return faulty
 
 
 def main(port: str, text: str) -> None:
     options: dict[str, Any] = json.loads(text)
     program = options.pop("program", None)
+    if options.pop("faulty_text", False):
+        Tokenizer.encode = spoil(Tokenizer.encode)  # type: ignore[method-assign]
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
     if program is not None:
