@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from octavo.collect import Collector
+from octavo.errors import DeviceOutOfMemory
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
 from octavo.serve.admission import Queue
@@ -136,8 +137,12 @@ class Call:
         if collector.outputs[out.index].finish_reason is not None:
             return None  # ended by a stop string; the engine had not heard of it yet
         if out.finish_reason in ("error", "abort"):
-            mine = out.code is not None and out.error is not None
-            self.fail(ApiError(400, out.error or "", out.code, self.structure) if mine else errors.step_failed())
+            if out.code == DeviceOutOfMemory.code:
+                self.fail(errors.out_of_memory())
+            elif out.code is not None and out.error is not None:
+                self.fail(ApiError(400, out.error, out.code, self.structure))
+            else:
+                self.fail(errors.step_failed())
             return None
         stop = collector.take(out)
         if self._follow and collector.news:

@@ -76,6 +76,7 @@ class EngineSource(Source):
             "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
             "recomputed_tokens": (beat.recomputed_tokens, "Tokens computed again by those."),
             "engine_steps": (beat.steps, "Steps."),
+            "engine_steps_shrunk": (beat.shrunk, "Steps that were too large for the device's memory and were tried again."),
             "engine_starts": (client.supervisor.starts, "Engine processes started."),
             "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),
             "decode_tokens": (beat.decode_tokens, "Tokens computed one at a time."),
