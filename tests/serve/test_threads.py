@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
 from octavo.serve import threads as module
 from octavo.serve.errors import ApiError
 from octavo.serve.threads import Threads
 from octavo.serve.tokenize import TextWorker
-from tests.serve.running import Running, check_error, server
+from tests.serve.running import Running, check_error, events, server
 from tests.serve.test_streams import settled
 
 
@@ -126,4 +127,27 @@ def test_tokenizers_that_hang_starve_nobody(faulty: Running) -> None:
         assert time.monotonic() - begun < 1
     assert faulty.get("/livez").status_code == 200
     assert faulty.complete(prompt="x" * 700)["usage"]["completion_tokens"] == 4
+    settled(faulty)
+
+
+def test_text_that_cannot_be_made_of_tokens_ends_its_own_request_only(faulty: Running) -> None:
+    """After 200 was sent it is a typed error in the stream, with the usage so far; others in the same step get their tokens."""
+    body = {"prompt": [17, 17, 3], "max_tokens": 50, "ignore_eos": True, "temperature": 0}
+    other = {**body, "prompt": [18, 18, 3]}
+    alone = faulty.complete(**other)["choices"][0]["text"]
+
+    async def both() -> list[str]:
+        async with httpx.AsyncClient(base_url=faulty.url, timeout=30) as http:
+            more = {"stream": True, "stream_options": {"include_usage": True}}
+            bodies = [{**body, **more}, {**other, **more}] * 4
+            return [r.text for r in await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies))]
+
+    for k, text in enumerate(asyncio.run(both())):
+        found = events(text)
+        if k % 2:
+            assert "".join(e["choices"][0]["text"] for e in found if e["choices"]) == alone
+            continue
+        assert found[-1]["error"]["code"] == "internal_error" and found[-1]["error"]["type"] == "server_error"
+        assert found[-2]["usage"]["completion_tokens"] == 3 and "passwd" not in text
+    check_error(faulty.post("/v1/completions", body), 500, code="internal_error")
     settled(faulty)
