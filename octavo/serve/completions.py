@@ -25,6 +25,7 @@ from octavo.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
+
 @contextmanager
 def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Iterator[Call]:
     """A call within the limits of the caller's key. Every transport generates through here."""

@@ -274,3 +274,17 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
     assert quick[int(0.99 * len(quick))] <= 3, quick
     assert starved[int(0.99 * len(starved))] > 80, "what it is without"
     assert max(slowed) <= 1.4 * max(alone), (slowed, alone)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("host", [0, 20])
+def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are compared: what another prompt left under the same hash is a miss."""
+    monkeypatch.setattr("octavo.core.scheduler.chain", lambda parent, tokens: b"the same for all")
+    engine = make_engine(20, 4, rows=3, budget=24, depth=depth, host=host)
+    asked = [request(f"r{i % 5}", 14, max_tokens=6) for i in range(15)]
+    for i, r in enumerate(asked):
+        engine.add(Request(f"{r.id} {i}", r.prompt, r.params))
+    got = drain(engine)
+    assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [oracle.generate(r.prompt, r.params, 1) for r in asked]
+    assert engine.scheduler.count.cached_tokens < 15 * 4, "next to nothing can be found"
