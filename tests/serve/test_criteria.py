@@ -182,7 +182,7 @@ def test_no_error_tells_a_path_an_address_or_a_prompt(running: Running) -> None:
 
 CALLS = {"eval", "exec", "__import__", "execfile"}
 ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("os", "system"), ("os", "popen"), ("yaml", "load"), ("yaml", "unsafe_load"),
-              ("jit", "load"), ("np", "load"), ("numpy", "load"), ("multiprocessing", "Queue"), ("builtins", "compile")}  # fmt: skip
+              ("jit", "load"), ("np", "load"), ("numpy", "load"), ("builtins", "compile")}  # fmt: skip
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "code", "runpy"}
 KEYWORDS = {"shell": True, "allow_pickle": True, "trust_remote_code": True, "weights_only": False}
 

@@ -336,7 +336,7 @@ def test_leaving_while_blocks_are_brought_back(tmp_path: Path, tier: str) -> Non
         assert found[f"octavo:{name}"] > before[f"octavo:{name}"], "they left while something was brought"
         assert [slow.complete(**b)["choices"][0]["text"] for b in bodies] == want
         for _ in range(100):
-            found = slow.metrics()
+            found = settled(slow, 5)
             if found["octavo:kv_host_slots_busy"] == 0:
                 break
             time.sleep(0.05)
