@@ -58,7 +58,8 @@ ROUTES = [
                  "/nothing", "//v1/models", "/v1//models", "/v1/models/", "/v1/../v1/models", "/./v1/models", "/V1/MODELS",
                  "/v1/models%2f", "/%76%31/models", "/v1%2fmodels", "/livez%2f..%2fv1%2fmodels", "/livez/%2e%2e/v1/models",
                  "/health/../v1/dumps", "/livez;/v1/models", "/livez%00/v1/models", "/livez?/../v1/models#",
-                 "/livez%23/v1/models", "/livez.json", "/livez/v1/models", "/v1/models?x=/livez", "/metrics?livez", "/metrics;livez", "/metrics%20",
+                 "/livez%23/v1/models", "/livez.json",
+                 "/livez/v1/models", "/v1/models?x=/livez", "/metrics?livez", "/metrics;livez", "/metrics%20",
                  "http://localhost/v1/models", "http://localhost//livez/../v1/models", "/ws/generate")
 ] + [
     ("POST", path)
