@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import http.server
 import json
 import random
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -326,6 +328,37 @@ def test_a_hub_that_does_not_answer_costs_seconds_only(hub: Path, monkeypatch: p
         with pytest.raises(ModelNotFound, match="imeout|timed out"):
             open_checkpoint("org/name")
         assert time.monotonic() - started < 5
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    status = 401
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
+def test_a_hub_that_refuses_is_quoted_in_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(Refusing, "status", status)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        started = time.monotonic()
+        with pytest.raises(ModelNotFound) as caught:
+            open_checkpoint("org/name")
+        server.shutdown()
+    assert str(status) in str(caught.value) and "Ways to go on" in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - started < 5
 
 
 # ---- into the model ------------------------------------------------------------------------------------------
