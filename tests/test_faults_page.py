@@ -13,7 +13,7 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 @cache
-def tests_of(path: str) -> set[str]:
+def names_in(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
@@ -31,7 +31,7 @@ def test_every_line_names_a_test() -> None:
 
 def test_every_test_that_is_named_is_there() -> None:
     named = TEST.findall(PAGE)
-    assert [f"{path}::{name}" for path, name in named if not (ROOT / path).exists() or name not in tests_of(path)] == []
+    assert [f"{path}::{name}" for path, name in named if not (ROOT / path).exists() or name not in names_in(path)] == []
     assert len(set(named)) > 120
 
 

@@ -68,6 +68,7 @@ class EngineSource(Source):
             "kv_blocks_cached": (beat.blocks_cached, "KV blocks nobody holds whose content can be reused."),
             "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
             "kv_blocks_total": (loaded.num_blocks if loaded else 0, "All KV blocks: used, cached and free."),
+            "engine_recovery_seconds": (client.supervisor.recovery, "From an engine's end to the next one's being ready."),
             "engine_ready": (float(client.ready), "1 while requests are taken."),
         }
         counters: dict[str, tuple[float, str]] = {
