@@ -88,3 +88,4 @@ class ScheduleConfig:
     max_batch: int = 8  # requests of a batch, where batches form
     window: float = 0.02  # seconds that a batch forms, in mode "window"
     target: float = 0.05  # seconds from token to token, in mode "adaptive"
+    short_share: float = 0.25  # of a step: short prompts take it before longer ones that are being computed

@@ -57,3 +57,9 @@ class KVCorrupted(OctavoError):
 
 class NotEnoughMemory(OctavoError):
     """The weights or the smallest useful KV pool do not fit; the message names flag values that would."""
+
+
+class DeviceOutOfMemory(OctavoError):
+    """A step needs more memory than the device has left. A smaller one may do."""
+
+    code = "out_of_memory"

@@ -114,6 +114,7 @@ class LLM:
         max_batch: int = 8,
         window_ms: float = 20.0,
         target_ms: float = 50.0,
+        short_share: float = 0.25,
         record_trace: str | Path | None = None,
         kv_canary: bool = False,
         progress: bool | Callable[[float], None] = True,
@@ -131,6 +132,7 @@ class LLM:
         check_whole("max_batch", max_batch, 1)
         check_real("window_ms", window_ms, 0, 60_000)
         check_real("target_ms", target_ms, 0, 60_000, open_low=True)
+        check_real("short_share", short_share, 0, 1)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
@@ -181,6 +183,7 @@ class LLM:
             max_batch=max_batch,
             window=window_ms / 1e3,
             target=target_ms / 1e3,
+            short_share=short_share,
         )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0

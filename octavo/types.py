@@ -357,6 +357,7 @@ class Sequence:
     shared: int = 0  # leading tokens that it has from the sequence it was forked from
     beam: Beam | None = None
     lost: int = 0  # positions it had when it was preempted last
+    shrunk: bool = False  # alone it was too much for the device's memory, and is tried again in smaller steps
     guide: Guide | None = None  # at the last committed token
     asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed

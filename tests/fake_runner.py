@@ -3,7 +3,7 @@ so any mistake in blocks, copies, rows or order changes the tokens. Its results 
 
 Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as many steps as its dice say,
 and may fail, lose a record or never answer: then the fetch is reported late. A step may fail before it does anything, or
-after all of it."""
+after all of it; one that is too large for the memory does nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from octavo.errors import DeviceOutOfMemory
 from octavo.types import DiskNews, Fetch, NewRow, Plan, Save, StepResult, TokenLogprobs
 from tests import oracle
 
@@ -65,10 +66,13 @@ class FakeRunner:
         self.disk, self.dice = disk, random.Random(seed)
         self.ticks = 0
         self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
+        self.memory = 10**9  # tokens of the largest step
         self.saves: list[tuple[int, Save, int]] = []  # due, what, owner
         self.fetches: list[tuple[int, Fetch, int, bool]] = []  # due, what, owner, whether it ever comes
 
     def launch(self, plan: Plan) -> Handle:
+        if plan.num_tokens > self.memory:
+            raise DeviceOutOfMemory("Planted")
         rare = plan.fetches or plan.loads  # or such steps would hardly ever fail
         fails = self.failures > 0 and self.dice.random() < (4 if rare else 1) * self.failing
         self.failures -= fails

@@ -435,3 +435,28 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(llm: LLM, monkeypatch
     assert ids_of(llm.generate(["good"], params)) == want
     llm.engine.scheduler.check()
     assert blocks_in_use(llm) == 0
+
+
+def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=5, **GREEDY)
+    prompts = [[k] * 60 for k in range(1, 5)]
+    want = ids_of(llm.generate(prompts, params))
+    forward, most = llm.model.forward, 100
+
+    def tight(batch: Any, kv: Any) -> torch.Tensor:
+        if len(batch.ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB at 0xdeadbeef")
+        return forward(batch, kv)
+
+    monkeypatch.setattr(llm.model, "forward", tight)
+    scheduler = llm.engine.scheduler
+    scheduler.forget()
+    assert ids_of(llm.generate(prompts, params)) == want and scheduler.count.shrunk > 0
+    most = 0
+    scheduler.forget()
+    failed = llm.generate(prompts, params)
+    assert all(o.outputs[0].finish_reason == "error" and "no memory for a step" in (o.error or "") for o in failed)
+    most = 10**6
+    assert ids_of(llm.generate(prompts, params)) == want
+    scheduler.check()
+    assert blocks_in_use(llm) == 0

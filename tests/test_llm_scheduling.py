@@ -52,6 +52,7 @@ def test_an_urgent_stream_pauses_others() -> None:
         ({"max_batch": 0}, "max_batch", "at least 1"),
         ({"window_ms": -1}, "window_ms", "number in"),
         ({"target_ms": 0}, "target_ms", "number in"),
+        ({"short_share": 1.5}, "short_share", "number in"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(options: dict[str, Any], param: str, says: str) -> None:

@@ -179,6 +179,9 @@ def trial(
     assert isinstance(runner, FakeRunner)
     if dice.random() < 0.3:  # few, like the aborts
         runner.failing, runner.failures = 0.1, 2
+    memory = random.Random(f"memory {seed}")
+    if memory.random() < 0.15:
+        runner.memory = memory.randrange(1, 20)
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}

@@ -133,6 +133,9 @@ class EngineOptions(SizeOptions):
     ] = 8
     window_ms: Annotated[float, option("Time a batch forms (window).", "Scheduling", "X", show_default=True)] = 20.0
     target_ms: Annotated[float, option("Time from token to token (adaptive).", "Scheduling", "X", show_default=True)] = 50.0
+    short_share: Annotated[
+        float, option("Part of a step for short prompts that would wait for a long one.", "Scheduling", "0..1", show_default=True)
+    ] = 0.25
     record_trace: Annotated[
         Path | None, option("Write arrivals and lengths here, for octavo simulate.", "Scheduling", "FILE")
     ] = None
@@ -174,6 +177,7 @@ class EngineOptions(SizeOptions):
             max_batch=self.max_batch,
             window_ms=self.window_ms,
             target_ms=self.target_ms,
+            short_share=self.short_share,
             kv_canary=self.kv_canary,
             record_trace=None if self.record_trace is None else str(self.record_trace),
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.core.scheduler import Scheduler
+from octavo.errors import DeviceOutOfMemory
 from octavo.types import Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,11 @@ class Engine:
         return outputs
 
     def _fail(self, plan: Plan, e: BaseException) -> list[Output]:
-        """A step that raises ends the requests in it and nothing else. An interrupt goes on to whoever runs the loop."""
+        """A step that raises ends the requests in it and nothing else; one that is too large for the device's memory is tried
+        again in smaller ones. An interrupt goes on to whoever runs the loop."""
+        if isinstance(e, DeviceOutOfMemory):
+            log.warning("step %d: %s; its requests are tried again in smaller steps", plan.step, e)
+            return self.scheduler.shrink(plan, str(e), e.code)
         outputs = self.scheduler.fail(plan, f"{type(e).__name__}: {e}")
         if not isinstance(e, Exception):
             self._late += outputs

@@ -6,8 +6,9 @@ A sequence is in one of three places while it lives:
     prefilling   some known tokens are still to be computed           } RUNNING: it has a row and a block table
     decoding     every known token is computed or about to be         }
 
-plan() fills a token budget: decoding first, then prefilling, then whoever waits. Several plans may be in flight, so a
-plan looks at `planned` (where the sequence will be once they land) and commit() moves `computed` (where it is).
+plan() fills a token budget: decoding first, then prefilling, then whoever waits; but a share of it is for short prompts that
+would wait for a long one. Several plans may be in flight, so a plan looks at `planned` (where the sequence will be once they
+land) and commit() moves `computed` (where it is).
 
 All three are in the order of `Sequence.rank`, which the policy gives (policy.py); batching.py says when requests may begin.
 """
@@ -53,6 +54,7 @@ from octavo.types import (
 )
 
 by_rank = attrgetter("rank")
+RELAX = 200  # steps after which larger ones are tried again, when the device was short of memory
 LAST: Rank = (math.inf, sys.maxsize, 0)
 NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that of a text
 
@@ -69,6 +71,7 @@ class Counters:
     copies: int = 0
     dropped_blocks: int = 0  # that left a full cache
     preemptions: int = 0
+    shrunk: int = 0  # steps that were too large for the device's memory
     recomputed_tokens: int = 0  # computed again by those who were preempted
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
@@ -97,6 +100,8 @@ class Scheduler:
         self.vocab_size, self.eos_ids, self.seed = vocab_size, frozenset(eos_ids), seed
         self.policy, self.clock, self.form = find_policy(schedule.policy), clock, former(schedule)
         self.pace = Pace(schedule.target) if schedule.batching == "adaptive" else None
+        self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
+        self.relaxed = 0  # until this step
         self.batch: set[str] = set()  # requests that may begin, where batches form
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -203,12 +208,31 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """A step went wrong on the device: end every request it touched. Others never shared its writes."""
+        ids = {seq.request.id: None for seq in self._undo(plan)}
+        return [out for request_id in ids for out in self.abort(request_id, "error", error)]
+
+    def shrink(self, plan: Plan, error: str, code: str) -> list[Output]:
+        """A step was too large for the device's memory: what it touched is computed again in steps half as large. Who is alone in
+        such a step for the second time ends."""
+        touched = self._undo(plan)
+        self.count.shrunk += 1
+        self.cap, self.relaxed = max(min(self.cap, plan.num_tokens or self.cap) // 2, 1), self.count.steps + RELAX
+        for seq in touched:
+            self._preempt(seq)
+        if self.cap > 1 and len({seq.request.id for seq in touched}) > 1:
+            return []
+        again = {seq.request.id: None for seq in touched if seq.shrunk}
+        for seq in touched:
+            seq.shrunk = True
+        return [out for request_id in again for out in self.abort(request_id, "error", error, code)]
+
+    def _undo(self, plan: Plan) -> list[Sequence]:
+        """Nothing that a step was to bring is there. Returns the sequences that it was for, those that still wait for it."""
         if self.tiers is not None:
             self.tiers.fail(plan)
             self.tiers.land(plan, self.pool, loaded=False)
         touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
-        ids = {s.request.id: None for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}
-        return [out for request_id in ids for out in self.abort(request_id, "error", error)]
+        return list({seq: s for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}.values())
 
     # ---- plan --------------------------------------------------------------------------------------
 
@@ -225,6 +249,8 @@ class Scheduler:
         preemptions = self.count.preemptions
         self._fork(plan)
         left -= self._plan_decoding(plan)
+        if self.prefilling and self.waiting and self.count.preemptions == preemptions:
+            left -= self._plan_short(plan, left, before)
         stuck = False
         for seq in list(self.prefilling):
             if self.count.preemptions == preemptions:
@@ -262,7 +288,9 @@ class Scheduler:
 
     def _budget(self) -> int:
         """Tokens of a step. Where it adapts to a target: as many of prompts as let those who decode have their next in time."""
-        most = self.schedule.max_num_batched_tokens
+        if self.count.steps >= self.relaxed:
+            self.cap, self.relaxed = min(self.cap * 2, self.schedule.max_num_batched_tokens), self.count.steps + RELAX
+        most = self.cap
         if self.pace is None or not self.decoding:
             return most
         return len(self.decoding) + self.pace.chunk(most - len(self.decoding))
@@ -420,17 +448,28 @@ class Scheduler:
         formed = self.form is None or seq.request.id in self.batch
         return formed and not reported(seq) and (self.tiers is None or seq.asked != self.tiers.news)
 
-    def _plan_waiting(self, plan: Plan, left: int, before: Rank) -> int:
-        """Admit in order, up to this rank. Who shares most of a prompt with one that is being computed waits for that instead
-        of computing it again, and who has much of its prompt on disk waits for the disk; those behind need not wait for it.
-        Returns what is left of the budget."""
+    def _plan_short(self, plan: Plan, left: int, before: Rank) -> int:
+        """Short prompts do not wait for long ones that are being computed: those that fit whole into a share of the step come
+        first. Not where the long ones may need the memory. Returns the tokens they take."""
+        share = min(int(left * self.schedule.short_share), left - 1)
+        todo = [len(seq.tokens) - seq.planned for seq in self.prefilling]
+        if share < 1 or sum(todo) <= left - share:
+            return 0  # all fit
+        if len(self.pool.free) - sum(-(-num // self.pool.size) for num in todo) < share + len(self.decoding):
+            return 0
+        return share - self._plan_waiting(plan, share, before, whole=True)
+
+    def _plan_waiting(self, plan: Plan, left: int, before: Rank, whole: bool = False) -> int:
+        """Admit in order, up to this rank; of those that can be computed at once if `whole`. Who shares most of a prompt with one
+        that is being computed waits for that instead of computing it again, and who has much of its prompt on disk waits for the
+        disk; those behind need not wait for it. Returns what is left of the budget."""
         held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
         i = 0
         while i < len(self.waiting) and self.rows and left > 0:
             seq = self.waiting[i]
             if seq.rank >= before:
                 break
-            if not self._may_begin(seq):
+            if not self._may_begin(seq) or (whole and (seq.forks or len(seq.tokens) > left)):
                 i += 1
                 continue
             if held and self.pool.size < len(seq.tokens):
@@ -568,6 +607,7 @@ class Scheduler:
             if seq is None or item.epoch != seq.epoch:
                 continue
             seq.inflight -= 1
+            seq.shrunk = False
             seq.computed += item.num
             count.computed_tokens += item.num
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:

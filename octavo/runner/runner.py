@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from octavo.errors import DeviceOutOfMemory
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.runner.batch import gather, lay_out, only_last, watch
@@ -95,8 +96,17 @@ class Runner:
         if self.graphs is not None:
             self.graphs.capture_all()
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> StepHandle:
+        """Raises DeviceOutOfMemory if the step is too large for what is left of the device's memory."""
+        try:
+            return self._begin(plan)
+        except torch.OutOfMemoryError as error:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise DeviceOutOfMemory(f"no memory for a step of {plan.num_tokens} tokens") from error
+
+    @torch.inference_mode()
+    def _begin(self, plan: Plan) -> StepHandle:
         tiers = self.tiers
         if tiers is None:
             return self._launch(plan)

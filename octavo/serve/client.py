@@ -12,23 +12,27 @@ Every transport uses this and nothing below it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from types import TracebackType
 from typing import NamedTuple
 
 from octavo.collect import Collector, Until
+from octavo.errors import DeviceOutOfMemory
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
 from octavo.serve.admission import Queue
 from octavo.serve.config import ServeConfig
-from octavo.serve.errors import ApiError
+from octavo.serve.errors import ApiError, api_error
 from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.serve.suspects import Suspects, fingerprint
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request
+
+log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -136,8 +140,12 @@ class Call:
         if collector.outputs[out.index].finish_reason is not None:
             return None  # its text was over; the engine had not heard of it yet
         if out.finish_reason in ("error", "abort"):
-            mine = out.code is not None and out.error is not None
-            self.fail(ApiError(400, out.error or "", out.code, self.structure) if mine else errors.step_failed())
+            if out.code == DeviceOutOfMemory.code:
+                self.fail(errors.out_of_memory())
+            elif out.code is not None and out.error is not None:
+                self.fail(ApiError(400, out.error, out.code, self.structure))
+            else:
+                self.fail(errors.step_failed())
             return None
         stop = collector.take(out)
         if self._follow and collector.news:
@@ -320,7 +328,12 @@ class EngineClient:
         call, which = found
         collector = call.collectors[which]
         self.metrics.tokens(collector, out, now)
-        stop = call.take(which, out)
+        try:
+            stop = call.take(which, out)
+        except BaseException as error:  # a panic in a library's native code too: others' news are still to be read
+            log.exception("the text of request %s cannot be made", out.request_id)
+            call.fail(api_error(RuntimeError(str(error))))
+            return
         if stop is not None:
             self.supervisor.send(Stop(out.request_id, stop))
         if collector.finished:

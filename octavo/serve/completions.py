@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from octavo.serve.replies import ChunkWriter, Shape
 from octavo.serve.tools import read_tools
 from octavo.serve.validate import Prepared
 from octavo.types import SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -240,7 +243,9 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
         error = api_error(e)
         if error.code != "client_gone":
             front.metrics.rejections.labels(error.code or error.type).inc()
-        await exchange.write(replies.error_event(error.encode()), last=True)
+        if error.status == 500 and error is not e:
+            log.exception("request %s failed in its stream", exchange.caller.id)
+        await exchange.write(writer.end(call.collectors, 0 if shape.prompt_only else None, error.encode()), last=True)
     finally:
         if timer is not None:
             timer.cancel()

@@ -250,6 +250,7 @@ class EngineLoop:
             *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else (0, 0, 0.0)),
             self.checks,
             self.check_failures,
+            count.shrunk,
         )
 
 

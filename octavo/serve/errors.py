@@ -113,6 +113,11 @@ def step_failed() -> ApiError:
     return ApiError(500, "the computation failed for this request; others go on", "engine_error", retry_after=0.5)
 
 
+def out_of_memory() -> ApiError:
+    return ApiError(503, "the device's memory did not suffice for this request, in smaller steps neither: try again later, or "
+                    "shorten it", "out_of_memory", retry_after=5.0)  # fmt: skip
+
+
 def poisoned() -> ApiError:
     return ApiError(500, "this request failed the engine again and again: it is not tried any more for a while", "poison_request")
 

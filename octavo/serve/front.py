@@ -22,7 +22,7 @@ class Front:
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
-        self.text = TextWorker(config.tokenizer_threads)
+        self.text = TextWorker(config.tokenizer_threads, config.limits.text_seconds)
         self.created = int(time.time())
 
     @property

@@ -20,6 +20,7 @@ CLIENTS = 64  # at a time
 
 class HealthServer(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # the library's 5 let a crowd of connections cost a probe a second
 
     def __init__(self, address: tuple[str, int], seen: Seen):
         self.seen, self.room = seen, threading.BoundedSemaphore(CLIENTS)

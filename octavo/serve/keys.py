@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import time
 import tomllib
@@ -91,6 +92,17 @@ class Key:
             self.tokens.take(tokens)
 
 
+def network(address: str) -> str:
+    """Who has one IPv6 address has a whole network of them: all count as one."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
 def limited(what: str, wait: float) -> ApiError:
     return ApiError(429, f"this key allows {what}: try again later", "rate_limit_exceeded", retry_after=wait)
 
@@ -117,6 +129,7 @@ class Keys:
         """Whose key it is. Raises 401, or 429 after many failures from one address."""
         if not self.found:
             return None
+        address = network(address)
         failed = self._failed.get(address)
         if failed is not None and (wait := failed.wait()):
             raise ApiError(429, "too many wrong keys from this address: try again later", "too_many_failures", retry_after=wait)
@@ -128,8 +141,8 @@ class Keys:
                 match = one
         if match is None or scheme.lower() != "bearer":
             if header:
-                if len(self._failed) >= MAX_ADDRESSES:
-                    self._failed.clear()
+                if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
+                    self._failed.pop(next(iter(self._failed)))
                 self._failed.setdefault(address, Bucket(self.limits.failed_logins)).take()
             what = "the API key is not valid" if header else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, what, "invalid_api_key")

@@ -14,6 +14,7 @@ class Limits:
     headers: int = 256
     header_seconds: float = 10.0
     body_seconds: float = 30.0
+    text_seconds: float = 10.0  # to tokenise a text, or to render a chat
     send_seconds: float = 20.0  # a client that reads nothing for so long is left
     connections: int = 4096  # of gRPC as many again, and calls in all
     messages: int = 4096

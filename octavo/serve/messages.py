@@ -134,6 +134,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     guide_seconds: float = 0.0  # of compiling
     checks: int = 0  # of the scheduler's invariants
     check_failures: int = 0
+    shrunk: int = 0  # steps that were too large for the device's memory
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

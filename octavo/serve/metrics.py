@@ -72,6 +72,7 @@ class EngineSource(Source):
             "kv_blocks_cached": (beat.blocks_cached, "KV blocks nobody holds whose content can be reused."),
             "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
             "kv_blocks_total": (loaded.num_blocks if loaded else 0, "All KV blocks: used, cached and free."),
+            "engine_recovery_seconds": (client.supervisor.recovery, "From an engine's end to the next one's being ready."),
             "engine_ready": (float(client.ready), "1 while requests are taken."),
         }
         counters: dict[str, tuple[float, str]] = {
@@ -80,6 +81,7 @@ class EngineSource(Source):
             "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
             "recomputed_tokens": (beat.recomputed_tokens, "Tokens computed again by those."),
             "engine_steps": (beat.steps, "Steps."),
+            "engine_steps_shrunk": (beat.shrunk, "Steps that were too large for the device's memory and were tried again."),
             "engine_starts": (client.supervisor.starts, "Engine processes started."),
             "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),
             "decode_tokens": (beat.decode_tokens, "Tokens computed one at a time."),

@@ -59,10 +59,6 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def error_event(error: bytes) -> bytes:
-    return event(error) + DONE
-
-
 # ---- logprobs -------------------------------------------------------------------------------------------
 
 
@@ -279,10 +275,12 @@ class ChunkWriter:
             tail = b'],"usage":' + encode(usage_of(collectors)) + b"}\n\n"
         return self._head + encode(choice) + tail
 
-    def end(self, collectors: list[Collector], generated: int | None = None) -> bytes:
-        if self.usage is None:
-            return DONE
-        return self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n" + DONE
+    def end(self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None) -> bytes:
+        """The last events. Who asked for usage gets it before an error, too: clients read no further than that."""
+        usage = b""
+        if self.usage is not None:
+            usage = self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n"
+        return usage + (b"" if error is None else event(error)) + DONE
 
 
 def _call_delta(new: CallDelta) -> dict[str, Any]:

@@ -103,6 +103,8 @@ class Supervisor:
         self.beat = Beat()
         self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
         self.stalled = False
+        self.recovery = 0.0  # seconds from an engine's end to the next one's being ready, the last time
+        self._lost: float | None = None  # when the engine ended, until the next is ready
         self.dumps: list[dict[str, Any]] = []  # the last few, for whoever asks
         self.process: asyncio.subprocess.Process | None = None
         self._link: FrontLink | None = None
@@ -171,6 +173,8 @@ class Supervisor:
                 link.close()
                 self._enter("down")
                 self.stalled = False
+                if self._lost is None:
+                    self._lost = time.monotonic()
                 self.on_loss()
 
     def _take(self, message: ToFront) -> None:
@@ -191,6 +195,9 @@ class Supervisor:
                 self.loaded = message
             if isinstance(message, Ready):
                 self._enter("ready")
+                if self._lost is not None:
+                    self.recovery, self._lost = now - self._lost, None
+                    log.warning("the engine is ready again, after %.1f s", self.recovery)
         self.on_message(message)
 
     def _enter(self, phase: str, fraction: float | None = None) -> None:

@@ -1,16 +1,15 @@
-"""Text to tokens off the event loop: a few threads (the tokenizer lets go of the GIL), and no work on what cannot fit.
+"""Text to tokens off the event loop, in a few threads (the tokenizer lets go of the GIL), and no work on what cannot fit.
 
 A text of B bytes makes at least B / (bytes of the longest token) tokens, so one that is far too long is refused unread.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from octavo.errors import ContextLengthExceeded, InvalidRequest
+from octavo.serve.threads import Threads
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.tokenizer import Tokenizer
 
@@ -21,17 +20,23 @@ INLINE = 512  # characters that are tokenised faster than a thread takes over
 class TextWorker:
     """`context`: the longest prompt that any request may have, in tokens."""
 
-    def __init__(self, threads: int):
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
+    def __init__(self, threads: int, seconds: float):
+        self.threads = Threads(threads, seconds, "tokenise")
         self._longest: tuple[Tokenizer | None, int] = None, 1
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     async def run(self, size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        if size <= INLINE:
+        if size > INLINE:
+            found: T = await self.threads.run(lambda: work(*args, **options))
+            return found
+        try:
             return work(*args, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args, **options))
+        except (Exception, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in a library's native code is no Exception
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def check_size(self, tokenizer: Tokenizer, size: int, context: int) -> None:
         """Refuse text of so many bytes that it must have more tokens than the context."""

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from octavo.types import Guide, StructuredOutputs
 
 DEADLINE = 5.0  # seconds that one compilation may take
 THREADS = 2
+MOST_LOST = 6  # threads that took longer and were replaced; beyond that, what comes waits for one of them
 CACHE_BYTES = 256 * 2**20
 # What a compiled grammar takes cannot be asked. Seen: up to 155 bytes for each character of its text, most far less. And it
 # grows: all copies share one lexer, which remembers every state that a text of theirs has met, some 700 bytes each. Most grammars
@@ -54,7 +56,8 @@ class Guides:
         self._known: OrderedDict[tuple[str, str], Compilation] = OrderedDict()  # the latest used last
         self._lock = threading.Lock()  # of what threads write: the counts, and these
         self._jobs: deque[Compilation] = deque()
-        self._threads = 0
+        self._running: set[Compilation] = set()
+        self._threads = self._lost = 0
 
     def compile(self, spec: StructuredOutputs) -> Guide:
         work = self.start(spec)
@@ -71,37 +74,54 @@ class Guides:
             self.hits += 1
             self._known[key] = work
             return work
-        work = self._known[key] = Compilation(spec, COST + COST_PER_CHAR * len(key[1]))
+        work = self._known[key] = Compilation(spec, COST + COST_PER_CHAR * len(key[1]), self._relieve)
         size = sum(one.size for one in self._known.values())
         while size > CACHE_BYTES and len(self._known) > 1:
             size -= self._known.popitem(last=False)[1].size
         with self._lock:
             self._jobs.append(work)
-            if self._threads < THREADS:
-                self._threads += 1
-                threading.Thread(target=self._work, name="guides", daemon=True).start()
+            self._hire()
         return work
 
+    def _hire(self) -> None:
+        """One more thread, if there is work for it."""
+        if self._jobs and self._threads < THREADS:
+            self._threads += 1
+            threading.Thread(target=self._work, name="guides", daemon=True).start()
+
+    def _relieve(self) -> None:
+        """What takes too long, though a thread cannot be ended, gives its place to another, so that others' work goes on."""
+        with self._lock:
+            for work in [work for work in self._running if work.late and not work.lost][: MOST_LOST - self._lost]:
+                work.lost = True
+                self._lost, self._threads = self._lost + 1, self._threads - 1
+            self._hire()
+
     def _work(self) -> None:
-        """A thread's life: until there is nothing left to do."""
+        """A thread's life: until there is nothing left to do, or it was given up."""
         while True:
             with self._lock:
                 if not self._jobs:
                     self._threads -= 1
                     return
                 work = self._jobs.popleft()
+                self._running.add(work)
             try:
                 vocabulary = self._get_vocabulary()
                 work.started = time.monotonic()
                 work.guide = build(vocabulary, work.spec, -(-self._vocab_size // 32) * 4)
             except InvalidRequest as error:
                 work.error = error
-            except Exception as error:  # of the library: whatever it is, somebody waits for an answer
+            except BaseException as error:  # of the library, panics too: whatever it is, somebody waits for an answer
                 work.error = refused(work.spec, str(error))
             with self._lock:
                 self.compiled += 1
                 self.seconds += time.monotonic() - (work.started or time.monotonic())
-            work.done.set()
+                self._running.discard(work)
+                self._lost -= work.lost
+                work.done.set()
+            if work.lost:
+                return
 
     def _get_vocabulary(self) -> Any:
         with self._building:
@@ -113,9 +133,11 @@ class Guides:
 class Compilation:
     """A guide on its way. Others than its thread only read it."""
 
-    def __init__(self, spec: StructuredOutputs, cost: int):
+    def __init__(self, spec: StructuredOutputs, cost: int, relieve: Callable[[], None]):
         self.spec, self.cost = spec, cost
         self.started: float | None = None  # None: it waits for a thread
+        self.lost = False  # its thread was given up
+        self._relieve = relieve
         self.done = threading.Event()
         self.guide: LLGuide | None = None
         self.error: InvalidRequest | None = None
@@ -129,13 +151,18 @@ class Compilation:
     def worn(self) -> bool:
         return self.guide is not None and (self.guide.use.failed or self.guide.use.tokens > WORN)
 
+    @property
+    def late(self) -> bool:
+        return self.started is not None and time.monotonic() - self.started > DEADLINE
+
     def poll(self) -> Guide | None:
         """None: not yet. One that is late goes on, and may be there when it is asked for again."""
         if self.done.is_set():
             if self.error is not None:
                 raise InvalidRequest(str(self.error), self.error.param, self.error.code)
             return self.guide
-        if self.started is not None and time.monotonic() - self.started > DEADLINE:
+        self._relieve()
+        if self.late:
             raise InvalidRequest(
                 f"{NAMES[self.spec.kind]} was not compiled within {DEADLINE:g} s: simplify it",
                 "structured_outputs",

@@ -214,3 +214,77 @@ def test_a_failing_step_ends_its_requests_and_the_rest_go_on(depth: int, when: s
         for (name, index), tokens in got.items():
             want = oracle.generate(asked[int(name[1:])].prompt, asked[int(name[1:])].params, 1, index)
             assert tokens == (want if (name, index) not in failed else want[: len(tokens)])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int) -> None:
+    """Nobody ends, every token is right, and larger steps are tried again later."""
+    engine = make_engine(60, 4, rows=8, budget=40, depth=depth)
+    engine.runner.memory = 12  # type: ignore[attr-defined]
+    asked = [request(f"r{i}", 20, max_tokens=30, n=1 + i % 2) for i in range(6)]
+    for r in asked:
+        engine.add(r)
+    got = drain(engine)
+    assert got == {(r.id, k): oracle.generate(r.prompt, r.params, 1, k) for r in asked for k in range(r.params.width)}
+    count = engine.scheduler.count
+    assert 0 < count.shrunk < 10 and engine.scheduler.cap <= 12
+    engine.runner.memory = 1000  # type: ignore[attr-defined]
+    for i in range(80):
+        engine.add(request(f"later{i}", 3, max_tokens=40))
+    drain(engine, 10_000)
+    assert engine.scheduler.cap == 40
+
+
+def test_what_is_too_large_alone_is_tried_once_more_and_then_ends() -> None:
+    engine = make_engine(60, 4, rows=4, budget=16, depth=1)
+    engine.runner.memory = 3  # type: ignore[attr-defined]
+    engine.add(request("large", 20))
+    assert engine.step() == [] and engine.scheduler.count.shrunk == 1, "tried again"
+    (out,) = engine.step()
+    assert out.finish_reason == "error" and out.code == "out_of_memory"
+    assert engine.idle and len(engine.scheduler.pool.free) == 60
+    engine.add(request("small", 2, max_tokens=5))
+    assert drain(engine) == {("small", 0): oracle.generate(request("small", 2).prompt, request("small", 2, 5).params, 1)}
+
+
+def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
+    """Steps to the first token of prompts of one token that come one a step, while three of 1,000 tokens are computed; and of
+    those."""
+    engine = make_engine(600, 16, rows=16, budget=32, depth=2, max_len=2000, short_share=share)
+    for i in range(3):
+        engine.add(request(f"long{i}", 1000, max_tokens=1))
+    came: dict[str, int] = {f"long{i}": 0 for i in range(3)}
+    first: dict[str, int] = {}
+    for step in range(2000):
+        if step < shorts:
+            came[f"short{step}"] = step
+            engine.add(request(f"short{step}", 1, max_tokens=2))
+        for out in engine.step():
+            first.setdefault(out.request_id, step)
+        engine.scheduler.check()
+        if engine.idle:
+            break
+    took = {name: first[name] - when for name, when in came.items()}
+    return sorted(t for n, t in took.items() if n.startswith("short")), [took[f"long{i}"] for i in range(3)]
+
+
+def test_short_prompts_do_not_wait_for_long_ones() -> None:
+    """The 99th percentile of their first tokens is a few steps, and the long ones lose no more than the share."""
+    (quick, slowed), (starved, alone) = waits(0.25), waits(0.0)
+    assert quick[int(0.99 * len(quick))] <= 3, quick
+    assert starved[int(0.99 * len(starved))] > 80, "what it is without"
+    assert max(slowed) <= 1.4 * max(alone), (slowed, alone)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("host", [0, 20])
+def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are compared: what another prompt left under the same hash is a miss."""
+    monkeypatch.setattr("octavo.core.scheduler.chain", lambda parent, tokens: b"the same for all")
+    engine = make_engine(20, 4, rows=3, budget=24, depth=depth, host=host)
+    asked = [request(f"r{i % 5}", 14, max_tokens=6) for i in range(15)]
+    for i, r in enumerate(asked):
+        engine.add(Request(f"{r.id} {i}", r.prompt, r.params))
+    got = drain(engine)
+    assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [oracle.generate(r.prompt, r.params, 1) for r in asked]
+    assert engine.scheduler.count.cached_tokens < 15 * 4, "next to nothing can be found"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import http.server
 import json
 import random
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from octavo.model import load
 from octavo.model.base import CausalLM, Slot, build, registry
 from octavo.model.checkpoint import DTYPES, Checkpoint, StoredTensor, open_directory, open_safetensors, read_header
 from octavo.model.load import dummy_weights, load_model, load_weights, open_checkpoint
+from octavo.text.tokenizer import Tokenizer
 
 CONFIG = {"architectures": ["ToyForCausalLM"], "eos_token_id": 1, "torch_dtype": "float32"}
 SHAPES = {"embed.weight": (10, 4), "q.weight": (4, 4), "kv.weight": (8, 4), "proj.weight": (4, 6), "norm.weight": (4,)}
@@ -328,6 +331,37 @@ def test_a_hub_that_does_not_answer_costs_seconds_only(hub: Path, monkeypatch: p
         assert time.monotonic() - started < 5
 
 
+class Refusing(http.server.BaseHTTPRequestHandler):
+    status = 401
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
+def test_a_hub_that_refuses_is_quoted_in_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(Refusing, "status", status)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        started = time.monotonic()
+        with pytest.raises(ModelNotFound) as caught:
+            open_checkpoint("org/name")
+        server.shutdown()
+    assert str(status) in str(caught.value) and "Ways to go on" in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - started < 5
+
+
 # ---- into the model ------------------------------------------------------------------------------------------
 
 
@@ -487,3 +521,59 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(UnknownArchitecture, match="MysteryModel"):
         load_model(CONFIG | {"architectures": ["MysteryModel"]}, ops=NO_OPS, load_format="dummy")
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
+    """auto_map in both configs, names of modules that are files beside them, a class that does not exist elsewhere."""
+    write_directory(tmp_path, weights())
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\nclass Model: pass\n"
+    for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py", "conftest.py"):
+        (tmp_path / name).write_text(trap)
+    maps = {
+        "AutoConfig": "configuration.Model",
+        "AutoModelForCausalLM": "modeling.Model",
+        "AutoTokenizer": ["tokenization.Model"] * 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"auto_map": maps}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": maps, "tokenizer_class": "Model"}))
+    model, _ = load_model(str(tmp_path), ops=NO_OPS, progress=False)
+    assert isinstance(model, Toy)
+    with pytest.raises(UnknownArchitecture, match="EvilModel"):
+        config = CONFIG | {"auto_map": maps, "architectures": ["EvilModel"]}
+        load_model(str(write_directory(tmp_path, weights(), config)), ops=NO_OPS, progress=False)
+    with pytest.raises(ModelError):
+        Tokenizer.from_directory(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.model.checkpoint.MAX_TENSORS", 1000)
+    many = {f"t{i}": entry(0, 0) for i in range(1001)}
+    with pytest.raises(CheckpointError, match="1001 tensors, more than 1000"):
+        read_header(write_raw(tmp_path / "many.safetensors", many))
+
+
+@pytest.mark.slow
+def test_a_million_tensors_cost_seconds_and_little_memory(tmp_path: Path) -> None:
+    """The most that is read at all, and one more: which is refused."""
+    one = b'"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    for count in (1_000_000, 1_000_001):
+        header = b"{" + b",".join(b'"t%d":{%b' % (i, one) for i in range(count)) + b"}"
+        path = write_raw(tmp_path / "many.safetensors", header)
+        begun = time.monotonic()
+        if count > 1_000_000:
+            with pytest.raises(CheckpointError, match="more than 1000000"):
+                read_header(path)
+        else:
+            assert len(read_header(path)) == count
+        assert time.monotonic() - begun < 30
+
+
+def test_weights_of_another_dtype_are_converted_and_unknown_ones_refused(tmp_path: Path) -> None:
+    given = {name: tensor.half() for name, tensor in weights().items()}
+    model, _ = load_model(str(write_directory(tmp_path, given)), ops=NO_OPS, progress=False)
+    assert (
+        isinstance(model, Toy) and model.embed.dtype == torch.float32 and torch.equal(model.embed, given["embed.weight"].float())
+    )
+    with pytest.raises(ModelError, match="dtype is auto, .*not 'int4'"):
+        load_model(str(write_directory(tmp_path, given, CONFIG | {"torch_dtype": "int4"})), ops=NO_OPS, progress=False)

@@ -298,3 +298,12 @@ def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
         env={**os.environ, "OCTAVO_CPU_ISA": isa}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+def test_where_kernels_cannot_be_kept_is_noticed(tmp_path: Path) -> None:
+    """They are compiled into a directory that is gone afterwards, instead of the server's not starting."""
+    from octavo.ops.cpu.workers import writable
+
+    assert writable(tmp_path / "new" / "place") and (tmp_path / "new" / "place").is_dir()
+    (tmp_path / "file").write_text("")
+    assert not writable(tmp_path / "file" / "place") and not writable(Path("/proc/no/such/place"))

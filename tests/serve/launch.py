@@ -1,5 +1,6 @@
-"""Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, and a loop
-that a SIGUSR2 blocks.
+"""Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, a loop
+that a SIGUSR2 blocks, and a tokenizer that hangs over a text that begins with HANG and panics over PANIC, and over the fourth
+token after a prompt that begins with the token 17 twice.
 
 python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_dump": 0.5}'
 """
@@ -12,14 +13,46 @@ import sys
 import time
 from typing import Any
 
+from octavo.collect import Collector
 from octavo.serve.config import ServeConfig
 from octavo.serve.limits import Limits
 from octavo.serve.server import Server
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import Output
+
+
+class Panic(BaseException):
+    """As native code raises it: no Exception."""
+
+
+def spoil(encode: Any) -> Any:
+    def faulty(self: Tokenizer, text: str, *args: Any, **options: Any) -> list[int]:
+        if text.startswith("HANG"):
+            time.sleep(3600)
+        if text.startswith("PANIC"):
+            raise Panic("a secret: /etc/passwd")
+        found: list[int] = encode(self, text, *args, **options)
+        return found
+
+    return faulty
+
+
+def spoil_text(take: Any) -> Any:
+    def faulty(self: Collector, out: Output) -> bool:
+        if self.request.prompt[:2] == [17, 17] and len(self.outputs[0].token_ids) == 3:
+            raise Panic("a secret: /etc/passwd")
+        found: bool = take(self, out)
+        return found
+
+    return faulty
 
 
 def main(port: str, text: str) -> None:
     options: dict[str, Any] = json.loads(text)
     program = options.pop("program", None)
+    if options.pop("faulty_text", False):
+        Tokenizer.encode = spoil(Tokenizer.encode)  # type: ignore[method-assign]
+        Collector.take = spoil_text(Collector.take)  # type: ignore[method-assign]
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
     if program is not None:

@@ -183,7 +183,9 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
 
     metrics = Metrics("octavo", "m")
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
-        supervisor=SimpleNamespace(beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1, loaded=None),
+        supervisor=SimpleNamespace(
+            beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1, recovery=0.0, loaded=None
+        ),
         queue=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,

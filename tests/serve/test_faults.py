@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 from octavo.serve.health import STUCK, HealthServer
 from octavo.serve.lag import Seen
 from tests.serve.running import Running, check_error, events, free_port, server
+from tests.serve.test_streams import leave, settled
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -243,11 +247,15 @@ def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_p
             time.sleep(0.01)
         assert slowest < 0.3 and late > 1, (slowest, late)
         assert front.get("/livez").status_code == 200, "the other one waits for the loop"
-        assert "the event loop has been blocked" in front.log.read_text()
+        time.sleep(0.3)
+        assert front.metrics()["octavo:event_loop_lag_seconds"] > 1
+        log = front.log.read_text()
+        assert "the event loop has been blocked" in log and "launch.py" in log, "and where it stands"
+        asked = time.monotonic()
         for _ in range(100):  # who connects and says nothing keeps nobody out for long
             idle = socket.create_connection(("127.0.0.1", port))
             idle.close()
-        assert http.get("/livez").status_code == 200
+        assert http.get("/livez").status_code == 200 and time.monotonic() - asked < 3, "a crowd does not hold up a probe"
 
 
 def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
@@ -286,3 +294,53 @@ def test_a_deadline_in_a_stream_is_a_typed_error_before_the_end(running: Running
         assert events(reply.text)[-1]["error"]["code"] == "deadline_exceeded"
     else:
         check_error(reply, 504, code="deadline_exceeded")
+
+
+def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Running) -> None:
+    """Cancelling is idempotent, ends that stream and no other, and a label that clients share never crosses streams."""
+    body = {"max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True, "request_id": "same"}
+    prompts = [[k] * 20 for k in (1, 2, 3)]
+
+    def text(found: list[dict[str, Any]]) -> str:
+        return "".join(e["choices"][0]["text"] for e in found if e.get("choices"))
+
+    alone = [text(events(running.post(TEXT, {**body, "prompt": p}).text)) for p in prompts]
+    with contextlib.ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=running.url))
+        open_ = [stack.enter_context(http.stream("POST", TEXT, json={**body, "prompt": p})) for p in prompts]
+        ids = [reply.headers["x-request-id"] for reply in open_]
+        assert len(set(ids)) == 3
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(lambda _: httpx.post(f"{running.url}/v1/requests/{ids[1]}/cancel"), range(8)))
+        assert {r.status_code for r in replies} == {200} and sum(r.json()["cancelled"] for r in replies) >= 1
+        check_error(running.post("/v1/requests/same/cancel", None), 404)
+        found = [events(reply.read().decode()) for reply in open_]
+    assert text(found[0]) == alone[0] and text(found[2]) == alone[2]
+    assert alone[1].startswith(text(found[1])) and found[1][-1]["error"]["code"] == "cancelled"
+    settled(running)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_leaving_while_blocks_are_brought_back(tmp_path: Path, tier: str) -> None:
+    """From host memory or from disk, each block slowly: blocks and slots come back, and the next one gets the same tokens."""
+    engine = {"num_gpu_blocks_override": 40, "swap_space": 1 / 1024, "max_model_len": 512}
+    if tier == "disk":
+        engine |= {"kv_disk_path": str(tmp_path / "kv"), "swap_space": 24 * 4096 / 2**30}  # host memory for half a prompt only
+    with server(tmp_path, engine=engine, program="tests.serve.slow_tiers_engine") as slow:
+        bodies = [{"prompt": [k] * 400, "max_tokens": 8, "ignore_eos": True, "temperature": 0} for k in range(1, 4)]
+        want = [slow.complete(**b)["choices"][0]["text"] for b in bodies]
+        before = slow.metrics()
+        for k in range(9):
+            asyncio.run(leave(slow.port, {**bodies[k % 3], "stream": k % 2 == 0}, 0.01 * (k + 1), None))
+        found = settled(slow, 5)
+        name = "kv_tier_loads_total" if tier == "host" else "kv_tier_fetches_total"
+        assert found[f"octavo:{name}"] > before[f"octavo:{name}"], "they left while something was brought"
+        assert [slow.complete(**b)["choices"][0]["text"] for b in bodies] == want
+        for _ in range(100):
+            found = settled(slow, 5)
+            if found["octavo:kv_host_slots_busy"] == 0:
+                break
+            time.sleep(0.05)
+        assert found["octavo:kv_host_slots_busy"] == 0 and found["octavo:invariant_failures_total"] == 0
+        parts = [found[f"octavo:kv_blocks_{state}"] for state in ("used", "cached", "free")]
+        assert parts[0] == 0 and sum(parts) == 40

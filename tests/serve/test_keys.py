@@ -55,7 +55,12 @@ ROUTES = [
     ("GET", path)
     for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/version", "/v1/limits", "/openapi.json",
                  "/docs", "/", "/v1/dumps", "//livez", "/livez/", "/LIVEZ", "/readyz%2f..%2fmetrics", "/livez/../metrics",
-                 "/nothing")
+                 "/nothing", "//v1/models", "/v1//models", "/v1/models/", "/v1/../v1/models", "/./v1/models", "/V1/MODELS",
+                 "/v1/models%2f", "/%76%31/models", "/v1%2fmodels", "/livez%2f..%2fv1%2fmodels", "/livez/%2e%2e/v1/models",
+                 "/health/../v1/dumps", "/livez;/v1/models", "/livez%00/v1/models", "/livez?/../v1/models#",
+                 "/livez%23/v1/models", "/livez.json",
+                 "/livez/v1/models", "/v1/models?x=/livez", "/metrics?livez", "/metrics;livez", "/metrics%20",
+                 "http://localhost/v1/models", "http://localhost//livez/../v1/models", "/ws/generate")
 ] + [
     ("POST", path)
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/batch_generate", "/tokenize", "/detokenize",
@@ -66,8 +71,38 @@ ROUTES = [
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_without_a_key_every_route_is_closed(locked: Running, method: str, path: str) -> None:
     reply = raw(locked.port, http_request(path, b"{}", "Connection: close", method=method))
+    if reply.startswith(b"HTTP/1.1 200"):  # what stands after the ? is no part of the path: that is the probe, and says no more
+        assert path.partition("?")[0] == "/livez" and b'"data"' not in reply
+        return
     assert reply.startswith(b"HTTP/1.1 401"), reply[:200]
     assert b"www-authenticate: Bearer" in reply and b"x-request-id: req_" in reply
+    assert b"tiny" not in reply
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ["X-Original-URL: /livez"],
+        ["X-Rewrite-URL: /livez"],
+        ["X-HTTP-Method-Override: GET"],
+        ["X-Forwarded-For: 127.0.0.1", "X-Forwarded-Host: localhost", "X-Forwarded-Prefix: /livez"],
+        ["Authorization: Bearer"],
+        [f"Authorization: bearer\t{ALICE}"],
+        [f"Proxy-Authorization: Bearer {ALICE}"],
+        [f"X-Api-Key: {ALICE}"],
+        [f"Cookie: key={ALICE}"],
+    ],
+)
+def test_other_headers_open_nothing(locked: Running, headers: list[str]) -> None:
+    reply = raw(locked.port, http_request("/v1/models", b"", *headers, "Connection: close", method="GET"))
+    assert reply.startswith(b"HTTP/1.1 401"), reply[:200]
+
+
+def test_two_keys_in_one_request_open_nothing_that_one_does_not(locked: Running) -> None:
+    for pair in ((f"Bearer {ALICE}", f"Bearer {ROOT}"), ("Bearer wrong-0123456789", f"Bearer {ROOT}")):
+        headers = [f"Authorization: {value}" for value in pair]
+        reply = raw(locked.port, http_request("/v1/dumps", b"", *headers, "Connection: close", method="GET"))
+        assert reply.startswith((b"HTTP/1.1 401", b"HTTP/1.1 403")), reply[:200]
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/health"])
@@ -174,6 +209,55 @@ def test_guessing_is_slowed_down() -> None:
         keys.check(f"Bearer {ALICE}", "1.2.3.4")
     assert caught.value.status == 429 and caught.value.retry_after
     assert keys.check(f"Bearer {ALICE}", "5.6.7.8") is entry[0]
+
+
+def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In constant time, digest by digest, and none is left out once one has matched: time tells nothing of the keys."""
+    keys, compared = Keys(_keys(FILE), Limits()), list[bytes]()
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        assert len(a) == len(b) == 32, "digests: of what length a key is cannot be seen"
+        return a == b
+
+    monkeypatch.setattr("octavo.serve.keys.hmac.compare_digest", compare)
+    for header, name in ((f"Bearer {ALICE}", "alice"), (f"Bearer {ROOT}", "root"), ("Bearer no", None), ("Bearer ", None)):
+        compared.clear()
+        if name is None:
+            with pytest.raises(ApiError):
+                keys.check(header, "1.2.3.4")
+        else:
+            assert keys.check(header, "1.2.3.4").name == name  # type: ignore[union-attr]
+        assert compared == [key.digest for key in keys.found], header
+
+
+def guesses(keys: Keys, address: str) -> int:
+    """How many wrong keys an address may try."""
+    for k in range(100):
+        try:
+            keys.check("Bearer no", address)
+        except ApiError as error:
+            if error.status == 429:
+                return k
+    return 100
+
+
+def test_a_network_of_addresses_has_one_allowance() -> None:
+    keys = Keys(_keys(FILE), Limits(failed_logins=3))
+    assert guesses(keys, "2001:db8::1") == 3 and guesses(keys, "2001:db8::ffff:2") == 0, "one IPv6 network"
+    assert guesses(keys, "2001:db8:0:1::1") == 3, "another"
+    assert guesses(keys, "10.0.0.1") == 3 and guesses(keys, "::ffff:10.0.0.1") == 0 and guesses(keys, "10.0.0.2") == 3
+
+
+def test_a_flood_of_addresses_does_not_clear_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.serve.keys.MAX_ADDRESSES", 10)
+    keys = Keys(_keys(FILE), Limits(failed_logins=3))
+    for k in range(9):
+        guesses(keys, f"10.0.0.{k}")
+    assert guesses(keys, "10.0.1.1") == 3
+    for k in range(9):
+        guesses(keys, f"10.0.2.{k}")
+    assert guesses(keys, "10.0.1.1") == 0 and len(keys._failed) == 10
 
 
 def _keys(text: str) -> list:  # type: ignore[type-arg]

@@ -6,6 +6,7 @@ import asyncio
 import glob
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.messages import Beat, Phase
@@ -115,7 +117,7 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
     assert set(glob.glob("/tmp/octavo-*/link*")) <= folders
     found = mortal.metrics()
     assert found["octavo:num_requests_open"] == found["octavo:kv_blocks_used"] == 0
-    assert found["octavo:engine_starts_total"] == 2
+    assert found["octavo:engine_starts_total"] == 2 and 0 < found["octavo:engine_recovery_seconds"] < 10
 
 
 def test_the_sockets_stay_until_the_pulse_is_heard() -> None:
@@ -142,6 +144,28 @@ def test_a_failing_step_ends_its_requests_and_no_others(mortal: Running) -> None
     error = check_error(reply, 500, code="engine_error")
     assert "passwd" not in reply.text and error["type"] == "server_error" and reply.headers["x-should-retry"] == "true"
     assert mortal.complete()["usage"]["completion_tokens"] == 4 and mortal.children() == engine
+
+
+def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_alone(mortal: Running) -> None:
+    """503, and those that were in the same steps get their tokens."""
+    other = {"prompt": [21] * 30, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    alone, engine = mortal.complete(**other)["choices"][0]["text"], mortal.children()
+    before = mortal.metrics()["octavo:engine_steps_shrunk_total"]
+
+    async def together() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=mortal.url, timeout=30) as http:
+            bodies = [other, {"prompt": [16] * 50, "max_tokens": 5}, other, {"prompt": [16] * 60, "max_tokens": 5}]
+            return list(await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies)))
+
+    replies = asyncio.run(together())
+    for reply in replies[1::2]:
+        error = check_error(reply, 503, code="out_of_memory")
+        assert error["type"] == "overloaded_error" and reply.headers["retry-after"] and "passwd" not in reply.text
+    assert [r.json()["choices"][0]["text"] for r in replies[::2]] == [alone, alone] and mortal.children() == engine
+    assert mortal.complete()["usage"]["completion_tokens"] == 4
+    found = mortal.metrics()
+    assert found["octavo:engine_steps_shrunk_total"] >= before + 2
+    assert found["octavo:kv_blocks_used"] == found["octavo:num_requests_open"] == 0
 
 
 def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
@@ -271,6 +295,14 @@ def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running,
     (tmp_path / "empty").mkdir()
     (tmp_path / "keys.toml").write_text("")
     model = tiny.model_dir()
+    for name in ("lacking", "cut"):
+        shutil.copytree(model, tmp_path / name)
+    weights = load_file(Path(model) / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights | {"model.strange.weight": weights["model.embed_tokens.weight"][:2].clone()},
+              tmp_path / "lacking" / "model.safetensors")  # fmt: skip
+    whole = (Path(model) / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     for argv, says in {
         ("--port", str(running.port), model): "in use",
         ("--host", "no.such.host.invalid", model): "not an address",
@@ -279,12 +311,25 @@ def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running,
         (str(tmp_path / "empty"),): "config.json",
         ("--api-keys", str(tmp_path / "keys.toml"), model): "no [[keys]]",
         ("--max-model-len", "99999", "--port", str(free_port()), model): "99999",
+        ("--port", str(free_port()), "--health-port", str(running.port), model): "--health-port",
+        (
+            "--port",
+            str(free_port()),
+            "--kv-host-gib",
+            "0.001",
+            "--kv-disk",
+            str(tmp_path / "keys.toml" / "x"),
+            model,
+        ): "written to",
+        ("--port", str(free_port()), str(tmp_path / "lacking")): "model.norm.weight",
+        ("--port", str(free_port()), str(tmp_path / "cut")): "model.safetensors",
     }.items():
         begun = time.monotonic()
         done = octavo("serve", *argv)
         assert done.returncode not in (0, None), argv
-        (line,) = done.stderr.strip().splitlines()
-        assert line.startswith("error: ") and says in line, line
+        line, *more = done.stderr.strip().splitlines()
+        assert line.startswith("error: ") and says in done.stderr, done.stderr
+        assert not more or ("lacking" in argv[-1] and "Traceback" not in done.stderr), "one line, or a list of tensors"
         assert time.monotonic() - begun < 10, (argv, time.monotonic() - begun)
 
 

@@ -6,7 +6,9 @@ import json
 import random
 import re
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -354,3 +356,50 @@ def test_waiting_for_a_thread_is_not_held_against_a_spec(embedded: Tokenizer, mo
     while not all(one.done.is_set() for one in work):
         assert all(one.poll() is None for one in work)  # raises if one is late
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["hangs", "panics"])
+def test_threads_that_are_lost_are_replaced(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """More than there are threads, and nobody asks for them any more: what comes after them is compiled all the same."""
+
+    class Panic(BaseException):
+        """As native code raises it."""
+
+    build, over = module.build, threading.Event()
+
+    def bad(vocabulary: Any, spec: StructuredOutputs, size: int) -> Any:
+        if str(spec.regex).startswith("bad"):
+            if how == "panics":
+                raise Panic("index out of bounds")
+            over.wait()
+        return build(vocabulary, spec, size)
+
+    monkeypatch.setattr(module, "build", bad)
+    monkeypatch.setattr(module, "DEADLINE", 0.05)
+    guides = make(embedded)
+    lost = [guides.start(StructuredOutputs(regex=f"bad{k}")) for k in range(module.THREADS + 2)]
+    monkeypatch.setattr(module, "DEADLINE", 0.3)
+    assert guides.compile(StructuredOutputs(regex="good")) is not None
+    if how == "panics":
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            lost[0].poll()
+    over.set()
+    for work in lost:
+        work.done.wait(5)
+    assert guides.compile(StructuredOutputs(regex="better")) is not None
+    assert guides._lost == 0 and guides._threads <= module.THREADS and not guides._running
+
+
+def test_there_is_an_end_to_replacing_threads(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(module, "build", lambda *_: over.wait())
+    monkeypatch.setattr(module, "DEADLINE", 0.01)
+    guides = make(embedded)
+    works = [guides.start(StructuredOutputs(regex=str(k))) for k in range(50)]
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        with suppress(InvalidRequest):
+            works[-1].poll()
+        time.sleep(0.01)
+    assert len(guides._running) == module.THREADS + module.MOST_LOST
+    over.set()

@@ -6,12 +6,16 @@ take work only from here, one job at a time, and sleep in between.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +28,14 @@ from octavo.ops.cpu.machine import cache_directory, instruction_set
 log = logging.getLogger(__name__)
 
 
+def writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
+
+
 @cache
 def kernels() -> ModuleType | None:
     """The compiled kernels (octavo.ops.cpu.jit.step), or None where this machine cannot run them, which is then said once."""
@@ -34,8 +46,14 @@ def kernels() -> ModuleType | None:
     import numba
 
     config: Any = numba.config
-    directory = cache_directory(isa)
-    started, first = time.monotonic(), not directory.exists()
+    directory, first = cache_directory(isa), not cache_directory(isa).exists()
+    if not writable(directory):
+        log.warning(
+            "CPU kernels cannot be kept in %s (OCTAVO_CACHE names another place): they are compiled at every start", directory
+        )
+        directory, first = Path(tempfile.mkdtemp(prefix="octavo-kernels-")), True
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    started = time.monotonic()
     if first:
         print(f"octavo: compiling CPU kernels for {isa.name}, once ...", end="", file=sys.stderr, flush=True)
     before, config.CACHE_DIR = config.CACHE_DIR, str(directory)  # read when a function is declared

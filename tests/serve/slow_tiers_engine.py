@@ -1,0 +1,28 @@
+"""The engine process with lower tiers of KV that take their time: a block from host memory 5 ms, one from disk 10 ms."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from octavo.runner.disk import Disk
+from octavo.runner.tiers import Tiers
+from octavo.serve import engine_process
+
+load, read = Tiers.load, Disk.read
+
+
+def slow_load(self: Tiers, loads: Any) -> None:
+    time.sleep(0.005 * len(loads))
+    load(self, loads)
+
+
+def slow_read(self: Disk, *args: Any) -> None:
+    time.sleep(0.01)
+    read(self, *args)
+
+
+Tiers.load = slow_load  # type: ignore[method-assign]
+Disk.read = slow_read  # type: ignore[method-assign]
+sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,40 @@
+"""docs/faults.md is a map: every line of it names tests, and every test that it names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "faults.md").read_text()
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def lines() -> list[list[str]]:
+    """The cells of each line of a table, but for its head."""
+    found = [line.strip().strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("|")]
+    return [cells for cells in found if cells[0].strip() != "fault" and not cells[0].startswith("---")]
+
+
+def test_every_line_names_a_test() -> None:
+    assert len(lines()) > 90
+    assert [cells[0] for cells in lines() if len(cells) != 3 or not TEST.findall(cells[2])] == []
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    named = TEST.findall(PAGE)
+    assert [f"{path}::{name}" for path, name in named if not (ROOT / path).exists() or name not in names_in(path)] == []
+    assert len(set(named)) > 120
+
+
+def test_every_section_is_there_and_the_index_leads_to_it() -> None:
+    assert re.findall(r"^## ([A-G])\. ", PAGE, re.MULTILINE) == list("ABCDEFG")
+    assert "(faults.md)" in (ROOT / "docs" / "index.md").read_text()
