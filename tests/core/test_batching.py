@@ -148,6 +148,8 @@ def test_batches_form_in_the_policys_order() -> None:
     for name, priority in (("a", 3), ("b", 2), ("c", 1), ("d", 0)):
         ask(engine, name, priority=priority)
     engine.step()
+    assert running(engine) == {"d"}, "a more urgent prompt has its step alone"
+    engine.step()
     assert running(engine) == {"c", "d"}
 
 
