@@ -19,7 +19,7 @@ from octavo.llm import LLM
 
 URGENT = -100  # a thousand seconds ahead of the rest
 GAP = 3.0  # from one urgent request to the next, in times to the first token of an idle engine
-SPARE = 1.5  # times the work that would do if urgent requests cost the others nothing but their own time
+SPARE = 1.1  # times the work that would do if urgent requests cost the others nothing but their own time
 
 
 def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
@@ -95,23 +95,25 @@ def priority(
     prompt: int = 256,
     longest: int = 1024,
     output: int = 128,
+    depth: int = 1,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once; as
     many as last until the last urgent one has come. One comes when the one before it has had its first token for a while: what
     is measured is how long others keep it waiting."""
-    fcfs, ranked, rows = replace(llm.schedule, policy="fcfs"), replace(llm.schedule, policy="priority"), llm.schedule.max_num_seqs
+    fcfs, rows = replace(llm.schedule, policy="fcfs"), llm.schedule.max_num_seqs
+    ranked = replace(llm.schedule, policy="priority", depth=depth)
     urgent, g = Entry(0.0, prompt, 8, priority=URGENT), random.Random(0)
     seconds = play(llm, busy(2 * rows, longest, output), fcfs).seconds  # a warm-up too
     idle = [play(llm, [urgent], ranked).first["0"] for _ in range(3 + min(high, 50))][3:]
     done()
     gap = GAP * percentile(idle, 50)
     if low is None:
-        low = 2 * rows + math.ceil(SPARE * high * (gap - percentile(idle, 50)) / (seconds / (2 * rows)))
+        low = rows + math.ceil(SPARE * high * (gap - percentile(idle, 50)) / (seconds / (2 * rows)))
     work = busy(low, longest, output)
     times = [gap * (1 + i + g.random() / 2) for i in range(high)]
     trace = work + [replace(urgent, arrival=at) for at in times]
-    found: dict[str, Any] = {"bench": "priority", "batching": ranked.batching, "rows": rows, "low": low, "high": high}
+    found: dict[str, Any] = {"bench": "priority", "batching": ranked.batching, "rows": rows, "low": low, "high": high, "depth": depth}
     found |= {"prompt": prompt, "low_tokens": sum(entry.output for entry in work), "every_ms": 1e3 * gap}
     found["idle"] = {f"ttft_p{q}_ms": 1e3 * percentile(idle, q) for q in (50, 99)}
     for policy in (fcfs, ranked):

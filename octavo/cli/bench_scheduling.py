@@ -83,16 +83,16 @@ def priority(
         llm = load_shape(engine, model)
         llm.warm_up()
         progress.update(task, description="measuring", total=3)
-        r = measure(llm, low, high, prompt, longest, tokens, lambda: progress.advance(task))
+        r = measure(llm, low, high, prompt, longest, tokens, engine.depth or 1, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("urgent requests", "TTFT p50", "p99", "max ms", "others finished", "their tok/s", "preempted", "recomputed", "stood aside")
+    columns = ("urgent", "TTFT p50", "p99", "max ms", "others finished", "tok/s", "preempted", "recomputed", "stood aside")
     for column in columns:
         table.add_column(column, justify="left" if not table.columns else "right")
-    table.add_row("on an idle engine", *(f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99)), *[""] * 6)
+    table.add_row("idle engine", *(f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99)), *[""] * 6)
     for name in ("fcfs", "priority"):
         one = r[name]
         table.add_row(
-            f"under full load, {name}", *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
+            f"full load, {name}", *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
             f"{one['low_finished']} of {r['low']}", f"{one['low_tok_s']:,.0f}", f"{one['preemptions']}",
             f"{one['recomputed_tokens']:,}", f"{one['aside']:,}",
         )  # fmt: skip
@@ -104,6 +104,6 @@ def priority(
         f"p99 under load is {r['ratio_p99']:.2f} times an idle engine's p50 (p50: {r['ratio_p50']:.2f}); "
         f"the others have {r['low_speed']:.0%} of their speed under fcfs"
     )
-    if r["priority"]["loaded"] < 1:
-        console.print(f"[bold yellow]not to be trusted[/bold yellow]: {r['priority']['loaded']:.0%} came under full load; raise --low")
+    if (loaded := r["priority"]["loaded"]) < 1:
+        console.print(f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low")
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
