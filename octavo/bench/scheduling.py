@@ -105,7 +105,7 @@ def priority(
     ranked = replace(llm.schedule, policy="priority", depth=depth)
     urgent, g = Entry(0.0, prompt, 8, priority=URGENT), random.Random(0)
     seconds = play(llm, busy(2 * rows, longest, output), fcfs).seconds  # a warm-up too
-    idle = [play(llm, [urgent], ranked).first["0"] for _ in range(3 + min(high, 50))][3:]
+    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 50))][3:]
     done()
     gap = GAP * percentile(idle, 50)
     if low is None:
@@ -113,8 +113,8 @@ def priority(
     work = busy(low, longest, output)
     times = [gap * (1 + i + g.random() / 2) for i in range(high)]
     trace = work + [replace(urgent, arrival=at) for at in times]
-    found: dict[str, Any] = {"bench": "priority", "batching": ranked.batching, "rows": rows, "low": low, "high": high, "depth": depth}
-    found |= {"prompt": prompt, "low_tokens": sum(entry.output for entry in work), "every_ms": 1e3 * gap}
+    found: dict[str, Any] = {"bench": "priority", "batching": ranked.batching, "depth": depth, "rows": rows, "low": low}
+    found |= {"high": high, "prompt": prompt, "low_tokens": sum(entry.output for entry in work), "every_ms": 1e3 * gap}
     found["idle"] = {f"ttft_p{q}_ms": 1e3 * percentile(idle, q) for q in (50, 99)}
     for policy in (fcfs, ranked):
         report = play(llm, trace, policy)
@@ -125,7 +125,7 @@ def priority(
             "ttft_max_ms": 1e3 * max(first),
             "low_finished": len(ends),
             "low_tok_s": found["low_tokens"] / max(ends),
-            "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / high,  # part that came while all rows were wanted
+            "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / high,  # came while all rows were wanted
             "seconds": report.seconds,
             **report.counters,
         }

@@ -53,14 +53,14 @@ class Pace:
 
     step = fixed + tokens * each       a line through steps with prompts; steps without any pull at its beginning
 
-    Both ends are needed. Where all chunks are alike, only steps without prompts tell what a token adds. Where these are of another
-    kind (on a GPU, replayed graphs), a line through them would make small chunks look dear, and chunks would shrink for nothing.
+    Both ends are needed. Where all chunks are alike, only steps without prompts tell what a token adds. Where these are of
+    another kind (on a GPU, replayed graphs), a line from them makes small chunks look dear, and chunks would shrink for nothing.
     """
 
     SMALLEST = 16
     NEWEST = 0.1  # weight of the newest measurement
     PULL = 0.05  # weight of steps without prompts in the line
-    SHARE = 0.8  # of the time of an urgent prompt, for what it may have to wait for
+    SHARE = 0.7  # of the time of an urgent prompt, for what it may have to wait for
     LEAST = 1.25  # times what a step takes anyway: shorter chunks would cost the others more than it could gain
     NOMINAL = 256  # tokens of an urgent prompt, before there was one
 
@@ -68,8 +68,8 @@ class Pace:
         self.target = target
         self.base = 0.0  # seconds of steps without prompts
         self.urgent = 0.0  # of steps for an urgent prompt
-        self.tokens = self.seconds = self.var = self.cov = 0.0  # of steps with prompts: means, how tokens vary, and time with them
-        self.largest = 0.0  # of the latest chunks: none is much larger than what was measured
+        self.tokens = self.seconds = self.var = self.cov = 0.0  # of steps with prompts: means, and how they vary
+        self.latest, self.largest = 0, 0.0  # chunk; of the latest, the largest: none is much larger than what was measured
         self.each: float | None = None
         self.fixed, self.sure = 0.0, False
 
@@ -81,8 +81,9 @@ class Pace:
             self.base = self._mean(self.base, seconds)
         else:
             new = self.NEWEST if self.each is not None else 1.0
-            more, longer = sum(prompts) - self.tokens, seconds - self.seconds
-            self.largest = max(sum(prompts), (1 - new) * self.largest)
+            self.latest = sum(prompts)
+            self.largest = max(self.latest, (1 - new) * self.largest)
+            more, longer = self.latest - self.tokens, seconds - self.seconds
             self.tokens, self.seconds = self.tokens + new * more, self.seconds + new * longer
             self.var, self.cov = (1 - new) * (self.var + new * more**2), (1 - new) * (self.cov + new * more * longer)
         if self.tokens:
@@ -102,10 +103,11 @@ class Pace:
     def polite(self, most: int, depth: int) -> int:
         """What an urgent request may have to wait for, when so many steps are in flight: less than its own prompt takes, if
         the others' steps can be that short."""
-        if self.each is None:
-            return min(self.NOMINAL // depth, most)
+        if self.each is None or not self.sure:  # two sizes in turn: chunks that are all alike tell nothing
+            size = self.NOMINAL // depth
+            return min(size if self.latest < size else size // 2, most)
         own = self.urgent or self.fixed + self.NOMINAL * self.each
-        return self._fits(max(self.SHARE * own / depth, self.LEAST * self.fixed * self.sure), most)
+        return self._fits(max(self.SHARE * own / depth, self.LEAST * self.fixed), most)
 
     def _fits(self, seconds: float, most: int) -> int:
         assert self.each is not None

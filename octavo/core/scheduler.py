@@ -345,8 +345,8 @@ class Scheduler:
         return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits if b), num
 
     def _plan_decoding(self, plan: Plan, aside: set[int]) -> int:
-        """One token for every decoding sequence that does not stand aside, the oldest first. Most own the block they write to: nothing to decide.
-        What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
+        """One token for every decoding sequence but those that stand aside, the oldest first. Most own the block they write to:
+        nothing to decide. What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
         size, refs, items = self.pool.size, self.pool.refs, plan.items
         i = 0
         while i < len(self.decoding):
