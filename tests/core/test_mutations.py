@@ -35,7 +35,7 @@ BUGS = {
     "hits are counted as free": ("scheduler", "len(pool.free) - sum(pool.refs[b] == 0 for b in hits if b)", "len(pool.free)"),
     "the hash forgets what came before": ("scheduler", "hashes.append(chain(parent, ", "hashes.append(chain(b'', "),
     "the salt is ignored": ("blocks", "if salt else b", "if False else b"),
-    "the limit ignores steps in flight": ("scheduler", "if at + 1 >= seq.limit:", "if len(seq.tokens) >= seq.limit:"),
+    "the limit ignores steps in flight": ("scheduler", "if at + 1 >= seq.limit or", "if len(seq.tokens) >= seq.limit or"),
     "children fork a position early": ("scheduler", "q.computed == len(q.tokens) - 1]", "q.computed >= len(q.tokens) - 2]"),
     "children fork while steps are in flight": ("scheduler", "if q.forks and not q.inflight and q.computed", "if q.forks and q.planned"),
     "children share a seed": ("scheduler", "seed = child_seed(seq.seed, index)", "seed = seq.seed"),
