@@ -19,7 +19,7 @@ from octavo.llm import LLM
 
 URGENT = -100  # a thousand seconds ahead of the rest
 GAP = 3.0  # from one urgent request to the next, in times to the first token of an idle engine
-SPARE = 1.1  # times the work that would do if urgent requests cost the others nothing but their own time
+SPARE = 1.5  # times the work that would do if urgent requests cost the others nothing but their own time
 
 
 def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
