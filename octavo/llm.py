@@ -127,7 +127,7 @@ class LLM:
             log.info("options without effect here: %s", ", ".join(sorted(options)))
         check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
         check_whole("max_num_seqs", max_num_seqs, 1)
-        find_policy(scheduling_policy)
+        policy = find_policy(scheduling_policy)
         former(ScheduleConfig(batching=batching))
         check_whole("max_batch", max_batch, 1)
         check_real("window_ms", window_ms, 0, 60_000)
@@ -177,7 +177,7 @@ class LLM:
         schedule = ScheduleConfig(
             max_num_seqs,
             budget,
-            depth=depth or (2 if on_gpu else 1),
+            depth=depth or (2 if on_gpu and not policy.pausing else 1),  # an urgent request waits for all that are in flight
             policy=scheduling_policy,
             batching=batching,
             max_batch=max_batch,

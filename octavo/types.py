@@ -440,6 +440,7 @@ class Plan:
     saves: list[Save] = field(default_factory=list)  # the disk's work begins with the step and ends when it ends
     fetches: list[Fetch] = field(default_factory=list)
     waits: bool = False  # the disk was asked for something: its news is wanted, even if there is nothing to compute
+    urgent: bool = False  # others stand aside for the prompts in it
 
     @property
     def work(self) -> bool:

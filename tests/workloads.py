@@ -31,6 +31,7 @@ class Trial:
     copies: int = 0
     cached: int = 0
     recomputed: int = 0
+    aside: int = 0  # steps that running sequences sat out, for somebody more urgent
     host_tokens: int = 0
     disk_tokens: int = 0
     misses: int = 0
@@ -268,7 +269,7 @@ def trial(
             result.guided += r.guide is not None
     count = scheduler.count
     result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
-    result.recomputed, result.dropped = count.recomputed_tokens, count.dropped_blocks
+    result.recomputed, result.dropped, result.aside = count.recomputed_tokens, count.dropped_blocks, count.aside
     tiers = count.tiers
     result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
     return result

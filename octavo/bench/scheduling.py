@@ -18,6 +18,8 @@ from octavo.errors import OctavoError
 from octavo.llm import LLM
 
 URGENT = -100  # a thousand seconds ahead of the rest
+GAP = 3.0  # from one urgent request to the next, in times to the first token of an idle engine
+SPARE = 1.5  # times the work that would do if urgent requests cost the others nothing but their own time
 
 
 def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
@@ -79,33 +81,56 @@ def modes(
 # ---- priority -----------------------------------------------------------------------------------------------
 
 
+def busy(n: int, longest: int, output: int, seed: int = 0) -> list[Entry]:
+    """Work without hurry, all there from the start: prompts from 32 tokens to the longest, short ones more often."""
+    g = random.Random(seed)
+    low, high = math.log(min(32, longest)), math.log(longest)
+    return [Entry(0.0, round(math.exp(g.uniform(low, high))), g.randint(max(output // 2, 1), output)) for _ in range(n)]
+
+
 def priority(
-    llm: LLM, low: int, high: int = 20, output: int = 128, prompt: int = 32, done: Callable[[], None] = lambda: None
+    llm: LLM,
+    low: int | None = None,
+    high: int = 100,
+    prompt: int = 256,
+    longest: int = 1024,
+    output: int = 128,
+    depth: int = 1,
+    done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once."""
-    schedule = llm.schedule
-    urgent = Entry(0.0, prompt, 8, priority=URGENT)
-    g = random.Random(0)
-    work = [Entry(0.0, g.randint(prompt, 4 * prompt), g.randint(output // 2, output)) for _ in range(low)]
-    play(llm, work[: schedule.max_num_seqs], replace(schedule, policy="fcfs"))  # warm-up
-    alone = [play(llm, [urgent], replace(schedule, policy="priority")).first["0"] for _ in range(high)]
+    """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once; as
+    many as last until the last urgent one has come. One comes when the one before it has had its first token for a while: what
+    is measured is how long others keep it waiting."""
+    fcfs, rows = replace(llm.schedule, policy="fcfs"), llm.schedule.max_num_seqs
+    ranked = replace(llm.schedule, policy="priority", depth=depth)
+    urgent, g = Entry(0.0, prompt, 8, priority=URGENT), random.Random(0)
+    seconds = play(llm, busy(2 * rows, longest, output), fcfs).seconds  # a warm-up too
+    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 50))][3:]
     done()
-    seconds = play(llm, work, replace(schedule, policy="fcfs")).seconds
-    done()
-    trace = work + [replace(urgent, arrival=seconds * (0.1 + 0.7 * i / high)) for i in range(high)]
-    found: dict[str, Any] = {"bench": "priority", "batching": schedule.batching, "low": low, "high": high}
-    found["rows"] = schedule.max_num_seqs
-    found["unloaded_ttft_ms"] = {f"p{q}": 1e3 * percentile(alone, q) for q in (50, 99)}
-    for name in ("fcfs", "priority"):
-        report = play(llm, trace, replace(schedule, policy=name))
+    gap = GAP * percentile(idle, 50)
+    if low is None:
+        low = rows + math.ceil(SPARE * high * (gap - percentile(idle, 50)) / (seconds / (2 * rows)))
+    work = busy(low, longest, output)
+    times = [gap * (1 + i + g.random() / 2) for i in range(high)]
+    trace = work + [replace(urgent, arrival=at) for at in times]
+    found: dict[str, Any] = {"bench": "priority", "batching": ranked.batching, "depth": depth, "rows": rows, "low": low}
+    found |= {"high": high, "prompt": prompt, "low_tokens": sum(entry.output for entry in work), "every_ms": 1e3 * gap}
+    found["idle"] = {f"ttft_p{q}_ms": 1e3 * percentile(idle, q) for q in (50, 99)}
+    for policy in (fcfs, ranked):
+        report = play(llm, trace, policy)
         first = [report.first[f"{low + i}"] for i in range(high)]
-        found[name] = {
+        ends = [report.last[f"{i}"] for i in range(low) if f"{i}" in report.last]
+        found[policy.policy] = {
             **{f"ttft_p{q}_ms": 1e3 * percentile(first, q) for q in (50, 99)},
-            "low_finished": sum(int(request) < low for request in report.last),
+            "ttft_max_ms": 1e3 * max(first),
+            "low_finished": len(ends),
+            "low_tok_s": found["low_tokens"] / max(ends),
+            "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / high,  # came while all rows were wanted
             "seconds": report.seconds,
             **report.counters,
         }
         done()
-    found["ratio_p99"] = found["priority"]["ttft_p99_ms"] / found["unloaded_ttft_ms"]["p99"]
-    found["ratio_p50"] = found["priority"]["ttft_p50_ms"] / found["unloaded_ttft_ms"]["p50"]
+    found["ratio_p99"] = found["priority"]["ttft_p99_ms"] / found["idle"]["ttft_p50_ms"]
+    found["ratio_p50"] = found["priority"]["ttft_p50_ms"] / found["idle"]["ttft_p50_ms"]
+    found["low_speed"] = found["priority"]["low_tok_s"] / found["fcfs"]["low_tok_s"]
     return found

@@ -55,15 +55,20 @@ def batching_modes(
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
 
 
+BUSY = EngineOptions(max_num_seqs=16, max_model_len=2048, no_prefix_caching=True)
+
+
 @app.command()
 @command
 def priority(
     model: ModelOrShape = None,
-    low: Annotated[int, option("Requests that keep it busy.", None, "N", show_default=True, min=1)] = 64,
-    high: Annotated[int, option("Urgent ones among them.", None, "N", show_default=True, min=1)] = 20,
+    low: Annotated[int | None, option("Requests that keep it busy: as many as it takes.", None, "N", min=1)] = None,
+    high: Annotated[int, option("Urgent ones among them.", None, "N", show_default=True, min=1)] = 100,
+    prompt: Annotated[int, option("Prompt of an urgent one, in tokens.", None, "N", parser=size, show_default=True)] = 256,
+    longest: Annotated[int, option("Longest prompt of the others.", None, "N", parser=size, show_default=True)] = 1024,
     tokens: Annotated[int, option("Longest reply of the others.", None, "N", parser=size, show_default=True)] = 128,
     output: Output = None,
-    engine: EngineOptions = SMALL,
+    engine: EngineOptions = BUSY,
 ) -> None:
     """The time to the first token of urgent requests, idle and under full load, with --policy fcfs and priority."""
     from rich import box
@@ -77,21 +82,28 @@ def priority(
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()
-        progress.update(task, description="measuring", total=4)
-        r = measure(llm, low, high, tokens, done=lambda: progress.advance(task))
+        progress.update(task, description="measuring", total=3)
+        r = measure(llm, low, high, prompt, longest, tokens, engine.depth or 1, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("urgent requests", "TTFT p50", "p99 ms", "others finished", "paused or preempted", "recomputed", "seconds"):
+    columns = ("urgent", "TTFT p50", "p99", "max ms", "others finished", "tok/s", "preempted", "recomputed", "stood aside")
+    for column in columns:
         table.add_column(column, justify="left" if not table.columns else "right")
-    table.add_row("on an idle engine", *(f"{r['unloaded_ttft_ms'][q]:,.1f}" for q in ("p50", "p99")), "", "", "", "")
+    table.add_row("idle engine", *(f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99)), *[""] * 6)
     for name in ("fcfs", "priority"):
         one = r[name]
         table.add_row(
-            f"under full load, {name}", f"{one['ttft_p50_ms']:,.1f}", f"{one['ttft_p99_ms']:,.1f}",
-            f"{one['low_finished']} of {r['low']}", f"{one['preemptions']}", f"{one['recomputed_tokens']:,}",
-            f"{one['seconds']:.1f}",
+            f"full load, {name}", *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
+            f"{one['low_finished']} of {r['low']}", f"{one['low_tok_s']:,.0f}", f"{one['preemptions']}",
+            f"{one['recomputed_tokens']:,}", f"{one['aside']:,}",
         )  # fmt: skip
     console = Console(highlight=False)
     console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
+    console.print(f"{high} urgent requests of {prompt} tokens, every {r['every_ms']:,.0f} ms; {r['rows']} rows")
     console.print(table)
-    console.print(f"p99 under load is {r['ratio_p99']:.1f} times that of an idle engine (p50: {r['ratio_p50']:.1f})")
+    console.print(
+        f"p99 under load is {r['ratio_p99']:.2f} times an idle engine's p50 (p50: {r['ratio_p50']:.2f}); "
+        f"the others have {r['low_speed']:.0%} of their speed under fcfs"
+    )
+    if (loaded := r["priority"]["loaded"]) < 1:
+        console.print(f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low")
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

@@ -121,7 +121,7 @@ class SizeOptions:
 class EngineOptions(SizeOptions):
     """What an LLM is made with."""
 
-    depth: Annotated[int | None, option("Steps in flight, 1 to 3: 1 on a CPU, 2 on a GPU.", "Scheduling", "N")] = None
+    depth: Annotated[int | None, option("Steps in flight: 1; on a GPU 2, unless the policy pauses.", "Scheduling", "N")] = None
     enforce_eager: Annotated[bool, flag("--enforce-eager", "Use no CUDA graphs.", "Scheduling")] = False
     scheduling_policy: Annotated[
         str,

@@ -51,29 +51,67 @@ def former(schedule: ScheduleConfig) -> Form | None:
 class Pace:
     """How many prompt tokens a step may compute beside those that decode, from the times that steps took.
 
-    step = base + tokens * each        base: of steps without prompts; each: what a prompt's token adds
+    step = fixed + tokens * each       a line through steps with prompts; steps without any pull at its beginning
+
+    Both ends are needed. Where all chunks are alike, only steps without prompts tell what a token adds. Where these are of
+    another kind (on a GPU, replayed graphs), a line from them makes small chunks look dear, and chunks would shrink for nothing.
     """
 
     SMALLEST = 16
-    NEWEST = 0.2  # weight of the newest measurement
+    NEWEST = 0.1  # weight of the newest measurement
+    PULL = 0.05  # weight of steps without prompts in the line
+    SHARE = 0.7  # of the time of an urgent prompt, for what it may have to wait for
+    LEAST = 1.25  # times what a step takes anyway: shorter chunks would cost the others more than it could gain
+    NOMINAL = 256  # tokens of an urgent prompt, before there was one
 
     def __init__(self, target: float):
         self.target = target
-        self.base: float | None = None
+        self.base = 0.0  # seconds of steps without prompts
+        self.urgent = 0.0  # of steps for an urgent prompt
+        self.tokens = self.seconds = self.var = self.cov = 0.0  # of steps with prompts: means, and how they vary
+        self.latest, self.largest = 0, 0.0  # chunk; of the latest, the largest: none is much larger than what was measured
         self.each: float | None = None
+        self.fixed, self.sure = 0.0, False
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        tokens = sum(item.num for item in plan.items if item.start is not None)
-        if tokens == 0:
+        prompts = [item.num for item in plan.items if item.start is not None]
+        if plan.urgent:
+            self.urgent = self._mean(self.urgent, seconds / max(len(prompts), 1))
+        elif not prompts:
             self.base = self._mean(self.base, seconds)
         else:
-            self.each = self._mean(self.each, max(seconds - (self.base or 0.0), 0.0) / tokens)
+            new = self.NEWEST if self.each is not None else 1.0
+            self.latest = sum(prompts)
+            self.largest = max(self.latest, (1 - new) * self.largest)
+            more, longer = self.latest - self.tokens, seconds - self.seconds
+            self.tokens, self.seconds = self.tokens + new * more, self.seconds + new * longer
+            self.var, self.cov = (1 - new) * (self.var + new * more**2), (1 - new) * (self.cov + new * more * longer)
+        if self.tokens:
+            pull, base = self.PULL * self.tokens, self.base or self.seconds / 2  # half, if all steps had prompts
+            each = (self.cov + pull * (self.seconds - base)) / (self.var + pull * self.tokens)
+            self.each = max(each, 0.0)
+            self.fixed = max(self.seconds - self.each * self.tokens, self.base)
+            self.sure = self.base > 0 or self.var > pull * self.tokens
 
-    def _mean(self, old: float | None, new: float) -> float:
-        return new if old is None else old + self.NEWEST * (new - old)
+    def _mean(self, old: float, new: float) -> float:
+        return old + self.NEWEST * (new - old) if old else new
 
     def chunk(self, most: int) -> int:
-        """Before anything was measured: little, which is soon made up for."""
-        if not self.each:
-            return min(self.SMALLEST if self.each is None else most, most)
-        return max(min(int((self.target - (self.base or 0.0)) / self.each), most), min(self.SMALLEST, most))
+        """What fits the target. Before anything was measured: little, which is soon made up for."""
+        return self._fits(self.target, most) if self.each is not None else min(self.SMALLEST, most)
+
+    def polite(self, most: int, depth: int) -> int:
+        """What an urgent request may have to wait for, when so many steps are in flight: less than its own prompt takes, if
+        the others' steps can be that short."""
+        if self.each is None or not self.sure:  # two sizes in turn: chunks that are all alike tell nothing
+            size = self.NOMINAL // depth
+            return min(size if self.latest < size else size // 2, most)
+        own = self.urgent or self.fixed + self.NOMINAL * self.each
+        return self._fits(max(self.SHARE * own / depth, self.LEAST * self.fixed), most)
+
+    def _fits(self, seconds: float, most: int) -> int:
+        assert self.each is not None
+        room, far = seconds - self.fixed, 4 * self.largest
+        if self.each > 0 or room < 0:
+            far = min(far, room / max(self.each, 1e-9))
+        return min(max(int(far), self.SMALLEST), most) if far < most else most

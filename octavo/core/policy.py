@@ -38,6 +38,11 @@ class Policy:
         """May `seq` take the place of `other`, which runs and ranks after it, rather than wait for it to end?"""
         return False
 
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        """Does `other`, which ranks after it, stand aside in steps that compute `seq`'s prompt? Its row and blocks stay. This
+        should tell few classes of requests apart: prompts of different ones are not computed in one step."""
+        return False
+
     def victim(self, weaker: list[Sequence]) -> Sequence:
         """Who of these gives way. All rank after the one that needs room; any choice is safe."""
         return max(weaker, key=lambda s: s.rank)
@@ -60,8 +65,10 @@ class Priority(Policy):
     def rank(self, seq: Sequence) -> float:
         return seq.request.arrival + self.ageing * seq.request.priority
 
-    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.priority < other.request.priority
+
+    pauses = outranks
 
     def victim(self, weaker: list[Sequence]) -> Sequence:
         """Of the lowest priority, the cheapest to bring back."""
@@ -91,6 +98,9 @@ class Deadline(Policy):
 
     def pauses(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.deadline is not None
+
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        return seq.request.deadline is not None and other.request.deadline is None
 
 
 class Fair(Policy):

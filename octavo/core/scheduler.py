@@ -73,6 +73,7 @@ class Counters:
     preemptions: int = 0
     shrunk: int = 0  # steps that were too large for the device's memory
     recomputed_tokens: int = 0  # computed again by those who were preempted
+    aside: int = field(default=0, repr=False)  # steps that running sequences sat out, for somebody more urgent
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
@@ -99,7 +100,10 @@ class Scheduler:
         self.caching, self.schedule = cache.prefix_caching, schedule
         self.vocab_size, self.eos_ids, self.seed = vocab_size, frozenset(eos_ids), seed
         self.policy, self.clock, self.form = find_policy(schedule.policy), clock, former(schedule)
-        self.pace = Pace(schedule.target) if schedule.batching == "adaptive" else None
+        self.adaptive = schedule.batching == "adaptive"
+        self.pace = Pace(schedule.target) if self.adaptive or self.policy.pausing else None
+        self.urgent: Sequence | None = None  # the latest that others stood aside for
+        self.vain = False  # the last time that some did, nobody got on by it
         self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
         self.relaxed = 0  # until this step
         self.batch: set[str] = set()  # requests that may begin, where batches form
@@ -238,25 +242,30 @@ class Scheduler:
 
     def plan(self) -> Plan:
         self.count.steps += 1
-        plan, left = Plan(self.count.steps), self._budget()
+        plan = Plan(self.count.steps)
+        if self.count.steps >= self.relaxed:
+            self.cap, self.relaxed = min(self.cap * 2, self.schedule.max_num_batched_tokens), self.count.steps + RELAX
         if self.searches:
             self._make_way()
         if not self.policy.fixed and self.rows and self.waiting:
             self._rank_waiting()
         if self.form is not None and self.waiting:
             self._form_batch(self.form)
-        before = self._make_room(left) if self.policy.pausing and (self.waiting or self.prefilling) else LAST
-        preemptions = self.count.preemptions
+        before, left, ahead = LAST, 0, list[Sequence]()
+        if self.policy.pausing and (self.waiting or self.prefilling):
+            before, left, ahead = self._make_room()
+        preemptions, stood = self.count.preemptions, sum(s.planned for s in ahead)
         self._fork(plan)
-        left -= self._plan_decoding(plan)
-        if self.prefilling and self.waiting and self.count.preemptions == preemptions:
+        aside = {s.id for a in ahead for s in self.running if s.rank > a.rank and self.policy.outranks(a, s)}
+        left = (left or self._budget(len(self.decoding))) - self._plan_decoding(plan, aside)
+        if self.prefilling and self.waiting and not ahead and self.count.preemptions == preemptions:
             left -= self._plan_short(plan, left, before)
         stuck = False
         for seq in list(self.prefilling):
             if self.count.preemptions == preemptions:
                 left = self._plan_waiting(plan, left, min(before, seq.rank))  # who ranks before it
             num = min(len(seq.tokens) - (seq.forks > 0) - seq.planned, left)
-            if num <= 0 or seq.status is not Status.RUNNING:
+            if num <= 0 or seq.status is not Status.RUNNING or seq.id in aside:
                 continue
             while not self._reserve(seq, num, plan):
                 weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
@@ -271,6 +280,10 @@ class Scheduler:
             break
         if not stuck and self.count.preemptions == preemptions:  # a victim does not come straight back
             self._plan_waiting(plan, left, before)
+        if ahead:
+            plan.urgent, self.urgent = sum(s.planned for s in ahead) > stood, ahead[-1]
+            self.count.aside += len(aside)
+        self.vain = bool(ahead) and not plan.urgent
         self.count.copies += len(plan.copies)
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
@@ -286,14 +299,15 @@ class Scheduler:
             fresh = [seq for seq in self.waiting if seq.request.id not in running]
             self.batch = running | {seq.request.id for seq in fresh[: form(fresh, self.clock()) if fresh else 0]}
 
-    def _budget(self) -> int:
-        """Tokens of a step. Where it adapts to a target: as many of prompts as let those who decode have their next in time."""
-        if self.count.steps >= self.relaxed:
-            self.cap, self.relaxed = min(self.cap * 2, self.schedule.max_num_batched_tokens), self.count.steps + RELAX
-        most = self.cap
-        if self.pace is None or not self.decoding:
-            return most
-        return len(self.decoding) + self.pace.chunk(most - len(self.decoding))
+    def _budget(self, decoding: int, prompt: Sequence | None = None) -> int:
+        """Tokens of a step in which so many decode. Where it adapts to a target: as many of prompts as let those have their
+        next in time. Where an urgent request may come: as many as it may have to wait for."""
+        chunk = most = self.cap - decoding
+        if self.pace is not None and self.adaptive and decoding:
+            chunk = self.pace.chunk(most)
+        if self.pace is not None and prompt is not None and (self.urgent is None or self.policy.outranks(self.urgent, prompt)):
+            chunk = min(chunk, self.pace.polite(most, self.schedule.depth))
+        return decoding + chunk
 
     def _make_way(self) -> None:
         """A beam that has reported keeps its room as long as all that have not are decoding: those get on. Otherwise it gives
@@ -305,27 +319,46 @@ class Scheduler:
                     if seq.status is Status.RUNNING and reported(seq):
                         self._preempt(seq)
 
-    def _make_room(self, left: int) -> Rank:
-        """Pause running work for those whom the policy lets take its place, before anything is planned: no victim is in the
-        plan. Returns the rank of the first that was paused: it does not come straight back, nor does who ranks after it."""
-        pool, before = self.pool, LAST
-        rows, blocks, left = len(self.rows), len(pool.free), left - len(self.decoding)
-        blocks -= sum(s.planned % pool.size == 0 for s in self.decoding)  # theirs come first
+    def _make_room(self) -> tuple[Rank, int, list[Sequence]]:
+        """Before anything is planned, so that nobody concerned is in the plan: who computes a prompt in this step, who stands
+        aside for it (outranked: keeps row and blocks), and who gives way to it (paused: back to the queue), for lack of room.
+
+        Returns the rank of the first that was paused or may not begin: it does not come straight back, nor does who ranks
+        after it; the step's tokens; and those for whom others stand aside."""
+        pool, before, most = self.pool, LAST, self.cap
+        rows, blocks, used, budget = len(self.rows), len(pool.free), 0, 0
+        stay, begin, ahead = self.decoding, list[Sequence](), list[Sequence]()
         for seq in merge(list(self.prefilling), list(self.waiting), key=by_rank):
-            if left <= 0 or seq.rank >= before:
+            if seq.rank >= before:
                 break
-            claim = self._claim(seq, left)
-            if claim is None:
+            if first := next((a for a in begin if self.policy.outranks(a, seq)), None):
+                ahead += [first] if first not in ahead else []
+                before = seq.rank if seq.status is Status.WAITING else before
                 continue
-            rows, blocks, left = rows - claim[0], blocks - claim[1], left - claim[2]
-            while rows < 0 or blocks < 0:
-                weaker = [s for s in self.running if s.rank > seq.rank and self.policy.pauses(seq, s)]
-                if not weaker or blocks + sum(pool.refs[b] == 1 for s in weaker for b in s.table) < 0:
-                    return before  # to pause them would not help
-                victim, free = self.policy.victim(weaker), len(pool.free)
+            if seq.status is Status.WAITING and not self._may_begin(seq):
+                continue
+            weaker = {s.id for s in self.running if s.rank > seq.rank and self.policy.outranks(seq, s)} if not self.vain else ()
+            kept = [s for s in stay if s.id not in weaker and s.status is Status.RUNNING]
+            budget = most if weaker else budget or self._budget(len(kept), seq)
+            if budget <= len(kept) + used:
+                break
+            claim = self._claim(seq, budget - len(kept) - used)
+            if claim is None or (seq.status is Status.RUNNING and not claim[2]):
+                continue
+            rows, blocks, used = rows - claim[0], blocks - claim[1], used + claim[2]
+            wanted = sum(s.planned % pool.size == 0 for s in kept)  # by those who decode: theirs come first
+            while rows < 0 or blocks < wanted:
+                victims = [s for s in self.running if s.rank > seq.rank and self.policy.pauses(seq, s)]
+                if not victims or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.table) < wanted:
+                    return before, budget, ahead  # to pause them would not help
+                victim, free = self.policy.victim(victims), len(pool.free)
                 self._preempt(victim)
                 rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
-        return before
+            stay = kept
+            if not self.vain:
+                begin.append(seq)
+            ahead += [seq] if weaker else []
+        return before, budget, ahead
 
     def _claim(self, seq: Sequence, left: int) -> tuple[int, int, int] | None:
         """Rows, blocks and tokens that its next chunk takes. None: it cannot begin yet."""
@@ -333,23 +366,23 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             num = min(known - seq.planned, left)
             return 0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num
-        found = self._match(seq) if self._may_begin(seq) else None
+        found = self._match(seq)
         if found is None:
             return None
         hits, _ = found  # what is to be loaded needs a block as what is to be computed does
         num = min(known - len(hits) * size, left)
         return 1, -(-(len(hits) * size + num) // size) - sum(self.pool.refs[b] > 0 for b in hits if b), num
 
-    def _plan_decoding(self, plan: Plan) -> int:
-        """One token for every decoding sequence, the oldest first. Most own the block they write to: nothing to decide.
-        What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
+    def _plan_decoding(self, plan: Plan, aside: set[int]) -> int:
+        """One token for every decoding sequence but those that stand aside, the oldest first. Most own the block they write to:
+        nothing to decide. What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
         size, refs, items = self.pool.size, self.pool.refs, plan.items
         i = 0
         while i < len(self.decoding):
             seq = self.decoding[i]
             i += 1
             at = seq.planned
-            if at + 1 >= seq.limit:  # what is in flight reaches the limit
+            if at + 1 >= seq.limit or seq.id in aside:  # what is in flight reaches the limit
                 continue
             if at >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
                 continue

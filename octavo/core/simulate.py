@@ -185,6 +185,7 @@ def replay(engine: Engine, asked: list[Request], sleep: Callable[[float], None] 
         "steps": len(steps),
         "preemptions": count.preemptions,
         "recomputed_tokens": count.recomputed_tokens,
+        "aside": count.aside,
         "cache_hits": count.cached_tokens / max(count.queried_tokens, 1),
     }
     return report

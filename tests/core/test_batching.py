@@ -148,6 +148,8 @@ def test_batches_form_in_the_policys_order() -> None:
     for name, priority in (("a", 3), ("b", 2), ("c", 1), ("d", 0)):
         ask(engine, name, priority=priority)
     engine.step()
+    assert running(engine) == {"d"}, "a more urgent prompt has its step alone"
+    engine.step()
     assert running(engine) == {"c", "d"}
 
 
@@ -218,3 +220,36 @@ def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
                 last = clock.now
     assert engine.idle or len(gaps) > 90
     assert max(gaps[1:]) <= 0.060 and max(gaps) > 0.040, "below the target, and not by far"
+
+
+# ---- urgent requests ----------------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_what_an_urgent_request_may_wait_for() -> None:
+    pace = Pace(target=0.050)
+    assert pace.polite(1000, 1) == Pace.NOMINAL and pace.polite(1000, 2) == Pace.NOMINAL // 2, "nothing is known yet"
+    for _ in range(50):
+        pace.observe(step_of(0, 8), 0.010)
+        pace.observe(step_of(100, 8), 0.030)
+    nominal = 0.010 + Pace.NOMINAL * 0.0002
+    assert pace.polite(1000, 1) == pytest.approx((Pace.SHARE * nominal - 0.010) / 0.0002, abs=2)
+    urgent = step_of(60, 0)
+    urgent.urgent = True
+    for _ in range(50):
+        pace.observe(urgent, 0.020)
+    assert pace.polite(1000, 1) == pytest.approx((Pace.SHARE * 0.020 - 0.010) / 0.0002, abs=2), "as long as it takes itself"
+    for _ in range(50):
+        pace.observe(urgent, 0.001)
+    assert pace.polite(1000, 1) == pytest.approx(0.0025 / 0.0002, abs=4), "steps are not cut for less than a quarter"
+
+
+def test_where_tokens_cost_nothing_chunks_do_not_shrink_to_nothing() -> None:
+    """Steps with prompts take 8 ms whatever is in them, those without 4: a line from the latter says that tokens cost."""
+    pace, sizes, urgent = Pace(target=0.050), [200], step_of(256, 0)
+    urgent.urgent = True
+    pace.observe(urgent, 0.009)
+    for _ in range(300):
+        pace.observe(step_of(0, 8), 0.004)
+        pace.observe(step_of(sizes[-1], 8), 0.008)
+        sizes.append(pace.polite(1000, 1))
+    assert sum(sizes[100:]) / 200 > 100

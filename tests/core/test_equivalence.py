@@ -18,6 +18,7 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.sequences for t in total) > 500
     assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
     assert sum(t.copies for t in total) > 30, "the workloads no longer exercise copy on write"
+    assert sum(t.aside for t in total) > 100, "the workloads no longer exercise standing aside"
     assert sum(t.cached for t in total) > 1000, "the workloads no longer exercise the prefix cache"
     assert sum(t.host_tokens for t in total) > 100, "the workloads no longer exercise host memory"
     assert sum(t.disk_tokens for t in total) > 10, "the workloads no longer exercise the disk"

@@ -10,7 +10,7 @@ import pytest
 from octavo.core.engine import Engine
 from octavo.core.policy import POLICIES, Policy, find_policy
 from octavo.errors import InvalidRequest
-from octavo.types import Request, SamplingParams, Sequence
+from octavo.types import Plan, Request, SamplingParams, Sequence
 from tests import oracle
 from tests.workloads import Clock, make_engine
 
@@ -193,7 +193,7 @@ def test_a_high_priority_request_takes_a_row(depth: int) -> None:
     ask(engine, "high", max_tokens=3)
     plan = engine.scheduler.plan()
     assert {s.request.id for s in engine.scheduler.running} == {"low", "high"}
-    assert [row.seq for row in plan.rows] == [3] and len(plan.items) == 2, "it begins in the very plan that made room for it"
+    assert [row.seq for row in plan.rows] == [3] and len(plan.items) == 1, "it begins in the very plan that made room for it"
     assert engine.scheduler.count.preemptions == 1
     engine.scheduler.check()
 
@@ -207,7 +207,7 @@ def test_a_high_priority_request_takes_blocks_and_no_more_than_it_needs() -> Non
     ask(engine, "high", 20, max_tokens=2)
     engine.step()
     assert "high" in {s.request.id for s in engine.scheduler.running}
-    assert engine.scheduler.count.preemptions == 2, "five blocks are needed; four are free, and the others grow into them"
+    assert engine.scheduler.count.preemptions == 1, "five blocks are needed, four are free; the others stand aside"
     drain(engine)
 
 
@@ -216,6 +216,7 @@ def test_the_victim_is_the_cheapest_to_bring_back_of_the_lowest_priority() -> No
     ask(engine, "low and long", 40, max_tokens=20, priority=2)
     ask(engine, "low and short", 5, max_tokens=20, priority=2)
     ask(engine, "shortest", 2, max_tokens=20, priority=1)
+    engine.step()
     engine.step()
     ask(engine, "high")
     engine.step()
@@ -277,6 +278,84 @@ def test_what_is_computed_again_is_counted() -> None:
     assert count.computed_tokens == 10 + 19 + 4 + 1
 
 
+# ---- standing aside -----------------------------------------------------------------------------------------
+
+
+def names(engine: Engine, plan: Plan) -> list[str]:
+    return [engine.scheduler.live[item.seq].request.id for item in plan.items]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were(depth: int) -> None:
+    engine = make_engine(100, 4, rows=8, budget=32, depth=depth, max_len=200, policy="priority")
+    plans: list[Plan] = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[method-assign,func-returns-value]
+    ask(engine, "talks", 4, max_tokens=20, priority=1)
+    ask(engine, "reads", 100, priority=1)
+    engine.step()
+    ask(engine, "waits", priority=1)
+    ask(engine, "urgent", 40)
+    name = {s[0].id: id for id, s in engine.scheduler.requests.items()}
+    drain(engine)  # compares tokens with the oracle's
+    steps = [[name[item.seq] for item in plan.items] for plan in plans]
+    assert steps[:4] == [["talks", "reads"], ["urgent"], ["urgent"], ["urgent", "talks", "reads"]][:4]
+    assert [plan.urgent for plan in plans[:4]] == [False, True, True, False]
+    assert engine.scheduler.count.preemptions == 0 and engine.scheduler.count.aside == 4
+
+
+def test_equals_do_not_stand_aside() -> None:
+    engine = make_engine(100, 4, rows=8, budget=32, depth=1, policy="priority")
+    ask(engine, "first", priority=-1, max_tokens=20)
+    engine.step()
+    ask(engine, "second", priority=-1)
+    plan = engine.scheduler.plan()
+    assert names(engine, plan) == ["first", "second"] and not plan.urgent
+
+
+def test_who_has_waited_long_enough_does_not_stand_aside() -> None:
+    clock = Clock()
+    engine = make_engine(100, 4, rows=8, budget=32, depth=1, clock=clock, policy="priority")
+    ask(engine, "old", priority=1, max_tokens=20)
+    clock.sleep(9)
+    ask(engine, "young", priority=1, max_tokens=20)
+    engine.step()
+    clock.sleep(2)
+    ask(engine, "urgent")
+    assert names(engine, engine.scheduler.plan()) == ["old", "urgent"], "a level is ten seconds"
+
+
+def test_what_has_a_deadline_is_ahead_of_what_has_none_and_not_of_others_that_have() -> None:
+    engine = make_engine(100, 4, rows=8, budget=32, depth=1, policy="deadline")
+    ask(engine, "patient", max_tokens=20)
+    ask(engine, "late", max_tokens=20, deadline=50.0)
+    for _ in range(2):
+        engine.step()
+    ask(engine, "soon", deadline=5.0)
+    assert names(engine, engine.scheduler.plan()) == ["late", "soon"]
+
+
+def test_nobody_stands_aside_for_who_cannot_begin() -> None:
+    engine = make_engine(15, 4, rows=8, budget=64, depth=1, policy="priority")
+    ask(engine, "first", 36, max_tokens=9)
+    engine.step()
+    ask(engine, "low", 4, max_tokens=9, priority=1)
+    engine.step()
+    ask(engine, "high", 30, max_tokens=2)  # there are no blocks for it
+    assert names(engine, engine.scheduler.plan()) == ["first", "low"]
+
+
+def test_an_urgent_request_that_waits_for_one_that_stands_aside_stops_nothing() -> None:
+    """`like` waits for what `low` computes, and `other`, which begins like it, behind it: were `low` to stand aside for `other`,
+    nobody would ever move."""
+    engine = make_engine(100, 4, rows=8, budget=8, depth=1, max_len=200, policy="priority")
+    prompt = ask(engine, "low", 80, priority=1).prompt
+    engine.step()
+    ask(engine, "like", prompt=[*prompt[:70], 1])
+    ask(engine, "other", prompt=[*prompt[:12], *[2] * 40])
+    assert set(drain(engine)) == {"low", "like", "other"}
+
+
 # ---- nobody starves, nothing goes round in circles ----------------------------------------------------------
 
 
@@ -314,6 +393,8 @@ class Inverted(Policy):
 
     def pauses(self, seq: Sequence, other: Sequence) -> bool:
         return True
+
+    outranks = pauses
 
     def victim(self, weaker: list[Sequence]) -> Sequence:
         return max(weaker, key=lambda s: s.planned)

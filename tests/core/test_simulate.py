@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core import trace
-from octavo.core.simulate import FEATURES, Costs, features, percentile, requests_of, simulate
+from octavo.core.simulate import EMBEDDED_CPU, FEATURES, Costs, features, percentile, requests_of, simulate
 from octavo.core.trace import BLOCK, Entry, Recorder
 from octavo.errors import InvalidRequest
 from octavo.types import Item, Plan, Request, SamplingParams, Sequence
@@ -139,3 +141,21 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("\n")
     with pytest.raises(InvalidRequest, match="no requests"):
         trace.read(str(tmp_path / "t"))
+
+
+@pytest.mark.parametrize(
+    "costs", [EMBEDDED_CPU, Costs(step=4e-3, prefill=2.5e-5, row=1e-5, kv=3e-8, pairs=1e-9)], ids=["a CPU", "like a GPU"]
+)
+def test_an_urgent_request_waits_no_longer_than_it_computes(costs: Costs) -> None:
+    """Forty of 256 tokens, among others with prompts of up to 1,024 that want every row."""
+    cache, schedule = CacheConfig(16, 20_000, prefix_caching=False), ScheduleConfig(16, 2048, 2048, policy="priority")
+    idle = simulate([Entry(0.0, 256, 8)], costs, cache, ScheduleConfig(16, 2048, 2048)).first["0"]
+    g = random.Random(1)
+    low = [Entry(0.0, g.choice([32, 100, 300, 1024]), g.randint(32, 128)) for _ in range(80)]
+    urgent = [Entry(idle * (1 + 3 * i + g.random()), 256, 8, priority=-100) for i in range(40)]
+    report = simulate(low + urgent, costs, cache, schedule)
+    first = [report.first[f"{80 + i}"] for i in range(40)]
+    assert percentile(first, 97) < 1.95 * idle and len(report.last) == 120, "one came before anything was measured"
+    assert sum(report.last[f"{i}"] > urgent[-1].arrival for i in range(80)) > 16, "every row was wanted to the end"
+    hurried = simulate([*low, *(replace(entry, priority=0) for entry in urgent)], costs, cache, schedule)
+    assert report.seconds < 1.25 * hurried.seconds, "what it costs the others"
