@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +34,8 @@ class Load:
     requests: int = 500
     tokens: int = 30
     prompt: str = "The secret to building a high performance system is"
-    distinct: bool = False  # each prompt begins with a number of its own
+    distinct: bool = False  # each prompt begins with a number of its own, from `number` on
+    number: int = 0
     stream: bool = False
     burst: bool = False  # clients wait for each other before each request
     exact: bool = False  # every token is one character: the text tells how many there are
@@ -42,7 +44,7 @@ class Load:
     timeout: float = 120.0  # seconds in all
 
     def body(self, index: int) -> bytes:
-        prompt = f"{index:05d} {self.prompt}" if self.distinct else self.prompt
+        prompt = f"{self.number + index:06d} {self.prompt}" if self.distinct else self.prompt
         fields = {"prompt": prompt, "max_tokens": self.tokens, "ignore_eos": True, **self.extra}
         if self.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -221,7 +223,8 @@ def read_stream(body: bytes) -> tuple[str, str, int]:
 
 
 def dechunk(body: bytes) -> bytes:
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while True:
         end = body.index(b"\r\n", at)
         size = int(body[at:end], 16)
@@ -238,12 +241,11 @@ def dechunk(body: bytes) -> bytes:
 
 def measure(load: Load) -> dict[str, Any]:
     """One record: seconds, the client's own CPU time, each good reply's id and times, and what was wrong with the others."""
-    try:
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
         import uvloop
 
         factory = uvloop.new_event_loop
-    except ImportError:
-        factory = asyncio.new_event_loop
 
     async def main() -> tuple[list[Reply], float]:
         run = Run(load)

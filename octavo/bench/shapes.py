@@ -93,7 +93,9 @@ def write_directory(config: dict[str, Any], directory: Path) -> None:
 
     spelling = {byte: char for char, byte in BYTE_OF.items()}
     characters = chain(range(128), range(0x4E00, 0xD800), range(0x10000, 0x110000))
-    vocabulary = {"".join(spelling[b] for b in chr(c).encode()): i for i, c in enumerate(islice(characters, config["vocab_size"]))}
+    vocabulary = {
+        "".join(spelling[b] for b in chr(c).encode()): i for i, c in enumerate(islice(characters, config["vocab_size"]))
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -224,6 +224,7 @@ class EngineClient:
                     request.priority,
                     request.deadline,
                     request.key,
+                    time.monotonic(),
                 )
             )
         if not self.calls:

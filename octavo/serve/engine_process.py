@@ -175,7 +175,8 @@ class EngineLoop:
 
     def _add(self, m: Add, guide: Guide | None = None) -> bool:
         try:
-            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide))
+            request = Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide, m.submitted)
+            self.engine.add(request)
         except InvalidRequest as error:
             self.link.send(Refused(m.id, str(error), error.param, error.code))
             return False
