@@ -12,6 +12,7 @@ Every transport uses this and nothing below it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import OrderedDict
 from types import TracebackType
@@ -345,6 +346,8 @@ class EngineClient:
 
     async def _load_tokenizer(self, loaded: Loaded) -> None:
         self.tokenizer = await asyncio.to_thread(read_tokenizer, loaded)
+        gc.collect()
+        gc.freeze()  # a vocabulary's objects stay, and are not looked through again and again
 
 
 def read_tokenizer(loaded: Loaded) -> Tokenizer:

@@ -129,7 +129,8 @@ def choices(
     check_count("n", n, 1, limits.n)
     if body.best_of is not None:
         check_count("best_of", body.best_of, n, limits.beams if params.use_beam_search else max(limits.best_of, n))
-    params = replace(params, n=n, best_of=body.best_of)
+    if n != 1 or body.best_of is not None:  # making them anew takes a while, for all is checked again
+        params = replace(params, n=n, best_of=body.best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
     if params.ranked and stream:
         raise unsupported(name, "it cannot be streamed, for which is best is known at the end")
