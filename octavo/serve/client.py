@@ -351,7 +351,11 @@ class EngineClient:
 
 
 def read_tokenizer(loaded: Loaded) -> Tokenizer:
+    """And what of it takes a while, here and not at the first request."""
     if loaded.tokenizer_gguf is not None:
-        return Tokenizer.from_gguf(loaded.tokenizer_gguf)
-    assert loaded.tokenizer_directory is not None
-    return Tokenizer.from_directory(loaded.tokenizer_directory)
+        tokenizer = Tokenizer.from_gguf(loaded.tokenizer_gguf)
+    else:
+        assert loaded.tokenizer_directory is not None
+        tokenizer = Tokenizer.from_directory(loaded.tokenizer_directory)
+    _ = tokenizer.longest_token
+    return tokenizer

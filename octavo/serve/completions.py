@@ -174,6 +174,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
         async with exchange.watching(call):
             if shape.stream:
                 await call.taken()  # what is refused is an HTTP error still, and no event
+                await asyncio.sleep(0)  # requests that came with this one are handed to the engine before headers are written
                 await stream(exchange, call, prepared, shape)
             else:
                 await call.done()
