@@ -277,16 +277,19 @@ def build(
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
     # A key's is the higher the sooner; a request's the lower, as in vLLM.
     priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
-    requests = []
+    requests: list[Request] = []
     for _, ids in prompts:
         room = fit(ids, max_tokens, model, param, headers)
         if params.min_tokens > room:
             raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})", "param_out_of_range")
+        if requests and room != params.max_tokens:  # of several prompts, each may have another
+            params = replace(params, max_tokens=room)
+        params.max_tokens = room
         requests.append(
             Request(
                 "",
                 ids,
-                replace(params, max_tokens=room),
+                params,
                 caller.arrival,
                 salt,
                 priority=priority,
