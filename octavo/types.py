@@ -298,6 +298,7 @@ class Request:
     deadline: float | None = None  # time.monotonic() by which it should be done
     key: str = ""  # whose it is: what is shared fairly
     guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
+    submitted: float = 0.0  # time.monotonic() when it was handed to the engine, if that is another process
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------
@@ -361,6 +362,8 @@ class Sequence:
     guide: Guide | None = None  # at the last committed token
     asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
+    queued: float = 0.0  # by the scheduler's clock: when it came
+    first: float = 0.0  # and when its first token was there
 
     @property
     def params(self) -> SamplingParams:

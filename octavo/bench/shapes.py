@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 TINYLLAMA_1B: dict[str, Any] = {
@@ -62,4 +65,40 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": 128001,
 }
 
-SHAPES = {"tinyllama-1.1b": TINYLLAMA_1B, "qwen3-0.6b": QWEN3_06B, "llama-8b": LLAMA_8B}
+GPT2_124M: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+
+SHAPES = {"tinyllama-1.1b": TINYLLAMA_1B, "qwen3-0.6b": QWEN3_06B, "llama-8b": LLAMA_8B, "gpt2": GPT2_124M}
+
+
+def write_directory(config: dict[str, Any], directory: Path) -> None:
+    """A shape as a model directory without weights, for load_format "dummy": its config, and a tokenizer in which every token is
+    one character, so that a text tells how many tokens it has. It reads ASCII; the rest of the vocabulary only comes out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from octavo.text.detokenize import BYTE_OF
+
+    spelling = {byte: char for char, byte in BYTE_OF.items()}
+    characters = chain(range(128), range(0x4E00, 0xD800), range(0x10000, 0x110000))
+    vocabulary = {
+        "".join(spelling[b] for b in chr(c).encode()): i for i, c in enumerate(islice(characters, config["vocab_size"]))
+    }
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    (directory / "config.json").write_text(json.dumps(config))

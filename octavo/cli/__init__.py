@@ -14,9 +14,21 @@ from typing import Annotated
 import typer
 
 from octavo import __version__
-from octavo.cli import bench_eviction, bench_latency, bench_scheduling, chat, complete, doctor, plan, quantize, serve, simulate
+from octavo.cli import (
+    bench_eviction,
+    bench_latency,
+    bench_scheduling,
+    bench_serve,
+    chat,
+    complete,
+    doctor,
+    plan,
+    quantize,
+    serve,
+    simulate,
+)  # fmt: skip
 
-BENCHES = (bench_latency, bench_scheduling, bench_eviction)  # and bench: all add to one group of commands
+BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)  # and bench: all add to one group of commands
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",

@@ -83,7 +83,8 @@ def batching(
 
 
 ModelOrShape = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A model, or random weights of qwen3-0.6b, llama-8b or tinyllama-1.1b.")
+    str | None,
+    typer.Argument(metavar="MODEL", help="A model, or random weights of qwen3-0.6b, llama-8b, tinyllama-1.1b or gpt2."),
 ]
 THROUGHPUT = EngineOptions(max_model_len=4096)
 

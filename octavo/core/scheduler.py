@@ -180,7 +180,7 @@ class Scheduler:
         self._arrivals += 1
         seed = params.seed if params.seed is not None else child_seed(self.seed, self._arrivals)
         seq = Sequence(self._next_id(), request, 0, array("i", prompt), len(prompt), limit, seed, stop_ids)
-        seq.guide = guide
+        seq.guide, seq.queued = guide, self.clock()
         if params.use_beam_search:
             seq.beam, self.searches[request.id] = Beam(), BeamSearch(seq)
         else:
@@ -611,7 +611,7 @@ class Scheduler:
         seed = child_seed(seq.seed, index)
         child = Sequence(self._next_id(), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids)
         child.hashes, child.cached, child.rank = list(seq.hashes), seq.cached, (*seq.rank[:2], index)
-        child.guide = None if seq.guide is None else seq.guide.copy()
+        child.guide, child.queued = None if seq.guide is None else seq.guide.copy(), seq.queued
         self.live[child.id] = child
         self.policy.arrived(child)
         self.requests[seq.request.id].append(child)
@@ -677,6 +677,7 @@ class Scheduler:
                     news.logprobs = result.logprobs[i]
                 if len(seq.tokens) == seq.prompt_len + len(new):
                     news.cached_tokens, news.prompt_logprobs = seq.cached, seq.prompt_logprobs
+                    seq.first = self.clock()
                 if reason is not None:
                     news.cached_tokens = seq.cached
                     news.stop_reason = new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None

@@ -2,11 +2,13 @@
 
 A line of JSON for each completion:
 
-    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0, "key": "", "deadline": null}
+    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0, "key": "", "deadline": null,
+     "id": "req_5f-0", "submitted": 12.301, "queued": 12.302, "first": 12.34}
 
 `blocks` has a number for each full block of BLOCK tokens of the prompt and the output: equal numbers, equal tokens from the
 beginning up to there. The numbers are hashes under a key that is never written down: a trace keeps who shares a prefix with whom,
-and nothing else of what was said.
+and nothing else of what was said. The last line is how the request fared, which is not played again: when it was handed to the
+engine, when the engine took it in (a step may have been under way), and when its first token was there.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class Entry:
     priority: int = 0
     key: str = ""
     deadline: float | None = None
+    id: str = ""
+    submitted: float = 0.0  # on the clock of `arrival`; 0: not known
+    queued: float = 0.0
+    first: float = 0.0
 
 
 class Recorder:
@@ -56,7 +62,10 @@ class Recorder:
         for at in range(0, len(known) - BLOCK + 1, BLOCK):
             parent = chain(parent, known[at : at + BLOCK])
             blocks.append(int.from_bytes(parent[:6], "little"))
-        entry = Entry(request.arrival, len(request.prompt), output, blocks, request.priority, request.key, request.deadline)
+        entry = Entry(
+            request.arrival, len(request.prompt), output, blocks, request.priority, request.key, request.deadline,
+            request.id, request.submitted, seq.queued, seq.first,
+        )  # fmt: skip
         self.file.write(json.dumps(asdict(entry)) + "\n")
 
 

@@ -12,6 +12,7 @@ Every transport uses this and nothing below it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections import OrderedDict
@@ -234,6 +235,7 @@ class EngineClient:
                     request.priority,
                     request.deadline,
                     request.key,
+                    time.monotonic(),
                 )
             )
         if not self.calls:
@@ -359,10 +361,16 @@ class EngineClient:
 
     async def _load_tokenizer(self, loaded: Loaded) -> None:
         self.tokenizer = await asyncio.to_thread(read_tokenizer, loaded)
+        gc.collect()
+        gc.freeze()  # a vocabulary's objects stay, and are not looked through again and again
 
 
 def read_tokenizer(loaded: Loaded) -> Tokenizer:
+    """And what of it takes a while, here and not at the first request."""
     if loaded.tokenizer_gguf is not None:
-        return Tokenizer.from_gguf(loaded.tokenizer_gguf)
-    assert loaded.tokenizer_directory is not None
-    return Tokenizer.from_directory(loaded.tokenizer_directory)
+        tokenizer = Tokenizer.from_gguf(loaded.tokenizer_gguf)
+    else:
+        assert loaded.tokenizer_directory is not None
+        tokenizer = Tokenizer.from_directory(loaded.tokenizer_directory)
+    _ = tokenizer.longest_token
+    return tokenizer

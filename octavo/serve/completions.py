@@ -101,6 +101,10 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
     return replace(params, prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit))
 
 
+def _logprobs(params: SamplingParams, top: int | None) -> SamplingParams:
+    return params if top is None else replace(params, logprobs=top)
+
+
 @dataclass
 class Asked:
     """A chat request, judged but for its prompt."""
@@ -130,7 +134,7 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
         wanted, name = body.max_tokens, "max_tokens"
     if wanted is not None:
         validate.check_count(name, wanted, 1, 2**63)
-    params = replace(_prompt_logprobs(body, params, limits.top_logprobs), logprobs=shape.top)
+    params = _logprobs(_prompt_logprobs(body, params, limits.top_logprobs), shape.top)
     _check_minimum(params, wanted)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
@@ -175,7 +179,7 @@ async def prepare_completion(
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     if shape.echo and shape.top is not None:
         params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))
-    params = replace(params, logprobs=shape.top)
+    params = _logprobs(params, shape.top)
     _check_minimum(params, wanted)
     prompts = [
         (text, validate.truncate(ids, body.truncate_prompt_tokens, headers))
@@ -198,6 +202,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
         async with exchange.watching(call):
             if shape.stream:
                 await call.taken()  # what is refused is an HTTP error still, and no event
+                await asyncio.sleep(0)  # requests that came with this one are handed to the engine before headers are written
                 await stream(exchange, call, prepared, shape)
             else:
                 await call.done()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -82,10 +83,9 @@ class Link:
         while True:
             if seconds and not self._in.poll(seconds * 1000):
                 return None
-            try:
-                data = self._in.recv(0 if seconds is None else zmq.NOBLOCK)
-            except zmq.Again:
-                return None
+            if seconds == 0 and not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return None  # asked once a step: an exception would take longer
+            data = self._in.recv()
             try:
                 return decode_to_engine(data)
             except msgspec.ValidationError as error:  # the front checks first, so this is its mistake and not the client's
@@ -175,7 +175,8 @@ class EngineLoop:
 
     def _add(self, m: Add, guide: Guide | None = None) -> bool:
         try:
-            self.engine.add(Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide))
+            request = Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide, m.submitted)
+            self.engine.add(request)
         except InvalidRequest as error:
             self.link.send(Refused(m.id, str(error), error.param, error.code))
             return False
@@ -381,6 +382,8 @@ def main(address: str, stacks: int) -> int:
         link.send(Failed(str(error)))
         return 2
     pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
+    gc.collect()
+    gc.freeze()  # what is here stays: walking it takes 50 ms and more, in the middle of a step
     link.send(Ready())
     pulse.loop.alive = lambda: device_alive(llm)
     try:

@@ -35,7 +35,8 @@ class Exchange:
         self.caller: Caller = scope["octavo.caller"]
         self.path: dict[str, str] = scope.get("path_params", {})
         self._receive, self._send = receive, send
-        self._abort: Callable[[], None] = scope.get("octavo.abort", lambda: None)  # wire.py puts it there
+        self._abort: Callable[[], None] = scope.get("octavo.abort", lambda: None)  # wire.py puts these there
+        self._paused: Callable[[], bool] = scope.get("octavo.paused", lambda: True)
 
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
         """See octavo.serve.body.read."""
@@ -58,6 +59,8 @@ class Exchange:
 
     async def write(self, data: bytes, last: bool = False) -> None:
         """Waits while the client is slow to read, but not for ever: then the connection is cut."""
+        if not self._paused():
+            return await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         timer = asyncio.get_running_loop().call_later(self.front.config.limits.send_seconds, self._abort)
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})

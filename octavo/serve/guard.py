@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -27,6 +28,7 @@ class Guard:
     def __init__(self, app: ASGIApp, front: Front):
         self.app, self.front = app, front
         self.local = is_loopback(front.config.host)
+        self.host_allowed = lru_cache(64)(self._host_allowed)  # the same few, again and again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,7 +84,7 @@ class Guard:
             except ValueError:
                 raise bad("timeout", "the header x-request-timeout must be a number of seconds") from None
 
-    def host_allowed(self, host: str) -> bool:
+    def _host_allowed(self, host: str) -> bool:
         """A web page can make a browser send requests here under a name of its own: only ours are answered."""
         allowed = self.front.config.allowed_hosts
         name = urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None

@@ -45,8 +45,8 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 def application(front: Front) -> ASGIApp:
     table: list[Route | WebSocketRoute] = [
+        *(Route(path, Endpoint(front, handler), methods=["POST"]) for path, handler in POST.items()),  # tried in order
         *(Route(path, Endpoint(front, handler), methods=["GET"]) for path, handler in GET.items()),
-        *(Route(path, Endpoint(front, handler), methods=["POST"]) for path, handler in POST.items()),
         WebSocketRoute("/ws/generate", WebSocketEndpoint(front)),
     ]
     app: ASGIApp = Guard(Router(table, redirect_slashes=False, default=not_found), front)

@@ -28,6 +28,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     priority: int = 0
     deadline: float | None = None  # on the same clock
     key: str = ""
+    submitted: float = 0.0  # on the same clock
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):

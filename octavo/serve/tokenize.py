@@ -22,7 +22,6 @@ class TextWorker:
 
     def __init__(self, threads: int, seconds: float):
         self.threads = Threads(threads, seconds, "tokenise")
-        self._longest: tuple[Tokenizer | None, int] = None, 1
 
     def close(self) -> None:
         self.threads.close()
@@ -40,9 +39,7 @@ class TextWorker:
 
     def check_size(self, tokenizer: Tokenizer, size: int, context: int) -> None:
         """Refuse text of so many bytes that it must have more tokens than the context."""
-        if self._longest[0] is not tokenizer:
-            self._longest = tokenizer, max(map(len, tokenizer.backend.get_vocab()), default=1) * 4
-        least = size // self._longest[1]
+        least = size // (4 * tokenizer.longest_token)
         if least >= context:
             raise ContextLengthExceeded(
                 f"the prompt has at least {least} tokens ({size} bytes), but the context holds {context}: shorten it"

@@ -132,7 +132,8 @@ def choices(
     best_of = body.best_of or None  # OpenAI's may be 0
     if best_of is not None:
         check_count("best_of", best_of, n, limits.beams if params.use_beam_search else max(limits.best_of, n))
-    params = replace(params, n=n, best_of=best_of)
+    if n != 1 or best_of is not None:  # making them anew takes a while, for all is checked again
+        params = replace(params, n=n, best_of=best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
     if params.ranked and stream:
         raise unsupported(name, "it cannot be streamed, for which is best is known at the end")
@@ -279,16 +280,19 @@ def build(
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
     # A key's is the higher the sooner; a request's the lower, as in vLLM.
     priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
-    requests = []
+    requests: list[Request] = []
     for _, ids in prompts:
         room = fit(ids, max_tokens, model, param, headers)
         if params.min_tokens > room:
             raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})", "param_out_of_range")
+        if requests and room != params.max_tokens:  # of several prompts, each may have another
+            params = replace(params, max_tokens=room)
+        params.max_tokens = room
         requests.append(
             Request(
                 "",
                 ids,
-                replace(params, max_tokens=room),
+                params,
                 caller.arrival,
                 salt,
                 priority=priority,

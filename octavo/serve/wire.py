@@ -1,6 +1,7 @@
 """HTTP connections with bounds: uvicorn's protocol, which has none on headers and none on how long they take.
 
-Overrides what it documents as its parser's callbacks, and adds to each request's scope how to cut its connection.
+Overrides what it documents as its parser's callbacks, and adds to each request's scope how to cut its connection and whether
+writing to it would wait.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self.scope["octavo.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+            self.scope["octavo.paused"] = self._paused  # type: ignore[typeddict-unknown-key]
             self._size = 0
             if self._timer is None:
                 self._await_headers()
@@ -78,6 +80,9 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
         def on_message_complete(self) -> None:
             if self.cycle is not None:
                 super().on_message_complete()
+
+        def _paused(self) -> bool:
+            return self.flow is not None and self.flow.write_paused
 
         def _await_headers(self) -> None:
             self._head = 0

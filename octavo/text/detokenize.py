@@ -31,6 +31,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -95,7 +96,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continuing: bool = False):
         self._pieces = tokenizer.pieces
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8("replace")
         self._strip = 0 if continuing else self._pieces.strip
         self._first = self._pieces.bare_first and not continuing
         self._window: list[int] = []  # "other" only: ids that new text may depend on ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,11 @@ class Tokenizer:
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.specials[name]) if name in self.specials else None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary. Looking for it takes 50 ms."""
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     @property
     def chat_template(self) -> str | None:
