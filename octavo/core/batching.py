@@ -54,7 +54,7 @@ class Pace:
     step = fixed + tokens * each       a line through steps with prompts; steps without any pull at its beginning
 
     Both ends are needed. Where all chunks are alike, only steps without prompts tell what a token adds. Where these are of
-    another kind (on a GPU, replayed graphs), a line from them makes small chunks look dear, and chunks would shrink for nothing.
+    another kind (on a GPU, replayed graphs), a line from them makes small chunks look dear: there they count for little.
     """
 
     SMALLEST = 16

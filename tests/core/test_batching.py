@@ -241,15 +241,3 @@ def test_a_chunk_is_what_an_urgent_request_may_wait_for() -> None:
     for _ in range(50):
         pace.observe(urgent, 0.001)
     assert pace.polite(1000, 1) == pytest.approx(0.0025 / 0.0002, abs=4), "steps are not cut for less than a quarter"
-
-
-def test_where_tokens_cost_nothing_chunks_do_not_shrink_to_nothing() -> None:
-    """Steps with prompts take 8 ms whatever is in them, those without 4: a line from the latter says that tokens cost."""
-    pace, sizes, urgent = Pace(target=0.050), [200], step_of(256, 0)
-    urgent.urgent = True
-    pace.observe(urgent, 0.009)
-    for _ in range(300):
-        pace.observe(step_of(0, 8), 0.004)
-        pace.observe(step_of(sizes[-1], 8), 0.008)
-        sizes.append(pace.polite(1000, 1))
-    assert sum(sizes[100:]) / 200 > 100
