@@ -25,8 +25,9 @@ class LayerNorm(nn.Module):
         self.ops, self.eps = ops, eps
         self.weight, self.bias = norm_weight(size), norm_weight(size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """Of x + add, which x then is."""
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, add)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return {f"{prefix}.weight": Slot(self.weight), f"{prefix}.bias": Slot(self.bias)}
@@ -44,11 +45,11 @@ class Layer(nn.Module):
         self.down = Linear(ops, inter, {"c_proj": hidden}, bias=True)
 
     def forward(self, x: Tensor, batch: ForwardBatch, kv: KV) -> Tensor:
-        """x [T, hidden]; kv [N, 2, H, B, D]: this layer's."""
+        """x [T, hidden], which is overwritten; kv [N, 2, H, B, D]: this layer's."""
         ops = self.ops
         q = ops.rope_and_cache(self.qkv(self.attn_norm(x)), kv, batch, None)
-        x = x + self.out(ops.attention(q, kv, batch, self.config.scale).flatten(1))
-        return x + self.down(ops.gelu(self.up(self.mlp_norm(x))))
+        heads = self.out(ops.attention(q, kv, batch, self.config.scale).flatten(1))
+        return x + self.down(ops.gelu(self.up(self.mlp_norm(x, heads))))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         slots = self.attn_norm.slots(prefix + "ln_1") | self.mlp_norm.slots(prefix + "ln_2")

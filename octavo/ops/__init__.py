@@ -92,8 +92,8 @@ class Ops(Protocol):
         """x [..., hidden], weight [hidden] -> like x, plus add where given"""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> like x"""
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> like x. Where add is given it is added to x itself first, in place."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ class ReferenceOps:
         out = F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
         return out if add is None else out + add
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        if add is not None:
+            x += add
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -55,6 +55,10 @@ def test_norms(hidden: int, dtype: torch.dtype) -> None:
     weight = weight[0].float()
     close(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     close(TRITON.rms_norm(x, weight, 1e-5, add), REFERENCE.rms_norm(x, weight, 1e-5, add))
+    bias, twins = weight.flip(0), (x.clone(), x.clone())
+    close(TRITON.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
+    close(TRITON.layer_norm(twins[0], weight, bias, 1e-5, add), REFERENCE.layer_norm(twins[1], weight, bias, 1e-5, add))
+    assert torch.equal(*twins) and not torch.equal(twins[0], x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,6 +67,7 @@ def test_gated_activations(inter: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * inter, dtype=dtype) * 3
     close(TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
     close(TRITON.gelu_mul(gate_up), REFERENCE.gelu_mul(gate_up))
+    close(TRITON.gelu(gate_up), REFERENCE.gelu(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

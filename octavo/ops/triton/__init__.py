@@ -47,6 +47,12 @@ class TritonOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         return fused.rms_norm(x, weight, eps, add)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        return fused.layer_norm(x, weight, bias, eps, add)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return fused.gelu(x)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return fused.act_mul(gate_up, gelu=False)
 

@@ -43,6 +43,60 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None) -> Tenso
 
 
 @triton.jit
+def layer_norm_kernel(
+    x, weight, bias, add, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program a token. ADD: x becomes x + add first."""
+    start_next()
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64) * hidden
+    c = tl.arange(0, BLOCK)
+    mask = c < hidden
+    value = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(add + row + c, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty)
+        tl.store(x + row + c, value, mask=mask)
+        value = value.to(tl.float32)
+    value = tl.where(mask, value - tl.sum(value, 0) / hidden, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
+    value *= tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + c, value, mask=mask)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None) -> Tensor:
+    out = torch.empty_like(x)
+    tokens, hidden = x.shape
+    block = triton.next_power_of_2(hidden)
+    layer_norm_kernel[tokens,](
+        x, weight, bias, x if add is None else add, out, hidden, eps, add is not None, block,
+        num_warps=min(16, max(1, block // 512)), **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def gelu_kernel(x, out, count, BLOCK: tl.constexpr):
+    start_next()
+    wait_for_inputs()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out + at, _gelu(value), mask=at < count)
+
+
+def gelu(x: Tensor) -> Tensor:
+    out, block = torch.empty_like(x), 1024
+    gelu_kernel[triton.cdiv(x.numel(), block),](x, out, x.numel(), block, num_warps=4, **LAUNCH)
+    return out
+
+
+@triton.jit
+def _gelu(x):
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # tanh(z) = 2 sigmoid(2 z) - 1
+
+
+@triton.jit
 def act_mul_kernel(gate_up, out, inter, GELU: tl.constexpr, BLOCK: tl.constexpr):
     start_next()
     wait_for_inputs()
@@ -51,8 +105,8 @@ def act_mul_kernel(gate_up, out, inter, GELU: tl.constexpr, BLOCK: tl.constexpr)
     mask = c < inter
     gate = tl.load(gate_up + row * 2 * inter + c, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inter + inter + c, mask=mask, other=0.0).to(tl.float32)
-    if GELU:  # tanh(z) = 2 sigmoid(2 z) - 1
-        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    if GELU:
+        gate = _gelu(gate)
     else:
         gate *= tl.sigmoid(gate)
     tl.store(out + row * inter + c, gate * up, mask=mask)
