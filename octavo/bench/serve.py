@@ -6,9 +6,10 @@ engine in-process at the same concurrency: what the way over HTTP costs.
     distinct  ten times as many, each prompt another from its first token on
     stream    ten times as many, streamed
     one       streams one after another: what the server adds to the time to the first token
-    burst     32 streams at once, again and again: the same
+    streams   32 at any time, each begun as another ends: the same
+    burst     32 begun at once, again and again: the same, at its worst
 
-For the last two the engine notes when it was given a request and had its first token (octavo/core/trace.py): what is left of the
+For the last three the engine notes when it was given a request and had its first token (octavo/core/trace.py): what is left of the
 client's time is what the server added. The server is started as a program; nothing of it is imported here.
 """
 
@@ -36,16 +37,17 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
 
 PATIENCE = 600.0  # seconds for a server to become ready
-STREAMS = 32  # of a burst
+STREAMS = 32  # at once
 CASES: dict[str, Callable[[Load], Load]] = {
     "same": lambda load: load,
     "long": lambda load: replace(load, requests=10 * load.requests),
     "distinct": lambda load: replace(load, requests=10 * load.requests, distinct=True),
     "stream": lambda load: replace(load, requests=10 * load.requests, stream=True),
     "one": lambda load: replace(load, requests=max(load.requests // 10, 1), clients=1, stream=True, distinct=True),
+    "streams": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True),
     "burst": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True, burst=True),
 }
-STAMPED = ("one", "burst")  # the engine writes down its times, which takes some itself
+STAMPED = ("one", "streams", "burst")  # the engine writes down its times, which takes some itself
 
 SERVER = """
 import json, sys
