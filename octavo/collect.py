@@ -36,7 +36,7 @@ class Collector:
         self.news: list[CompletionOutput] | None = None  # what is new, where somebody follows the stream
         self.open = len(self.outputs)  # completions that have not ended
         # Where nobody follows and nothing in the text ends it, it is made at the end, all at once.
-        self._later = not params.stop and until is None and params.logprobs is None and not params.ranked
+        self.later = not params.stop and until is None and params.logprobs is None and not params.ranked
 
     @property
     def finished(self) -> bool:
@@ -44,7 +44,7 @@ class Collector:
 
     def take(self, out: Output) -> bool:
         """Fold in one output. True: the text is over, and the engine should end the sequence."""
-        if self._later and out.finish_reason is None and self.news is None and self.metrics.first_token_time is not None:
+        if self.later and out.finish_reason is None and self.news is None and self.metrics.first_token_time is not None:
             self.outputs[out.index].token_ids += out.tokens  # nothing to do with them yet: most of all outputs
             return False
         now = time.monotonic()
@@ -56,7 +56,7 @@ class Collector:
         self.cached, self.error = max(self.cached, out.cached_tokens), out.error or self.error
         hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         shown = out.tokens[:-1] if hidden else out.tokens
-        if self._later:
+        if self.later:
             shown = completion.token_ids[stream.tokens_used :] + shown
         delta, stop = stream.push(shown, finished=out.finish_reason is not None)
         new, reason, stop_reason = out.tokens, out.finish_reason, out.stop_reason

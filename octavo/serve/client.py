@@ -236,6 +236,7 @@ class EngineClient:
                     request.deadline,
                     request.key,
                     time.monotonic(),
+                    not follow and collector.later,
                 )
             )
         if not self.calls:
@@ -294,8 +295,8 @@ class EngineClient:
         if isinstance(message, News):
             for id in message.begun:
                 self._begun(id)
-            if message.tokens:
-                self.metrics.iteration.observe(message.tokens)
+            for tokens in message.steps:
+                self.metrics.iteration.observe(tokens)
             now = time.monotonic()
             self._blame({out.request_id for out in message.outputs if out.finish_reason == "error" and out.code is None})
             for out in message.outputs:

@@ -101,11 +101,13 @@ class Observed:
     def __init__(self, runner: Runner):
         self.runner = runner
         self.begun: list[int] = []  # Sequence.id
-        self.prefill = self.decode = self.tokens = 0
+        self.steps: list[int] = []  # tokens of each
+        self.prefill = self.decode = 0
 
     def launch(self, plan: Plan) -> Handle:
         self.begun += [row.seq for row in plan.rows]
-        self.tokens = plan.num_tokens
+        if plan.items:
+            self.steps.append(plan.num_tokens)
         for item in plan.items:
             if item.start is None:
                 self.decode += item.num
@@ -126,6 +128,7 @@ class EngineLoop:
         self.check_interval, self.checked = check_interval, time.monotonic()
         self.checks = self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
+        self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
         self.observed = engine.runner = Observed(engine.runner)
         self.beat = Beat()
         self._snapshot()
@@ -166,6 +169,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             for id in message.ids:
                 self.held.pop(id, None)
+                self.whole.pop(id, None)
                 engine.abort(id)
             if engine.idle and not self.held:
                 self._snapshot()
@@ -180,6 +184,8 @@ class EngineLoop:
         except InvalidRequest as error:
             self.link.send(Refused(m.id, str(error), error.param, error.code))
             return False
+        if m.whole:
+            self.whole[m.id] = {}
         return True
 
     def _release(self) -> None:
@@ -200,8 +206,28 @@ class EngineLoop:
         live = self.engine.scheduler.live
         begun = [live[id].request.id for id in self.observed.begun if id in live and live[id].preemptions == 0]
         self.observed.begun.clear()
+        if self.whole:
+            outputs = [out for out in outputs if self._tells(out)]
         if outputs or begun:
-            self.link.send(News(outputs, begun, self.observed.tokens))
+            steps, self.observed.steps = self.observed.steps, []
+            self.link.send(News(outputs, begun, steps))
+
+    def _tells(self, out: Output) -> bool:
+        """Whether the front is to hear of it now. What a request that nobody follows said is told with its end: a message for
+        each of its tokens is most of what such a request costs."""
+        said = self.whole.get(out.request_id)
+        if said is None:
+            return True
+        if out.finish_reason is None:
+            if out.index in said:
+                said[out.index] += out.tokens
+                return False
+            said[out.index] = []
+            return True
+        out.tokens = said.pop(out.index, []) + out.tokens
+        if not said and out.request_id not in self.engine.scheduler.requests:
+            del self.whole[out.request_id]
+        return True
 
     def _check(self) -> None:
         """Do the books agree? If not it is written down and counted, and the engine goes on: whoever reads it decides."""

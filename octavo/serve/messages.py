@@ -29,6 +29,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     deadline: float | None = None  # on the same clock
     key: str = ""
     submitted: float = 0.0  # on the same clock
+    whole: bool = False  # nobody follows it: after its first token the front wants to hear of it when it has ended
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -87,11 +88,11 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class News(msgspec.Struct, tag=True, array_like=True):
-    """What a step brought, and the requests that it was the first for."""
+    """What a step brought, and the requests that have begun."""
 
     outputs: list[Output]
     begun: list[str]
-    tokens: int = 0  # computed in it
+    steps: list[int] = []  # tokens computed in each, since the last news
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):

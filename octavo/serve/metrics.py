@@ -208,7 +208,8 @@ class Metrics:
             self.prefill_time.observe(now - self._begun.get(id, now))
             self.cached_tokens.inc(out.cached_tokens)
         elif out.index in last:
-            self.itl.observe(now - last[out.index])
+            for _ in range(count):  # what comes at once took as long each
+                self.itl.observe((now - last[out.index]) / count)
         if count:
             last[out.index] = now
 

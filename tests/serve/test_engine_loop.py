@@ -74,6 +74,31 @@ def test_an_abort_leaves_others_alone() -> None:
     assert tokens(both) == tokens(alone) and len(tokens(alone)) == 10
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_nobody_follows_is_told_of_when_it_begins_and_when_it_ends(depth: int) -> None:
+    def told(whole: bool) -> tuple[EngineLoop, list[Output], int]:
+        m = add("a", 9, max_tokens=10, seed=1, n=2, temperature=1.0)
+        m.whole = whole
+        loop, sent = run([m, *[None] * 20], depth)
+        news = [m for m in sent if isinstance(m, News)]
+        return loop, [out for m in news for out in m.outputs], sum(len(m.steps) for m in news)
+
+    def said(outputs: list[Output], index: int) -> list[int]:
+        return [t for out in outputs if out.index == index for t in out.tokens]
+
+    (_, every, steps), (loop, few, same) = told(False), told(True)
+    assert len(every) == 20 and len(few) == 4 and [len(out.tokens) for out in few[:2]] == [1, 1]
+    assert all(said(few, i) == said(every, i) and len(said(few, i)) == 10 for i in (0, 1))
+    assert [out.finish_reason for out in few[2:]] == ["length", "length"] and not loop.whole
+    assert steps == same, "no step is lost to the metrics"
+
+
+def test_an_abort_forgets_what_was_kept_back() -> None:
+    m = add("a", 9, max_tokens=50)
+    m.whole = True
+    assert not run([m, *[None] * 5, Abort(["a"])])[0].whole
+
+
 def test_a_request_is_said_to_have_begun_once() -> None:
     _, sent = run([add("a", 40, max_tokens=3), *[None] * 10])
     assert [m.begun for m in sent if isinstance(m, News) and m.begun] == [["a"]]
@@ -153,7 +178,7 @@ def test_messages_cross_as_they_are() -> None:
     for message in (said, Abort(["a", "b"]), Shutdown()):
         assert decode_to_engine(encode(message)) == message
     out = Output("a", 1, [4], [TokenLogprobs(4, -0.5, 1, [(4, -0.5)])], "stop", "x", 3, [None, TokenLogprobs(1, -1.0, 2, [])])
-    for message in (News([out], ["a"], 7), Beat(steps=3), Refused("a", "no", "prompt", None), Taken("a")):
+    for message in (News([out], ["a"], [7]), Beat(steps=3), Refused("a", "no", "prompt", None), Taken("a")):
         assert decode_to_front(encode(message)) == message
 
 
