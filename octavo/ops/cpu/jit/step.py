@@ -249,23 +249,24 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
         for first in range(0, rows, at_once):
             end = min(first + at_once, rows)
             for block in range(piece * share, min(piece * share + share, blocks)):
+                ahead = 1 if block % share < share - 1 else (team.threads(me) - 1) * share + 1  # within the piece, or the next
                 direct = gated == 0 and (block + 1) * LANES <= outputs
                 r = first
                 while r < end:
                     source, target = x + r * size, y + (r * outputs + block * LANES) * 4
                     if direct:
-                        done = block_product(weight, block, source, size, end - r, target, outputs * 4)
+                        done = block_product(weight, block, source, size, end - r, target, outputs * 4, ahead)
                         if bias != 0:
                             add_bias(target, outputs * 4, done, bias + block * LANES * 4)
                     else:
-                        done = block_product(weight, block, source, size, end - r, tiles, LANES * 4)
+                        done = block_product(weight, block, source, size, end - r, tiles, LANES * 4, ahead)
                         if bias != 0:
                             add_bias(tiles, LANES * 4, done, bias + block * LANES * 4)
                         if gated == 0:
                             for i in range(done):
                                 move(tiles + i * LANES * 4, target + i * outputs * 4, outputs - block * LANES)
                         else:
-                            block_product(weight, block + blocks, source, size, end - r, second, LANES * 4)
+                            block_product(weight, block + blocks, source, size, end - r, second, LANES * 4, ahead)
                             if bias != 0:
                                 add_bias(second, LANES * 4, done, bias + (block + blocks) * LANES * 4)
                             for i in range(done):
@@ -378,21 +379,21 @@ def embed(me: int, job: int) -> None:
     weight, rows, out = load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS), load_i64(job + 8 * Y)
     inputs, group, bits = (load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP),
                            load_i64(weight + 8 * product.BITS))  # fmt: skip
-    size, least = padded(inputs, group), load_i64(weight + 8 * product.LEAST)
+    least = load_i64(weight + 8 * product.LEAST)
     zero, factor = 0 if least != 0 else 1 << (bits - 1), load_f32(job + 8 * FACTOR)
     t = team.take(me, rows)
     while t >= 0:
         row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
         block, lane = row // LANES, row % LANES
-        codes = load_i64(weight + 8 * product.CODES) + block * (size * LANES * bits // 8)
-        info = block * (size // group) * LANES + lane
+        stride = block * load_i64(weight + 8 * product.STRIDE)
+        codes, info = load_i64(weight + 8 * product.CODES) + stride, stride + 2 * lane
         for k in range(inputs):
             quad = k // 4
             if bits == 8:
                 code = load_u8(codes + (quad * LANES + lane) * 4 + k % 4)
             else:
                 code = (load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))) & 15
-            at = 2 * (info + k // group * LANES)
+            at = info + 2 * (k // group * LANES)
             value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * product.SCALE) + at)
             if least != 0:
                 value += load_f16(least + at)
