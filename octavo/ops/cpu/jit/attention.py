@@ -248,18 +248,33 @@ def count_tasks(batch: int) -> int:
 
 
 @inner
-def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: int) -> None:
-    heads, kv_heads, dim = load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS), load_i64(batch + 8 * DIM)
-    share, tokens, block_size = heads // kv_heads, task_tokens(heads, kv_heads), load_i64(batch + 8 * BLOCK_SIZE)
-    starts = load_i64(batch + 8 * QUERY_START)
-    piece, head, s = task // kv_heads, task % kv_heads, 0
-    while True:  # which sequence, and which of its pieces
+def place(batch: int, task: int, tokens: int) -> tuple[int, int, int]:
+    """Of a task: its sequence, how many tokens that has in this step, and which piece of them is meant."""
+    starts, piece, s = load_i64(batch + 8 * QUERY_START), task // load_i64(batch + 8 * KV_HEADS), 0
+    while True:
         num = load_i32(starts + 4 * s + 4) - load_i32(starts + 4 * s)
         pieces = (num + tokens - 1) // tokens
         if piece < pieces:
-            break
+            return s, num, piece
         piece -= pieces
         s += 1
+
+
+@inner
+def table_of(batch: int, s: int) -> int:
+    row = load_i32(load_i64(batch + 8 * ROW) + 4 * s)
+    return load_i64(batch + 8 * TABLE) + 4 * row * load_i64(batch + 8 * TABLE_WIDTH)
+
+
+@inner
+def run_task(batch: int, task: int, after: int, thread: int, kv: int, scales: int, window: int) -> None:
+    """`after`: the task that this thread is likely to get next, or -1. A single token's is short, and KV comes from far: while
+    one is computed, the next one's is asked for, block by block."""
+    heads, kv_heads, dim = load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS), load_i64(batch + 8 * DIM)
+    share, tokens, block_size = heads // kv_heads, task_tokens(heads, kv_heads), load_i64(batch + 8 * BLOCK_SIZE)
+    starts = load_i64(batch + 8 * QUERY_START)
+    head = task % kv_heads
+    s, num, piece = place(batch, task, tokens)
     length = load_i32(load_i64(batch + 8 * SEQ_LENS) + 4 * s)
     begin = piece * tokens
     count = min(tokens, num - begin)
@@ -291,12 +306,15 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
         store_f32(states + 16 * r, -1e30)
         store_f32(states + 16 * r + 4, 0.0)
 
-    table = load_i64(batch + 8 * TABLE)
-    table += 4 * load_i32(load_i64(batch + 8 * ROW) + 4 * s) * load_i64(batch + 8 * TABLE_WIDTH)
+    table = table_of(batch, s)
     kind = load_i64(batch + 8 * KIND)
     row_size, coded = dim * SIZES[kind], kind in (I8, F8)
     bias = types.float32(256.0 if kind == F8 else 1.0)  # see load_floats
     scales, scales_stride = scales + 4 * head * block_size, load_i64(batch + 8 * SCALES_STRIDE)
+    next_kv, next_table, next_end = kv + after % kv_heads * block_size * row_size, table, 0
+    if after >= 0 and num == 1:
+        next_s = place(batch, after, tokens)[0]
+        next_table, next_end = table_of(batch, next_s), load_i32(load_i64(batch + 8 * SEQ_LENS) + 4 * next_s)
     kv, block_stride = kv + head * block_size * row_size, load_i64(batch + 8 * BLOCK_STRIDE)
     values = kv_heads * block_size * row_size  # from a key to its value
     end = first_position + count  # keys that any row sees
@@ -328,6 +346,13 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
                 store_i64(value_rows + 8 * j, zeros)
         for v in range(width):
             transpose_rows(kind, key_rows + 8 * v * LANES, keys + 4 * v * LANES, vectors, 4 * CHUNK)
+            position = chunk + v * LANES
+            if position < next_end:
+                later = next_kv + load_i32(next_table + 4 * (position // block_size)) * block_stride
+                later += position % block_size * row_size
+                for line in range(0, LANES * row_size, 64):
+                    prefetch(later + line)
+                    prefetch(later + values + line)
         for r in range(0, padded, ROWS):
             if width == WIDE:
                 scores_wide(q + r * dim * 4, dim, keys, weights + r * 4 * CHUNK)

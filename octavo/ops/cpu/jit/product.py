@@ -39,7 +39,7 @@ STRIP = 32  # inputs that one turn of the inner loop multiplies; groups are mult
 INT = types.int64
 
 # A weight to the kernels: a record of int64.
-CODES, SCALE, LEAST, BIAS, INPUTS, OUTPUTS, GROUP, BITS, STRIDE, FIELDS = range(10)  # stride: bytes from block to block
+CODES, SCALE, LEAST, BIAS, INPUTS, OUTPUTS, GROUP, BITS, FIELDS = range(9)
 
 # A row of activations: int8 [padded inputs], then for each strip its scale, its sum, and their product.
 
@@ -88,10 +88,10 @@ def tile(rows: int, bits: int, least: bool) -> Any:
     signed = bits == 8 and not ISA.dot  # bytes as they are stored have their top bit flipped
     asks = rows > 2  # a block takes long enough to hide the next one's way from memory; fewer rows just stream
 
-    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT)
+    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT, INT)
     def run(
         e: Emitter, codes: Value, scale: Value, mins: Value, x: Value, x_stride: Value, groups: Value, strips: Value,
-        y: Value, y_stride: Value, ahead: Value,
+        y: Value, y_stride: Value, ahead: Value, info_ahead: Value,
     ) -> None:  # fmt: skip
         starts = [x + x_stride * r for r in range(rows)]
         count = groups * strips
@@ -103,7 +103,7 @@ def tile(rows: int, bits: int, least: bool) -> Any:
                 partial[r].set(e.constant(FLOATS, 0.0))
             m = e.to_float(e.load(mins + g * (2 * LANES), HALVES)) if least else None
             for info in ((scale, mins) if least else (scale,)) if asks else ():
-                e.prefetch(info + g * (2 * LANES) + ahead)
+                e.prefetch(info + g * (2 * LANES) + info_ahead)
             with e.loop(strips) as s:
                 strip = g * strips + s
                 base, inputs = codes + strip * strip_bytes, strip * STRIP
@@ -149,42 +149,42 @@ def block_product(weight: int, block: int, x: int, x_stride: int, rows: int, y: 
     group, bits = load_i64(weight + 8 * GROUP), load_i64(weight + 8 * BITS)
     size = padded(load_i64(weight + 8 * INPUTS), group)
     groups, strips = size // group, group // STRIP
-    stride, m = load_i64(weight + 8 * STRIDE), load_i64(weight + 8 * LEAST)
-    codes, d = load_i64(weight + 8 * CODES) + block * stride, load_i64(weight + 8 * SCALE) + block * stride
-    ahead *= stride
+    stride, info_stride = size * LANES * bits // 8, groups * LANES * 2
+    codes, d = load_i64(weight + 8 * CODES) + block * stride, load_i64(weight + 8 * SCALE) + block * info_stride
+    m, ahead, info_ahead = load_i64(weight + 8 * LEAST), ahead * stride, ahead * info_stride
     if bits == 8:
         if rows >= TILE:
-            eight_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+            eight_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return TILE
         if rows >= 4:
-            eight_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+            eight_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 4
         if rows >= 2:
-            eight_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+            eight_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 2
-        eight_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+        eight_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 1
     if m == 0:
         if rows >= TILE:
-            four_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+            four_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return TILE
         if rows >= 4:
-            four_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+            four_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 4
         if rows >= 2:
-            four_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+            four_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 2
-        four_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+        four_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 1
-    m += block * stride
+    m += block * info_stride
     if rows >= TILE:
-        least_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+        least_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return TILE
     if rows >= 4:
-        least_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+        least_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 4
     if rows >= 2:
-        least_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+        least_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 2
-    least_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead)
+    least_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
     return 1

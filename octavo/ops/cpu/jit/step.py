@@ -35,6 +35,7 @@ from octavo.ops.cpu.jit.emit import (
     load_f32,
     load_i64,
     load_u8,
+    prefetch_column,
     store_f32,
     store_i64,
 )
@@ -254,6 +255,7 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
                 r = first
                 while r < end:
                     source, target = x + r * size, y + (r * outputs + block * LANES) * 4
+                    prefetch_column(target + LANES * 4, outputs * 4, min(TILE, end - r))
                     if direct:
                         done = block_product(weight, block, source, size, end - r, target, outputs * 4, ahead)
                         if bias != 0:
@@ -335,7 +337,8 @@ def attend(me: int, batch: int, kv: int, scales: int, window: int) -> None:
     pieces = attention.count_tasks(batch)
     piece = team.take(me, pieces)
     while piece >= 0:
-        attention.run_task(batch, piece, load_i64(me + 8 * team.NUMBER), kv, scales, window)
+        after = piece + team.threads(me)
+        attention.run_task(batch, piece, after if after < pieces else -1, load_i64(me + 8 * team.NUMBER), kv, scales, window)
         piece = team.take(me, pieces)
     team.finish(me, pieces)
 
@@ -379,21 +382,21 @@ def embed(me: int, job: int) -> None:
     weight, rows, out = load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS), load_i64(job + 8 * Y)
     inputs, group, bits = (load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP),
                            load_i64(weight + 8 * product.BITS))  # fmt: skip
-    least = load_i64(weight + 8 * product.LEAST)
+    size, least = padded(inputs, group), load_i64(weight + 8 * product.LEAST)
     zero, factor = 0 if least != 0 else 1 << (bits - 1), load_f32(job + 8 * FACTOR)
     t = team.take(me, rows)
     while t >= 0:
         row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
         block, lane = row // LANES, row % LANES
-        stride = block * load_i64(weight + 8 * product.STRIDE)
-        codes, info = load_i64(weight + 8 * product.CODES) + stride, stride + 2 * lane
+        codes = load_i64(weight + 8 * product.CODES) + block * (size * LANES * bits // 8)
+        info = block * (size // group) * LANES + lane
         for k in range(inputs):
             quad = k // 4
             if bits == 8:
                 code = load_u8(codes + (quad * LANES + lane) * 4 + k % 4)
             else:
                 code = (load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))) & 15
-            at = info + 2 * (k // group * LANES)
+            at = 2 * (info + k // group * LANES)
             value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * product.SCALE) + at)
             if least != 0:
                 value += load_f16(least + at)
