@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.config import KV_SCALE_BYTES, CacheConfig, ModelConfig
 from octavo.errors import NotEnoughMemory
 from octavo.ops.kv import KV, LARGEST, QuantKV
+from octavo.ops.pages import huge
 
 
 class KVStore:
@@ -26,7 +27,7 @@ class KVStore:
         codes, scales = torch.Size(shape).numel(), torch.Size(shape[:-1]).numel() * KV_SCALE_BYTES
         record, kind = ((codes + scales,), torch.uint8) if dtype in LARGEST else (shape, dtype)
         try:
-            self.tensor: Tensor = torch.empty(cache.num_blocks + 1, *record, dtype=kind, device=device)
+            self.tensor: Tensor = huge(torch.empty(cache.num_blocks + 1, *record, dtype=kind, device=device))
         except RuntimeError as e:
             size = (cache.num_blocks + 1) * torch.Size(record).numel() * kind.itemsize / 2**30
             raise NotEnoughMemory(

@@ -169,6 +169,12 @@ class Emitter:
         code = self.select(size.compare("<", 2.0**-6), small, large) + ((bits >> 24) & 0x80)
         return self.store(self.narrow(code), address)
 
+    def prefetch(self, address: Value, write: bool = False) -> None:
+        """Ask for a cache line that will be read or written soon."""
+        kinds = [i8.as_pointer(), i32, i32, i32]
+        function = cgutils.get_or_insert_function(self.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
+        self.b.call(function, [self.b.inttoptr(address.v, kinds[0]), i32(int(write)), i32(3), i32(1)])
+
     # ---- control -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -331,10 +337,14 @@ def wake(e: Emitter, address: Value) -> None:
 
 @intrinsic(VOID, POINTER)
 def prefetch(e: Emitter, address: Value) -> None:
-    """Ask for a cache line that will be read soon."""
-    kinds = [i8.as_pointer(), i32, i32, i32]
-    function = cgutils.get_or_insert_function(e.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
-    e.b.call(function, [e.b.inttoptr(address.v, kinds[0]), i32(0), i32(3), i32(1)])
+    e.prefetch(address)
+
+
+@intrinsic(VOID, POINTER, types.int64, types.int64)
+def prefetch_column(e: Emitter, address: Value, stride: Value, rows: Value) -> None:
+    """A line of each of some rows, to be written: stores that miss go out one by one."""
+    with e.loop(rows) as r:
+        e.prefetch(address + r * stride, write=True)
 
 
 # ---- plain access ------------------------------------------------------------------------------------------

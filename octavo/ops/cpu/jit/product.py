@@ -86,11 +86,12 @@ def tile(rows: int, bits: int, least: bool) -> Any:
     zero = 0 if least else 1 << (bits - 1)
     strip_bytes = STRIP * LANES * bits // 8
     signed = bits == 8 and not ISA.dot  # bytes as they are stored have their top bit flipped
+    asks = rows > 2  # a block takes long enough to hide the next one's way from memory; fewer rows just stream
 
-    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT)
+    @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT, INT)
     def run(
         e: Emitter, codes: Value, scale: Value, mins: Value, x: Value, x_stride: Value, groups: Value, strips: Value,
-        y: Value, y_stride: Value,
+        y: Value, y_stride: Value, ahead: Value, info_ahead: Value,
     ) -> None:  # fmt: skip
         starts = [x + x_stride * r for r in range(rows)]
         count = groups * strips
@@ -101,9 +102,13 @@ def tile(rows: int, bits: int, least: bool) -> Any:
             for r in range(rows):
                 partial[r].set(e.constant(FLOATS, 0.0))
             m = e.to_float(e.load(mins + g * (2 * LANES), HALVES)) if least else None
+            for info in ((scale, mins) if least else (scale,)) if asks else ():
+                e.prefetch(info + g * (2 * LANES) + info_ahead)
             with e.loop(strips) as s:
                 strip = g * strips + s
                 base, inputs = codes + strip * strip_bytes, strip * STRIP
+                for line in range(0, strip_bytes if asks else 0, 64):
+                    e.prefetch(base + ahead + line)
                 sums = [e.constant(INTS, 0)] * rows
                 if zero and not signed:
                     sums = [e.splat(e.load(info + (count + strip) * 4, i32) * -zero) for info in infos]
@@ -113,7 +118,7 @@ def tile(rows: int, bits: int, least: bool) -> Any:
                         quad = quad ^ -128 if signed else quad
                     else:
                         both = e.load(base + (k // 2) * 4 * LANES, BYTES)
-                        quad = both >> 4 if k % 2 else both & 15
+                        quad = ((both.bits(INTS) >> 4) & 0x0F0F0F0F).bits(BYTES) if k % 2 else both & 15  # bytes do not shift
                     for r in range(rows):
                         four = e.splat(e.load(starts[r] + inputs + 4 * k, i32)).bits(BYTES)
                         sums[r] = (e.dot4_signed if signed else e.dot4)(sums[r], quad, four)
@@ -138,47 +143,48 @@ eight_8, eight_4, eight_2, eight_1 = (tile(n, 8, False) for n in (TILE, 4, 2, 1)
 
 
 @inner
-def block_product(weight: int, block: int, x: int, x_stride: int, rows: int, y: int, y_stride: int) -> int:
-    """Outputs block * LANES .. + LANES of up to TILE rows -> y, LANES float32 a row. Returns how many rows it took."""
+def block_product(weight: int, block: int, x: int, x_stride: int, rows: int, y: int, y_stride: int, ahead: int) -> int:
+    """Outputs block * LANES .. + LANES of up to TILE rows -> y, LANES float32 a row. Returns how many rows it took. The block
+    that lies `ahead` blocks further is asked for meanwhile."""
     group, bits = load_i64(weight + 8 * GROUP), load_i64(weight + 8 * BITS)
     size = padded(load_i64(weight + 8 * INPUTS), group)
     groups, strips = size // group, group // STRIP
-    codes = load_i64(weight + 8 * CODES) + block * (size * LANES * bits // 8)
-    d = load_i64(weight + 8 * SCALE) + block * (groups * LANES * 2)
-    m = load_i64(weight + 8 * LEAST)
+    stride, info_stride = size * LANES * bits // 8, groups * LANES * 2
+    codes, d = load_i64(weight + 8 * CODES) + block * stride, load_i64(weight + 8 * SCALE) + block * info_stride
+    m, ahead, info_ahead = load_i64(weight + 8 * LEAST), ahead * stride, ahead * info_stride
     if bits == 8:
         if rows >= TILE:
-            eight_8(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            eight_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return TILE
         if rows >= 4:
-            eight_4(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            eight_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 4
         if rows >= 2:
-            eight_2(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            eight_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 2
-        eight_1(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        eight_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 1
     if m == 0:
         if rows >= TILE:
-            four_8(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            four_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return TILE
         if rows >= 4:
-            four_4(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            four_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 4
         if rows >= 2:
-            four_2(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+            four_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
             return 2
-        four_1(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        four_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 1
-    m += block * (groups * LANES * 2)
+    m += block * info_stride
     if rows >= TILE:
-        least_8(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        least_8(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return TILE
     if rows >= 4:
-        least_4(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        least_4(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 4
     if rows >= 2:
-        least_2(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+        least_2(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
         return 2
-    least_1(codes, d, m, x, x_stride, groups, strips, y, y_stride)
+    least_1(codes, d, m, x, x_stride, groups, strips, y, y_stride, ahead, info_ahead)
     return 1

@@ -35,6 +35,7 @@ from octavo.ops.cpu.jit.emit import (
     load_f32,
     load_i64,
     load_u8,
+    prefetch_column,
     store_f32,
     store_i64,
 )
@@ -268,23 +269,25 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
         for first in range(0, rows, at_once):
             end = min(first + at_once, rows)
             for block in range(piece * share, min(piece * share + share, blocks)):
+                ahead = 1 if block % share < share - 1 else (team.threads(me) - 1) * share + 1  # within the piece, or the next
                 direct = gated == 0 and (block + 1) * LANES <= outputs
                 r = first
                 while r < end:
                     source, target = x + r * size, y + (r * outputs + block * LANES) * 4
+                    prefetch_column(target + LANES * 4, outputs * 4, min(TILE, end - r))
                     if direct:
-                        done = block_product(weight, block, source, size, end - r, target, outputs * 4)
+                        done = block_product(weight, block, source, size, end - r, target, outputs * 4, ahead)
                         if bias != 0:
                             add_bias(target, outputs * 4, done, bias + block * LANES * 4)
                     else:
-                        done = block_product(weight, block, source, size, end - r, tiles, LANES * 4)
+                        done = block_product(weight, block, source, size, end - r, tiles, LANES * 4, ahead)
                         if bias != 0:
                             add_bias(tiles, LANES * 4, done, bias + block * LANES * 4)
                         if gated == 0:
                             for i in range(done):
                                 move(tiles + i * LANES * 4, target + i * outputs * 4, outputs - block * LANES)
                         else:
-                            block_product(weight, block + blocks, source, size, end - r, second, LANES * 4)
+                            block_product(weight, block + blocks, source, size, end - r, second, LANES * 4, ahead)
                             if bias != 0:
                                 add_bias(second, LANES * 4, done, bias + (block + blocks) * LANES * 4)
                             for i in range(done):
