@@ -9,8 +9,8 @@ engine in-process at the same concurrency: what the way over HTTP costs.
     streams   32 at any time, each begun as another ends: the same
     burst     32 begun at once, again and again: the same, at its worst
 
-For the last three the engine notes when it was given a request and had its first token (octavo/core/trace.py): what is left of the
-client's time is what the server added. The server is started as a program; nothing of it is imported here.
+For the last three the engine notes when it was given a request and had its first token (octavo/core/trace.py): what is left of
+the client's time is what the server added. The server is started as a program; nothing of it is imported here.
 """
 
 from __future__ import annotations
