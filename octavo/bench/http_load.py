@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
 import sys
 import time
@@ -38,6 +39,7 @@ class Load:
     number: int = 0
     stream: bool = False
     burst: bool = False  # clients wait for each other before each request
+    pause: float = 0.0  # seconds that a client waits at most before each request, by dice: replies do not keep in step then
     exact: bool = False  # every token is one character: the text tells how many there are
     extra: dict[str, Any] = field(default_factory=dict)  # further fields of each request
     headers: dict[str, str] = field(default_factory=dict)
@@ -138,6 +140,7 @@ class Run:
         self.waiting: list[Client] = []
         self.open, self.asked = 0, 0
         self.over = asyncio.get_running_loop().create_future()
+        self.dice = random.Random(0)
 
     async def run(self) -> None:
         """All connections first, then the load."""
@@ -154,6 +157,12 @@ class Run:
     def _begin(self) -> None:
         waiting, self.waiting = self.waiting, []
         for client in waiting:
+            self._soon(client)
+
+    def _soon(self, client: Client) -> None:
+        if self.load.pause:
+            asyncio.get_running_loop().call_later(self.dice.uniform(0, self.load.pause), self._ask, client)
+        else:
             self._ask(client)
 
     def _ask(self, client: Client) -> None:
@@ -167,7 +176,7 @@ class Run:
         if client.transport is None or client.transport.is_closing():
             return
         if not self.held and not self.load.burst:
-            self._ask(client)
+            self._soon(client)
             return
         self.waiting.append(client)
         if not self.held and len(self.waiting) == self.open:

@@ -6,7 +6,7 @@ engine in-process at the same concurrency: what the way over HTTP costs.
     distinct  ten times as many, each prompt another from its first token on
     stream    ten times as many, streamed
     one       streams one after another: what the server adds to the time to the first token
-    streams   32 at any time, each begun as another ends: the same
+    streams   about 32 at any time, each begun some moments after another ended: the same
     burst     32 begun at once, again and again: the same, at its worst
 
 For the last three the engine notes when it was given a request and had its first token (octavo/core/trace.py): what is left of
@@ -44,7 +44,7 @@ CASES: dict[str, Callable[[Load], Load]] = {
     "distinct": lambda load: replace(load, requests=10 * load.requests, distinct=True),
     "stream": lambda load: replace(load, requests=10 * load.requests, stream=True),
     "one": lambda load: replace(load, requests=max(load.requests // 10, 1), clients=1, stream=True, distinct=True),
-    "streams": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True),
+    "streams": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS + 4, stream=True, distinct=True, pause=0.2),
     "burst": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True, burst=True),
 }
 STAMPED = ("one", "streams", "burst")  # the engine writes down its times, which takes some itself
