@@ -299,7 +299,7 @@ def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were
     name = {s[0].id: id for id, s in engine.scheduler.requests.items()}
     drain(engine)  # compares tokens with the oracle's
     steps = [[name[item.seq] for item in plan.items] for plan in plans]
-    assert steps[:4] == [["talks", "reads"], ["urgent"], ["urgent"], ["urgent", "talks", "reads"]][:4]
+    assert steps[:4] == [["talks", "reads"], ["urgent"], ["urgent"], ["urgent", "talks", "waits", "reads"]]
     assert [plan.urgent for plan in plans[:4]] == [False, True, True, False]
     assert engine.scheduler.count.preemptions == 0 and engine.scheduler.count.aside == 4
 

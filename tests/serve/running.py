@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +34,8 @@ ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 512, "max_num_seqs":
 
 
 class Running:
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path):
-        self.process, self.port, self.log = process, port, log
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path, temporary: Path):
+        self.process, self.port, self.log, self.temporary = process, port, log, temporary
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
@@ -48,6 +49,9 @@ class Running:
         reply = self.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True, **fields})
         assert reply.status_code == 200, reply.text
         return reply.json()
+
+    def sockets(self) -> set[Path]:
+        return set(self.temporary.glob("octavo-*/link*"))
 
     def wait(self, path: str = "/readyz", seconds: float = 60) -> float:
         """Seconds until the probe says yes."""
@@ -93,19 +97,21 @@ def server(folder: Path, ready: bool = True, engine: dict[str, Any] | None = Non
     """`config`: ServeConfig's fields."""
     port, log = free_port(), folder / "server.log"
     config = {"model": tiny.model_dir(), "name": NAME, "engine": {**ENGINE, **(engine or {})}, **config}
-    with open(log, "w") as out:
-        argv = [sys.executable, "-m", "tests.serve.launch", str(port), json.dumps(config)]
-        process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True)
-    running = Running(process, port, log)
-    try:
-        running.wait("/readyz" if ready else "/livez")
-        yield running
-    finally:
+    with tempfile.TemporaryDirectory(prefix="o", ignore_cleanup_errors=True) as temporary:  # a socket's path must be short
+        with open(log, "w") as out:
+            argv = [sys.executable, "-m", "tests.serve.launch", str(port), json.dumps(config)]
+            env = {**os.environ, "TMPDIR": temporary}
+            process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True, env=env)
+        running = Running(process, port, log, Path(temporary))
         try:
-            running.stop()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+            running.wait("/readyz" if ready else "/livez")
+            yield running
+        finally:
+            try:
+                running.stop()
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 # ---- clients --------------------------------------------------------------------------------------------
