@@ -108,7 +108,7 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "readv", broken)
+        patched.setattr(os, "preadv", broken)
         assert why(disk) == "io"
     assert read(disk) == bytes(content()), "and the record is kept: it may be readable again"
     with monkeypatch.context() as patched:

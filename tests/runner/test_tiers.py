@@ -154,8 +154,8 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
     tiers, gate = make(), threading.Event()
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
-    real = Disk.read
-    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
+    real = Disk.read_piece
+    monkeypatch.setattr(Disk, "read_piece", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     late = until(tiers, 2)
     assert [(n.kind, n.ticket, n.why) for n in late] == [("missed", 1, "late"), ("missed", 2, "late")]
@@ -173,7 +173,7 @@ def test_whatever_goes_wrong_is_a_miss(make: Make, monkeypatch: pytest.MonkeyPat
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Disk, "read", broken)
+    monkeypatch.setattr(Disk, "end", broken)
     monkeypatch.setattr(Disk, "write", broken)
     tiers = make()
     why = error.why if isinstance(error, Miss) else "error"
