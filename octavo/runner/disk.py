@@ -38,7 +38,7 @@ FOLDER, RECORD, HALF = re.compile(r"kv-[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STALE = 600.0  # seconds after which a half-written file is nobody's any more
 PAGE = 4096  # bytes
-PIECE = 2**21  # bytes of KV that are read at once
+PIECE = 2**21  # bytes of KV that are read at once, where nothing else is said
 KEPT = 0.9  # of the limit, after the oldest records were removed: not one removal a write
 
 
@@ -57,10 +57,12 @@ class Entry(NamedTuple):
 
 
 class Reading:
-    """A record on its way into memory [block_bytes]."""
+    """A record on its way into memory [block_bytes], in pieces of some whole pages, each to be read once, by anybody, in any
+    order and at the same time."""
 
-    def __init__(self, h: bytes, tokens: array[int], into: memoryview, pieces: int):
-        self.hash, self.words, self.into, self.left = h, tokens.tobytes(), into, pieces
+    def __init__(self, h: bytes, tokens: array[int], into: memoryview, piece: int = PIECE):
+        self.hash, self.words, self.into, self.piece = h, tokens.tobytes(), into, piece
+        self.pieces = self.left = -(-len(into) // piece)
         self.head = bytearray(_start(len(self.words)))
         self.pages, self.tail = _pages(into), _tail(into)
         self.sums = np.empty(len(self.pages), np.uint64)  # of each page
@@ -76,7 +78,6 @@ class Disk:
         self.root, self.limit, self.block_bytes = directory, limit, block_bytes
         self.fingerprint, self.form = fingerprint, form.encode()[:48].ljust(48, b"\0")
         self.folder = directory / f"kv-{fingerprint.hex()}"
-        self.pieces = -(-block_bytes // PIECE)
         self._count = itertools.count()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -99,14 +100,10 @@ class Disk:
 
     def read(self, h: bytes, tokens: array[int], into: memoryview) -> None:
         """The KV of this content, or Miss. `into` [block_bytes] holds anything after a miss."""
-        reading = self.begin(h, tokens, into)
-        for piece in range(self.pieces):
+        reading = Reading(h, tokens, into)
+        for piece in range(reading.pieces):
             self.read_piece(reading, piece)
         self.end(reading)
-
-    def begin(self, h: bytes, tokens: array[int], into: memoryview) -> Reading:
-        """To be read in `pieces`, each once, by anybody, in any order and at the same time. Touches no file yet."""
-        return Reading(h, tokens, into, self.pieces)
 
     def read_piece(self, reading: Reading, piece: int) -> bool:
         """Whether it was the last of them to be over: whoever hears so calls `end`, which says what became of them all."""
@@ -146,7 +143,7 @@ class Disk:
 
     def _read(self, reading: Reading, piece: int) -> None:
         file, head, into = self._opened(reading), reading.head, reading.into
-        start, first, last = len(head), piece * PIECE, min((piece + 1) * PIECE, self.block_bytes)
+        start, first, last = len(head), piece * reading.piece, min((piece + 1) * reading.piece, self.block_bytes)
         end = start + last
         if piece:
             at = start + first
@@ -263,7 +260,9 @@ def _checksum(head: bytearray, sums: np.ndarray, tail: memoryview) -> int:
     """CRC of all before KV but the checksum itself, of the sums [pages] of each 4 KiB of KV as 64-bit numbers, and of what is
     left of it: no flipped bit, no lost or moved page goes unnoticed, at ten times the speed of a CRC of it all."""
     crc = zlib.crc32(head[HEADER.size :], zlib.crc32(head[: HEADER.size - 4]))
-    return zlib.crc32(tail, zlib.crc32(sums, crc))
+    for first in range(0, len(sums), 512):  # 4 KiB: of more than 5 it lets go of the interpreter, for which others queue
+        crc = zlib.crc32(sums[first : first + 512], crc)
+    return zlib.crc32(tail, crc)
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:

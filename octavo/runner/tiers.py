@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import NotEnoughMemory
-from octavo.runner.disk import Disk, Miss, Reading
+from octavo.runner.disk import PIECE, Disk, Miss, Reading
 from octavo.runner.kvstore import KVStore
 from octavo.types import DiskNews, Fetch, Plan, Save
 
@@ -168,20 +168,19 @@ class Tiers:
 
     def _call(self) -> None:
         """All that is wanted is there to be taken before the first reader wakes: they do not come between."""
-        assert self.disk is not None
-        for _ in range(min(self.readers, len(self._wanted) * self.disk.pieces)):
+        for _ in range(min(self.readers, len(self._wanted) * -(-self.block_bytes // PIECE))):
             self._calls.put(True)
 
     def _take(self) -> tuple[_Read, int] | None:
-        """The next piece that nobody reads yet."""
-        assert self.disk is not None
+        """The next piece that nobody reads yet: larger ones while there is much to do, since each costs the interpreter's time,
+        and smaller ones at the end, so that all readers end together and little is left to load."""
         with self._turn:
             while self._wanted and not self._pieces:
                 fetch, owner = self._wanted.popleft()
                 if self._owner[fetch.slot] == owner:
-                    row = self._spare.pop()
-                    read = _Read(fetch, owner, row, self.disk.begin(fetch.hash, fetch.tokens, self._bytes[row].data))
-                    self._pieces.extend((read, piece) for piece in range(self.disk.pieces))
+                    row, piece = self._spare.pop(), PIECE if len(self._wanted) < self.readers // 2 else 2 * PIECE
+                    read = _Read(fetch, owner, row, Reading(fetch.hash, fetch.tokens, self._bytes[row].data, piece))
+                    self._pieces.extend((read, piece) for piece in range(read.reading.pieces))
             return self._pieces.popleft() if self._pieces else None
 
     def _fetch_all(self) -> None:

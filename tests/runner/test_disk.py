@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.runner.disk import HEADER, PAGE, Disk, Miss
+from octavo.runner.disk import HEADER, PAGE, Disk, Miss, Reading
 
 BYTES = 512
 TOKENS = array("i", range(16))
@@ -79,6 +79,28 @@ def test_every_truncation_is_noticed(disk: Disk) -> None:
         path(disk).write_bytes((sound + b"x")[:length])
         assert why(disk) == "corrupt"
         assert not path(disk).exists(), "it would be a miss for ever"
+
+
+def test_pieces_may_be_read_in_any_order(tmp_path: Path) -> None:
+    """The bytes are the same, a flipped bit of any piece is noticed, and only the last to end says that it is over."""
+    size = 5 * PAGE + 100
+    disk, data = Disk(tmp_path, 2**20, b"f" * 16, "x", size), memoryview(os.urandom(size))
+    disk.write(HASH, TOKENS, data)
+    sound = path(disk).read_bytes()
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        into = bytearray(size)
+        reading = Reading(HASH, TOKENS, memoryview(into), 2 * PAGE)
+        assert [disk.read_piece(reading, piece) for piece in order] == [False, False, True]
+        disk.end(reading)
+        assert into == data
+        for at in (0, PAGE, 2 * PAGE, 4 * PAGE + 1, len(sound) - 1):
+            path(disk).write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+            reading = Reading(HASH, TOKENS, memoryview(into), 2 * PAGE)
+            assert [disk.read_piece(reading, piece) for piece in order] == [False, False, True]
+            with pytest.raises(Miss, match="corrupt"):
+                disk.end(reading)
+            assert not path(disk).exists()
+            path(disk).write_bytes(sound)
 
 
 def test_a_record_of_another_model_format_or_content_is_no_hit(disk: Disk, tmp_path: Path) -> None:
