@@ -261,7 +261,7 @@ def _checksum(head: bytearray, sums: np.ndarray, tail: memoryview) -> int:
     left of it: no flipped bit, no lost or moved page goes unnoticed, at ten times the speed of a CRC of it all."""
     crc = zlib.crc32(head[HEADER.size :], zlib.crc32(head[: HEADER.size - 4]))
     for first in range(0, len(sums), 512):  # 4 KiB: of more than 5 it lets go of the interpreter, for which others queue
-        crc = zlib.crc32(sums[first : first + 512], crc)
+        crc = zlib.crc32(sums[first : first + 512].data, crc)
     return zlib.crc32(tail, crc)
 
 
