@@ -20,7 +20,7 @@ from octavo.llm import LLM
 URGENT = -100  # a thousand seconds ahead of the rest
 GAP = 3.0  # from one urgent request to the next, in times to the first token of an idle engine
 LOADED = 0.95  # of the urgent requests must come while all rows are wanted
-SPARE = 1.5  # times the work that would do if urgent requests cost the others nothing but their own time
+SPARE = 1.3  # times the work that would do if urgent requests cost the others nothing but their own time
 
 
 def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
@@ -99,26 +99,28 @@ def priority(
     depth: int = 1,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once; as
-    many as last until the last urgent one has come. One comes when the one before it has had its first token for a while: what
-    is measured is how long others keep it waiting."""
+    """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once. By
+    default there are as many as last until the last urgent one has come: a guess, doubled where it was too low. One comes when
+    the one before it has had its first token for a while: what is measured is how long others keep it waiting."""
     fcfs, rows = replace(llm.schedule, policy="fcfs", depth=depth), llm.schedule.max_num_seqs
     ranked = replace(fcfs, policy="priority")
     urgent, g = Entry(0.0, prompt, 8, priority=URGENT), random.Random(0)
-    play(llm, busy(rows, longest, output), ranked)  # a warm-up
-    seconds = play(llm, busy(2 * rows, longest, output), ranked).seconds
-    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 50))][3:]
+    play(llm, busy(rows, longest, 8), ranked)  # a warm-up
+    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 30))][3:]
     done()
     gap = GAP * percentile(idle, 50)
     times = [gap * (1 + i + g.random() / 2) for i in range(high)]
-    wanted = low or rows + math.ceil(SPARE * (times[-1] - high * percentile(idle, 50)) * 2 * rows / seconds)
+    wanted = low or 0
+    if low is None:
+        each = play(llm, busy(2 * rows, longest, output), ranked).seconds / (2 * rows)
+        wanted = rows + math.ceil(SPARE * (times[-1] - high * percentile(idle, 50)) / each)
     while True:
         work = busy(wanted, longest, output)
         trace = work + [replace(urgent, arrival=at) for at in times]
         found = {"priority": _loaded(play(llm, trace, ranked), len(work), times, rows)}
         if low is not None or found["priority"]["loaded"] >= LOADED:
             break
-        wanted *= 2  # those whose steps are short are hard to keep busy
+        wanted *= 2
     done()
     found["fcfs"] = _loaded(play(llm, trace, fcfs), len(work), times, rows)
     done()
