@@ -19,7 +19,8 @@ from octavo.llm import LLM
 
 URGENT = -100  # a thousand seconds ahead of the rest
 GAP = 3.0  # from one urgent request to the next, in times to the first token of an idle engine
-SPARE = 1.5  # times the work that would do if urgent requests cost the others nothing but their own time
+LOADED = 0.95  # of the urgent requests must come while all rows are wanted
+SPARE = 1.3  # times the work that would do if urgent requests cost the others nothing but their own time
 
 
 def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
@@ -98,39 +99,63 @@ def priority(
     depth: int = 1,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once; as
-    many as last until the last urgent one has come. One comes when the one before it has had its first token for a while: what
-    is measured is how long others keep it waiting."""
-    fcfs, rows = replace(llm.schedule, policy="fcfs"), llm.schedule.max_num_seqs
-    ranked = replace(llm.schedule, policy="priority", depth=depth)
+    """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once. By
+    default there are as many as last until the last urgent one has come: a guess, doubled where it was too low. One comes when
+    the one before it has had its first token for a while: what is measured is how long others keep it waiting."""
+    fcfs, rows = replace(llm.schedule, policy="fcfs", depth=depth), llm.schedule.max_num_seqs
+    ranked = replace(fcfs, policy="priority")
     urgent, g = Entry(0.0, prompt, 8, priority=URGENT), random.Random(0)
-    seconds = play(llm, busy(2 * rows, longest, output), fcfs).seconds  # a warm-up too
-    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 50))][3:]
+    play(llm, busy(rows, longest, 8), ranked)  # a warm-up
+    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 30))][3:]
     done()
     gap = GAP * percentile(idle, 50)
-    if low is None:
-        low = rows + math.ceil(SPARE * high * (gap - percentile(idle, 50)) / (seconds / (2 * rows)))
-    work = busy(low, longest, output)
     times = [gap * (1 + i + g.random() / 2) for i in range(high)]
-    trace = work + [replace(urgent, arrival=at) for at in times]
-    found: dict[str, Any] = {"bench": "priority", "batching": ranked.batching, "depth": depth, "rows": rows, "low": low}
-    found |= {"high": high, "prompt": prompt, "low_tokens": sum(entry.output for entry in work), "every_ms": 1e3 * gap}
-    found["idle"] = {f"ttft_p{q}_ms": 1e3 * percentile(idle, q) for q in (50, 99)}
-    for policy in (fcfs, ranked):
-        report = play(llm, trace, policy)
-        first = [report.first[f"{low + i}"] for i in range(high)]
-        ends = [report.last[f"{i}"] for i in range(low) if f"{i}" in report.last]
-        found[policy.policy] = {
-            **{f"ttft_p{q}_ms": 1e3 * percentile(first, q) for q in (50, 99)},
-            "ttft_max_ms": 1e3 * max(first),
-            "low_finished": len(ends),
-            "low_tok_s": found["low_tokens"] / max(ends),
-            "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / high,  # came while all rows were wanted
-            "seconds": report.seconds,
-            **report.counters,
-        }
-        done()
-    found["ratio_p99"] = found["priority"]["ttft_p99_ms"] / found["idle"]["ttft_p50_ms"]
-    found["ratio_p50"] = found["priority"]["ttft_p50_ms"] / found["idle"]["ttft_p50_ms"]
-    found["low_speed"] = found["priority"]["low_tok_s"] / found["fcfs"]["low_tok_s"]
-    return found
+    wanted = low or 0
+    if low is None:
+        each = play(llm, busy(2 * rows, longest, output), ranked).seconds / (2 * rows)
+        wanted = rows + math.ceil(SPARE * (times[-1] - high * percentile(idle, 50)) / each)
+    while True:
+        work = busy(wanted, longest, output)
+        trace = work + [replace(urgent, arrival=at) for at in times]
+        found = {"priority": _loaded(play(llm, trace, ranked), len(work), times, rows)}
+        if low is not None or found["priority"]["loaded"] >= LOADED:
+            break
+        wanted *= 2
+    done()
+    found["fcfs"] = _loaded(play(llm, trace, fcfs), len(work), times, rows)
+    done()
+    tokens = sum(entry.output for entry in work)
+    for one in found.values():
+        one["low_tok_s"] = tokens / one["low_seconds"]
+    idle_ms = {f"ttft_p{q}_ms": 1e3 * percentile(idle, q) for q in (50, 99)}
+    return {
+        "bench": "priority",
+        "batching": ranked.batching,
+        "depth": depth,
+        "rows": rows,
+        "low": len(work),
+        "high": high,
+        "prompt": prompt,
+        "low_tokens": tokens,
+        "every_ms": 1e3 * gap,
+        "idle": idle_ms,
+        **found,
+        "ratio_p99": found["priority"]["ttft_p99_ms"] / idle_ms["ttft_p50_ms"],
+        "ratio_p50": found["priority"]["ttft_p50_ms"] / idle_ms["ttft_p50_ms"],
+        "low_speed": found["priority"]["low_tok_s"] / found["fcfs"]["low_tok_s"],
+    }
+
+
+def _loaded(report: Report, low: int, times: list[float], rows: int) -> dict[str, Any]:
+    """How urgent requests that came at these times fared, and the `low` others before them."""
+    first = [report.first[f"{low + i}"] for i in range(len(times))]
+    ends = [report.last[f"{i}"] for i in range(low) if f"{i}" in report.last]
+    return {
+        **{f"ttft_p{q}_ms": 1e3 * percentile(first, q) for q in (50, 99)},
+        "ttft_max_ms": 1e3 * max(first),
+        "low_finished": len(ends),
+        "low_seconds": max(ends),
+        "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / len(times),  # came while all rows were wanted
+        "seconds": report.seconds,
+        **report.counters,
+    }

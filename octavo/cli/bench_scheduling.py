@@ -76,6 +76,7 @@ def priority(
     from rich.progress import Progress
     from rich.table import Table
 
+    from octavo.bench.scheduling import LOADED
     from octavo.bench.scheduling import priority as measure
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -104,6 +105,6 @@ def priority(
         f"p99 under load is {r['ratio_p99']:.2f} times an idle engine's p50 (p50: {r['ratio_p50']:.2f}); "
         f"the others have {r['low_speed']:.0%} of their speed under fcfs"
     )
-    if (loaded := r["priority"]["loaded"]) < 1:
+    if (loaded := r["priority"]["loaded"]) < LOADED:
         console.print(f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low")
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

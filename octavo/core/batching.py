@@ -12,7 +12,10 @@ The last three are what continuous batching is compared with. Knows sequences an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from octavo.config import ScheduleConfig
 from octavo.errors import InvalidRequest
@@ -51,67 +54,71 @@ def former(schedule: ScheduleConfig) -> Form | None:
 class Pace:
     """How many prompt tokens a step may compute beside those that decode, from the times that steps took.
 
-    step = fixed + tokens * each       a line through steps with prompts; steps without any pull at its beginning
+        prompt tokens   16   24   32   48   64   96   128   192   256 ...
+        seconds          5    5    5    5    5    5   6.5   6.5     8      of the latest steps of each size
+                                                  ^ the largest that is short enough, where 6 are allowed
 
-    Both ends are needed. Where all chunks are alike, only steps without prompts tell what a token adds. Where these are of
-    another kind (on a GPU, replayed graphs), a line from them makes small chunks look dear: there they count for little.
+    No formula: steps of some sizes cost the same (on a GPU, those that replay one graph), the next a jump more, and rows that
+    decode cost what they cost. A size that was not measured lately is tried if the line through what was says that it will do,
+    and never more than one size above what was measured: what is wrong is soon corrected, at the price of few steps.
     """
 
-    SMALLEST = 16
-    NEWEST = 0.1  # weight of the newest measurement
-    PULL = 0.05  # weight of steps without prompts in the line
-    SHARE = 0.7  # of the time of an urgent prompt, for what it may have to wait for
-    LEAST = 1.25  # times what a step takes anyway: shorter chunks would cost the others more than it could gain
-    NOMINAL = 256  # tokens of an urgent prompt, before there was one
+    SIZES = tuple(size << i for i in range(17) for size in (16, 24))
+    LATEST = 5  # measurements of a size: their median counts, so that neither one slow step matters nor what was long ago
+    FORGET = 100  # steps with prompts, after which a size must be measured again
+    SHARE = 0.5  # of the time of an urgent prompt, for what it may have to wait for
+    LEAST = 1.25  # times what others' steps take anyway: shorter ones would cost them more than an urgent one could gain
+    NOMINAL = 128  # tokens, before there was an urgent prompt
 
     def __init__(self, target: float):
         self.target = target
-        self.base = 0.0  # seconds of steps without prompts
-        self.urgent = 0.0  # of steps for an urgent prompt
-        self.tokens = self.seconds = self.var = self.cov = 0.0  # of steps with prompts: means, and how they vary
-        self.latest, self.largest = 0, 0.0  # chunk; of the latest, the largest: none is much larger than what was measured
-        self.each: float | None = None
-        self.fixed, self.sure = 0.0, False
+        self.steps = 0  # with prompts
+        self.latest = [deque[float](maxlen=self.LATEST) for _ in self.SIZES]  # seconds of such steps
+        self.typical = [0.0] * len(self.SIZES)
+        self.forget = [0] * len(self.SIZES)  # at which step: so far none is known
+        self.base = deque[float](maxlen=self.LATEST)  # seconds of steps without prompts
+        self.urgent = deque[float](maxlen=self.LATEST)  # of steps for an urgent prompt
 
     def observe(self, plan: Plan, seconds: float) -> None:
         prompts = [item.num for item in plan.items if item.start is not None]
         if plan.urgent:
-            self.urgent = self._mean(self.urgent, seconds / max(len(prompts), 1))
+            self.urgent.append(seconds / max(len(prompts), 1))
         elif not prompts:
-            self.base = self._mean(self.base, seconds)
-        else:
-            new = self.NEWEST if self.each is not None else 1.0
-            self.latest = sum(prompts)
-            self.largest = max(self.latest, (1 - new) * self.largest)
-            more, longer = self.latest - self.tokens, seconds - self.seconds
-            self.tokens, self.seconds = self.tokens + new * more, self.seconds + new * longer
-            self.var, self.cov = (1 - new) * (self.var + new * more**2), (1 - new) * (self.cov + new * more * longer)
-        if self.tokens:
-            pull, base = self.PULL * self.tokens, self.base or self.seconds / 2  # half, if all steps had prompts
-            each = (self.cov + pull * (self.seconds - base)) / (self.var + pull * self.tokens)
-            self.each = max(each, 0.0)
-            self.fixed = max(self.seconds - self.each * self.tokens, self.base)
-            self.sure = self.base > 0 or self.var > pull * self.tokens
-
-    def _mean(self, old: float, new: float) -> float:
-        return old + self.NEWEST * (new - old) if old else new
+            self.base.append(seconds)
+        elif (size := bisect(self.SIZES, sum(prompts)) - 1) >= 0:  # a size stands for all up to the next
+            if self.steps >= self.forget[size]:
+                self.latest[size].clear()
+            self.latest[size].append(seconds)
+            self.typical[size] = median(self.latest[size])
+            self.steps += 1
+            self.forget[size] = self.steps + self.FORGET
 
     def chunk(self, most: int) -> int:
         """What fits the target. Before anything was measured: little, which is soon made up for."""
-        return self._fits(self.target, most) if self.each is not None else min(self.SMALLEST, most)
+        return self._fits(self.target, most)
 
     def polite(self, most: int, depth: int) -> int:
-        """What an urgent request may have to wait for, when so many steps are in flight: less than its own prompt takes, if
-        the others' steps can be that short."""
-        if self.each is None or not self.sure:  # two sizes in turn: chunks that are all alike tell nothing
-            size = self.NOMINAL // depth
-            return min(size if self.latest < size else size // 2, most)
-        own = self.urgent or self.fixed + self.NOMINAL * self.each
-        return self._fits(max(self.SHARE * own / depth, self.LEAST * self.fixed), most)
+        """What an urgent request may have to wait for, when so many steps are in flight: half of what its own prompt takes, or
+        little more than what the others' steps take anyway."""
+        if not self.urgent:
+            return min(self.NOMINAL // depth, most)
+        anyway = max(median(self.base), self.typical[0])
+        return self._fits(max(self.SHARE * median(self.urgent) / depth, self.LEAST * anyway), most)
 
     def _fits(self, seconds: float, most: int) -> int:
-        assert self.each is not None
-        room, far = seconds - self.fixed, 4 * self.largest
-        if self.each > 0 or room < 0:
-            far = min(far, room / max(self.each, 1e-9))
-        return min(max(int(far), self.SMALLEST), most) if far < most else most
+        """The largest of the sizes that take no longer, or the next if that is worth a try."""
+        sizes, typical, known = self.SIZES, self.typical, [i for i, until in enumerate(self.forget) if self.steps < until]
+        short = list(takewhile(lambda i: typical[i] <= seconds, known))
+        if not short:
+            return min(sizes[0], most)
+        first, best = short[0], short[-1]
+        if best + 1 not in known and best + 1 < len(sizes):
+            each = (typical[best] - typical[first]) / max(sizes[best] - sizes[first], 1)
+            best += typical[best] + each * (sizes[best + 1] - sizes[best]) <= seconds
+        return min(sizes[best], most)
+
+
+def median(values: Iterable[float]) -> float:
+    """Of an even number the longer. 0: of none."""
+    order = sorted(values)
+    return order[len(order) // 2] if order else 0.0

@@ -5,8 +5,8 @@ A policy is a rank: a number of seconds for each sequence, the lowest comes firs
     waiting, prefilling and decoding are kept in the order of ranks, and plans are filled from the front
     whoever needs room takes it from somebody of a higher rank who is not in the plan yet, or gives way itself
 
-So whoever ranks first of all gets on in every step, whatever the policy: no livelock, because the rank of what has begun is not
-changed (but once: under a policy of changing ranks, whoever had to give way comes first from then on).
+So whoever ranks first of all gets on in every step, or in every other, whatever the policy: no livelock, because the rank of what
+has begun is not changed (but once: under a policy of changing ranks, whoever had to give way comes first from then on).
 Ranks start from the time of arrival and add a bounded number of seconds: what comes much later comes after. No starvation.
 
 A policy of your own is a subclass with a `rank`, given by name: --policy package.module:Class.
@@ -40,7 +40,8 @@ class Policy:
 
     def outranks(self, seq: Sequence, other: Sequence) -> bool:
         """Does `other`, which ranks after it, stand aside in steps that compute `seq`'s prompt? Its row and blocks stay. This
-        should tell few classes of requests apart: prompts of different ones are not computed in one step."""
+        should tell few classes of requests apart: prompts of different ones are not computed in one step. Equals that decode
+        sit out every other of these steps."""
         return False
 
     def victim(self, weaker: list[Sequence]) -> Sequence:

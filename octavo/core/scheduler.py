@@ -103,6 +103,7 @@ class Scheduler:
         self.adaptive = schedule.batching == "adaptive"
         self.pace = Pace(schedule.target) if self.adaptive or self.policy.pausing else None
         self.urgent: Sequence | None = None  # the latest that others stood aside for
+        self.sat_out = False  # equals of an urgent prompt, in the last step
         self.vain = False  # the last time that some did, nobody got on by it
         self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
         self.relaxed = 0  # until this step
@@ -257,7 +258,7 @@ class Scheduler:
         preemptions, stood = self.count.preemptions, sum(s.planned for s in ahead)
         self._fork(plan)
         aside = {s.id for a in ahead for s in self.running if s.rank > a.rank and self.policy.outranks(a, s)}
-        left = (left or self._budget(len(self.decoding))) - self._plan_decoding(plan, aside)
+        left = (left or self._budget(len(self.decoding))) - self._plan_decoding(plan, aside | self._sit_out(ahead))
         if self.prefilling and self.waiting and not ahead and self.count.preemptions == preemptions:
             left -= self._plan_short(plan, left, before)
         stuck = False
@@ -290,6 +291,15 @@ class Scheduler:
             plan.waits = bool(self.tiers.fetching or self.tiers.rising)
         self.pool.evicted.clear()
         return plan
+
+    def _sit_out(self, ahead: list[Sequence]) -> set[int]:
+        """Equals of those for whom others stand aside, of those that decode: a prompt is computed alone, for one row more may
+        cost much (on a GPU, the next larger graph), and they go on right after it. Never in two steps in a row."""
+        outranks, equals = self.policy.outranks, set[int]()
+        if ahead and not self.sat_out:
+            equals = {s.id for s in self.decoding if not any(outranks(s, a) or outranks(a, s) for a in ahead)}
+        self.sat_out = bool(equals)
+        return equals
 
     def _form_batch(self, form: Form) -> None:
         """Let the next batch begin if it is time: alone, or under `window` beside others that leave it rows."""

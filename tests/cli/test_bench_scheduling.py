@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import Result
 
 from octavo import LLM
 from octavo.bench import scheduling
-from octavo.core.simulate import Report
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.simulate import Costs, Report, simulate
+from octavo.core.trace import Entry
 from octavo.errors import OctavoError
 
 Octavo = Callable[..., Result]
@@ -37,6 +41,27 @@ def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:
     r = json.loads(result.stdout.splitlines()[-1])
     assert r["fcfs"]["low_finished"] == r["priority"]["low_finished"] == 8
     assert r["ratio_p99"] > 0 and "full load, priority" in result.stdout and "8 of 8" in result.stdout
+
+
+@pytest.mark.parametrize("spare", [scheduling.SPARE, 0.01])
+def test_there_is_enough_other_work_for_every_urgent_request(spare: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine as fast as a small model's on a GPU, and if the first guess was far too low."""
+    costs, cache = Costs(step=1e-3, prefill=4e-6, row=1e-5, kv=1e-8, pairs=0.0), CacheConfig(16, 20_000, prefix_caching=False)
+    llm: Any = SimpleNamespace(schedule=ScheduleConfig(16, 2048, 2048, depth=2))
+    played = []
+
+    def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
+        played.append(schedule.policy)
+        return simulate(trace, costs, cache, schedule)
+
+    monkeypatch.setattr(scheduling, "play", play)
+    monkeypatch.setattr(scheduling, "SPARE", spare)
+    r = scheduling.priority(llm, high=100)
+    assert r["priority"]["loaded"] >= scheduling.LOADED and r["depth"] == 1
+    assert (played.count("priority") == 3) == (spare > 1), "a warm-up, a guess, and again if it was too low"
+    assert r["priority"]["low_finished"] == r["fcfs"]["low_finished"] == r["low"] and r["ratio_p99"] < 2
+    few = scheduling.priority(llm, low=4, high=10)
+    assert few["low"] == 4 and few["priority"]["loaded"] < scheduling.LOADED, "as asked for"
 
 
 def test_replies_are_ragged_and_arrivals_random() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,26 +167,36 @@ def step_of(prefill: int, decode: int) -> Plan:
     return Plan(1, items=items + ([Item(99, 0, 99, 0, prefill, True, prefill)] if prefill else []))
 
 
+def settle(pace: Pace, choose: Callable[[], int], cost: Callable[[int], float], steps: int = 60) -> list[int]:
+    """The sizes that it comes to, if steps take what `cost` says of their prompt tokens."""
+    sizes = []
+    for _ in range(steps):
+        sizes.append(choose())
+        pace.observe(step_of(0, 8), cost(0))
+        pace.observe(step_of(sizes[-1], 8), cost(sizes[-1]))
+    return sizes
+
+
 def test_the_chunk_is_what_fits_the_target() -> None:
     pace = Pace(target=0.050)
-    assert pace.chunk(1000) == Pace.SMALLEST, "nothing is known yet"
-    for _ in range(50):
-        pace.observe(step_of(0, 8), 0.010)
-        pace.observe(step_of(100, 8), 0.030)
-    assert pace.chunk(1000) == pytest.approx(200, abs=1), "10 ms, and 0.2 ms for each token"
+    sizes = settle(pace, lambda: pace.chunk(1000), lambda n: 0.010 + 0.0002 * n)
+    assert sizes[:4] == [16, 24, 32, 48], "little, as long as nothing is known, and one size more each time"
+    assert max(sizes) == sizes[-1] == 192, "10 ms, and 0.2 ms for each token: 200 would fit"
     assert pace.chunk(64) == 64
-    for _ in range(50):
-        pace.observe(step_of(0, 200), 0.060)
-    assert pace.chunk(1000) == Pace.SMALLEST, "the target is out of reach, but prompts get on"
+    assert settle(pace, lambda: pace.chunk(1000), lambda n: 0.060)[-1] == 16, "the target is out of reach, but prompts get on"
 
 
 def test_the_pace_follows_a_machine_that_changes() -> None:
     pace = Pace(target=0.050)
-    for slow in (0.0001, 0.001):
-        for _ in range(40):
-            pace.observe(step_of(0, 4), 0.010)
-            pace.observe(step_of(100, 4), 0.010 + 100 * slow)
-        assert pace.chunk(1000) == pytest.approx(0.040 / slow, rel=0.02)
+    for each, size in ((0.0001, 384), (0.001, 32), (0.0001, 384)):
+        assert settle(pace, lambda: pace.chunk(1000), lambda n, each=each: 0.010 + each * n, 300)[-1] == size  # type: ignore[misc]
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    pace = Pace(target=0.050)
+    size = settle(pace, lambda: pace.chunk(1000), lambda n: 0.010 + 0.0002 * n)[-1]
+    pace.observe(step_of(size, 8), 1.0)
+    assert pace.chunk(1000) == size
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -225,19 +236,39 @@ def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
 # ---- urgent requests ----------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_what_an_urgent_request_may_wait_for() -> None:
-    pace = Pace(target=0.050)
-    assert pace.polite(1000, 1) == Pace.NOMINAL and pace.polite(1000, 2) == Pace.NOMINAL // 2, "nothing is known yet"
-    for _ in range(50):
-        pace.observe(step_of(0, 8), 0.010)
-        pace.observe(step_of(100, 8), 0.030)
-    nominal = 0.010 + Pace.NOMINAL * 0.0002
-    assert pace.polite(1000, 1) == pytest.approx((Pace.SHARE * nominal - 0.010) / 0.0002, abs=2)
-    urgent = step_of(60, 0)
+def paced(seconds: float) -> Pace:
+    """Urgent prompts of 256 tokens take so long."""
+    pace, urgent = Pace(target=0.050), step_of(256, 0)
     urgent.urgent = True
-    for _ in range(50):
-        pace.observe(urgent, 0.020)
-    assert pace.polite(1000, 1) == pytest.approx((Pace.SHARE * 0.020 - 0.010) / 0.0002, abs=2), "as long as it takes itself"
-    for _ in range(50):
-        pace.observe(urgent, 0.001)
-    assert pace.polite(1000, 1) == pytest.approx(0.0025 / 0.0002, abs=4), "steps are not cut for less than a quarter"
+    pace.observe(urgent, seconds)
+    return pace
+
+
+def test_before_anything_is_known_chunks_are_half_of_a_usual_prompt() -> None:
+    pace = Pace(target=0.050)
+    assert pace.polite(1000, 1) == Pace.NOMINAL and pace.polite(1000, 2) == Pace.NOMINAL // 2 and pace.polite(50, 1) == 50
+
+
+def test_a_chunk_is_what_an_urgent_request_may_wait_for() -> None:
+    pace = paced(0.060)
+    sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.010 + 0.0002 * n)
+    assert max(sizes) == sizes[-1] == 96, "half of what it takes itself: 30 ms, in which 100 tokens are computed"
+    assert pace.polite(1000, 2) == 32, "less when two steps are in flight"
+
+
+def test_steps_are_not_cut_for_less_than_a_quarter() -> None:
+    pace = paced(0.001)
+    sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.010 + 0.0001 * n)
+    assert sizes[-1] == 32, "16 tokens make 11.6 ms, and a quarter more is 14.5"
+
+
+def test_where_tokens_cost_nothing_chunks_do_not_shrink_to_nothing() -> None:
+    """Steps with prompts take 8 ms whatever is in them, those without 4."""
+    pace = paced(0.009)
+    assert settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.008 if n else 0.004)[-1] == 1000
+
+
+def test_a_size_that_costs_a_jump_more_is_tried_again_but_rarely() -> None:
+    pace = paced(0.010)
+    sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.005 if n <= 128 else 0.009, 1000)
+    assert sizes[-1] == 128 and 5 <= sizes.count(192) <= 12 and max(sizes) == 192

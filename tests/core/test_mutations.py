@@ -50,6 +50,7 @@ BUGS = {
     "who stands aside does so for ever": ("scheduler", "for a in ahead for s in self.running", "for a in ahead or ([self.urgent] if self.urgent else []) for s in self.running"),
     "a prompt that stands aside counts as computed": ("scheduler", "if num <= 0 or seq.status is not Status.RUNNING or seq.id in aside:", "seq.planned += max(num, 0) if seq.id in aside else 0\n            if num <= 0 or seq.status is not Status.RUNNING or seq.id in aside:"),
     "who stands aside is planned all the same, and told nothing": ("scheduler", "if at + 1 >= seq.limit or seq.id in aside:", "seq.planned += seq.id in aside\n            if at + 1 >= seq.limit or seq.id in aside:"),
+    "who sits out is planned all the same, and told nothing": ("scheduler", "        self.sat_out = bool(equals)\n", "        self.sat_out = bool(equals)\n        for s in self.decoding:\n            s.planned += s.id in equals\n"),
     "a batch forms while one runs": ("scheduler", "if not running or beside:", "if True:"),
     "a batch forms of nobody": ("scheduler", "formed = self.form is None or seq.request.id in self.batch", "formed = self.form is None"),
     "the row is not given back": ("scheduler", "        self.rows.append(seq.row)\n", ""),

@@ -325,14 +325,29 @@ def test_who_has_waited_long_enough_does_not_stand_aside() -> None:
     assert names(engine, engine.scheduler.plan()) == ["old", "urgent"], "a level is ten seconds"
 
 
+def test_equals_that_decode_sit_out_one_step_for_an_urgent_prompt_and_not_two() -> None:
+    engine = make_engine(100, 4, rows=8, budget=32, depth=1, max_len=200, policy="priority")
+    ask(engine, "low", priority=1, max_tokens=30)
+    ask(engine, "first", max_tokens=30)
+    for _ in range(2):
+        engine.step()
+    ask(engine, "second", 120)
+    steps = []
+    for _ in range(5):
+        steps.append(names(engine, plan := engine.scheduler.plan()))
+        engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
+    assert steps[:4] == [["second"], ["first", "second"], ["second"], ["first", "second"]]
+    assert steps[4] == ["first", "second", "low"]
+
+
 def test_what_has_a_deadline_is_ahead_of_what_has_none_and_not_of_others_that_have() -> None:
     engine = make_engine(100, 4, rows=8, budget=32, depth=1, policy="deadline")
     ask(engine, "patient", max_tokens=20)
     ask(engine, "late", max_tokens=20, deadline=50.0)
     for _ in range(2):
         engine.step()
-    ask(engine, "soon", deadline=5.0)
-    assert names(engine, engine.scheduler.plan()) == ["late", "soon"]
+    ask(engine, "soon", 40, deadline=5.0)
+    assert [names(engine, engine.scheduler.plan()) for _ in range(2)] == [["soon"], ["late", "soon"]]
 
 
 def test_nobody_stands_aside_for_who_cannot_begin() -> None:
