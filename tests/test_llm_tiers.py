@@ -198,8 +198,8 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     want = [ask(llm, p)[0] for p in many]
     if during != "a load from host memory":
         llm.close()
-        real, turns = Disk.read_piece, itertools.count()
-        monkeypatch.setattr(Disk, "read_piece", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
+        real, turns = Disk.read, itertools.count()
+        monkeypatch.setattr(Disk, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
         llm = make(kv_disk_path=tmp_path)
     engine = llm.engine
     tiers, runner = engine.scheduler.tiers, engine.runner

@@ -6,8 +6,7 @@
 The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
 file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
 and the checksum: what is odd in any way is a miss, with its reason, and never wrong bytes. KV begins on a page of its own: the
-system copies pages that lie alike up to twice as fast as others. A record is read in pieces, so that several threads can read
-one and records come one after another, and not many of them at the same late time. Knows no device, starts no thread.
+system copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import re
 import shutil
 import stat
 import struct
-import threading
 import time
 import zlib
 from array import array
@@ -38,7 +36,6 @@ FOLDER, RECORD, HALF = re.compile(r"kv-[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STALE = 600.0  # seconds after which a half-written file is nobody's any more
 PAGE = 4096  # bytes
-PIECE = 2**21  # bytes of KV that are read at once, where nothing else is said
 KEPT = 0.9  # of the limit, after the oldest records were removed: not one removal a write
 
 
@@ -54,21 +51,6 @@ class Entry(NamedTuple):
     used: float  # when it was last written or read
     path: Path
     size: int
-
-
-class Reading:
-    """A record on its way into memory [block_bytes], in pieces of some whole pages, each to be read once, by anybody, in any
-    order and at the same time."""
-
-    def __init__(self, h: bytes, tokens: array[int], into: memoryview, piece: int = PIECE):
-        self.hash, self.words, self.into, self.piece = h, tokens.tobytes(), into, piece
-        self.pieces = self.left = -(-len(into) // piece)
-        self.head = bytearray(_start(len(self.words)))
-        self.pages, self.tail = _pages(into), _tail(into)
-        self.sums = np.empty(len(self.pages), np.uint64)  # of each page
-        self.file, self.checksum = -1, 0  # as soon as it is open, and as its header says
-        self.fault: BaseException | None = None  # of one of the pieces
-        self.lock = threading.Lock()
 
 
 class Disk:
@@ -100,40 +82,20 @@ class Disk:
 
     def read(self, h: bytes, tokens: array[int], into: memoryview) -> None:
         """The KV of this content, or Miss. `into` [block_bytes] holds anything after a miss."""
-        reading = Reading(h, tokens, into)
-        for piece in range(reading.pieces):
-            self.read_piece(reading, piece)
-        self.end(reading)
-
-    def read_piece(self, reading: Reading, piece: int) -> bool:
-        """Whether it was the last of them to be over: whoever hears so calls `end`, which says what became of them all."""
+        path = self._path(h)
         try:
-            if reading.fault is None:
-                self._read(reading, piece)
-        except BaseException as fault:
-            reading.fault = fault
-        with reading.lock:
-            reading.left -= 1
-            return not reading.left
-
-    def end(self, reading: Reading) -> None:
-        """All is there and is what was asked for, or Miss. Nobody touches the record's memory any more."""
-        try:
-            if reading.file >= 0:
-                os.close(reading.file)
-            if reading.fault is not None:
-                raise reading.fault
-            if reading.checksum != _checksum(reading.head, reading.sums, reading.tail):
-                raise Miss("corrupt", "checksum")
-            if reading.head[HEADER.size : HEADER.size + len(reading.words)] != reading.words:
-                raise Miss("collision", "other tokens of the same hash")
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self._read(file, h, tokens, into)
+            finally:
+                os.close(file)
         except FileNotFoundError as error:
             raise Miss("gone", error) from error
         except OSError as error:
             raise Miss("io", error) from error
         except Miss as miss:
             if miss.why == "corrupt":
-                _remove(self._path(reading.hash))
+                _remove(path)
             raise
 
     def touch(self, h: bytes) -> None:
@@ -141,37 +103,29 @@ class Disk:
         with suppress(OSError):
             os.utime(self._path(h))
 
-    def _read(self, reading: Reading, piece: int) -> None:
-        file, head, into = self._opened(reading), reading.head, reading.into
-        start, first, last = len(head), piece * reading.piece, min((piece + 1) * reading.piece, self.block_bytes)
-        end = start + last
-        if piece:
-            at = start + first
-        else:
-            at = os.preadv(file, [head, into[:last]], 0)  # all of it, as a rule
-            if at < start:
-                raise Miss("corrupt", "it ends in the header")
-            *fields, reading.checksum = HEADER.unpack_from(head)
-            expected = [MAGIC, VERSION, len(reading.words) // 4, reading.hash, self.fingerprint, self.form, self.block_bytes]
-            if fields != expected:
-                raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
-        while at < end:
-            count = os.preadv(file, [into[at - start : last]], at)
+    def _read(self, file: int, h: bytes, tokens: array[int], into: memoryview) -> None:
+        words = tokens.tobytes()
+        start = _start(len(words))
+        length = start + self.block_bytes
+        if (size := os.fstat(file).st_size) != length:
+            raise Miss("corrupt", f"{size} bytes instead of {length}")
+        head = bytearray(start)
+        at = os.readv(file, [head, into])  # all of it, as a rule
+        if at < start:
+            raise Miss("corrupt", "it ends in the header")
+        *fields, checksum = HEADER.unpack_from(head)
+        expected = [MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes]
+        if fields != expected:
+            raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
+        while at < length:
+            count = os.readv(file, [into[at - start :]])
             if not count:
                 raise Miss("corrupt", f"it ends after {at} bytes")
             at += count
-        pages = slice(first // PAGE, last // PAGE)
-        np.add.reduce(reading.pages[pages], 1, out=reading.sums[pages])  # while the processor still has them at hand
-
-    def _opened(self, reading: Reading) -> int:
-        if reading.file < 0:
-            with reading.lock:  # one opens it, the others wait for that
-                if reading.file < 0:
-                    file = os.open(self._path(reading.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    reading.file, length = file, len(reading.head) + self.block_bytes
-                    if (size := os.fstat(file).st_size) != length:
-                        raise Miss("corrupt", f"{size} bytes instead of {length}")
-        return reading.file
+        if checksum != _checksum(memoryview(head), into):
+            raise Miss("corrupt", "checksum")
+        if head[HEADER.size : HEADER.size + len(words)] != words:
+            raise Miss("collision", "other tokens of the same hash")
 
     def write(self, h: bytes, tokens: array[int], data: memoryview) -> None:
         """Keep the KV of this content, or Miss. Removes the records unused for longest when there are too many."""
@@ -179,7 +133,7 @@ class Disk:
         head = bytearray(_start(len(words)))
         HEADER.pack_into(head, 0, MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes, 0)
         head[HEADER.size : HEADER.size + len(words)] = words
-        head[HEADER.size - 4 : HEADER.size] = struct.pack("<I", _checksum(head, np.add.reduce(_pages(data), 1), _tail(data)))
+        head[HEADER.size - 4 : HEADER.size] = struct.pack("<I", _checksum(memoryview(head), data))
         length = len(head) + len(data)
         if self.used + length > self.limit:
             self.sweep(length)
@@ -199,8 +153,8 @@ class Disk:
             raise Miss("full" if error.errno in FULL else "io", error) from error
         self.used += length
 
-    def _path(self, h: bytes) -> str:
-        return f"{self.folder}/{h.hex()}.kv"
+    def _path(self, h: bytes) -> Path:
+        return self.folder / f"{h.hex()}.kv"
 
     def _new_path(self) -> Path:
         return self.folder / f".{os.getpid()}-{next(self._count)}.tmp"
@@ -247,22 +201,13 @@ def _start(words: int) -> int:
     return -(-(HEADER.size + words) // PAGE) * PAGE
 
 
-def _pages(data: memoryview) -> np.ndarray:
-    """The whole pages of it, as 64-bit numbers [pages, PAGE / 8]."""
-    return np.frombuffer(data[: len(data) // PAGE * PAGE], np.uint64).reshape(-1, PAGE // 8)
-
-
-def _tail(data: memoryview) -> memoryview:
-    return data[len(data) // PAGE * PAGE :]
-
-
-def _checksum(head: bytearray, sums: np.ndarray, tail: memoryview) -> int:
-    """CRC of all before KV but the checksum itself, of the sums [pages] of each 4 KiB of KV as 64-bit numbers, and of what is
-    left of it: no flipped bit, no lost or moved page goes unnoticed, at ten times the speed of a CRC of it all."""
+def _checksum(head: memoryview, data: memoryview) -> int:
+    """CRC of all before KV but the checksum itself, and of the sums of each 4 KiB of KV as 64-bit numbers: no flipped bit, no
+    lost or moved page goes unnoticed, at ten times the speed of a CRC of it all."""
+    whole = len(data) // PAGE * PAGE
+    sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64)
     crc = zlib.crc32(head[HEADER.size :], zlib.crc32(head[: HEADER.size - 4]))
-    for first in range(0, len(sums), 512):  # 4 KiB: of more than 5 it lets go of the interpreter, for which others queue
-        crc = zlib.crc32(sums[first : first + 512].data, crc)
-    return zlib.crc32(tail, crc)
+    return zlib.crc32(data[whole:], zlib.crc32(sums.tobytes(), crc))
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:
@@ -273,6 +218,6 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _remove(path: Path | str) -> None:
+def _remove(path: Path) -> None:
     with suppress(OSError):
-        os.unlink(path)
+        path.unlink()

@@ -8,11 +8,10 @@
 On a GPU a store is two copies: into a staging buffer on the step's own stream, at the speed of device memory, and from there
 to the host on a stream of its own, while the step computes. A load waits for the store that filled its slot and then runs on
 the step's stream. A slot changes owner with everything that comes into it, under the slot's lock; a thread touches a slot only
-under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one row of host memory, and there is a
-row besides for every reader: a record is read into one of those, which then changes places with the slot's, so nothing is copied,
-and a read that never returns keeps no slot. Readers take records in order, a piece each, so that they come in order too. Threads
-never call CUDA, which would break a graph that is being captured: they are told of a slot once its store is over. Knows slots and
-hashes; who wants them, core knows.
+under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one row of host memory, and every reader
+has a row besides: it reads into its own and then changes rows with the slot, so nothing is copied, and a read that never returns
+keeps no slot. Threads never call CUDA, which would break a graph that is being captured: they are told of a slot once its
+store is over. Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import NotEnoughMemory
-from octavo.runner.disk import PIECE, Disk, Miss, Reading
+from octavo.runner.disk import Disk, Miss
 from octavo.runner.kvstore import KVStore
 from octavo.types import DiskNews, Fetch, Plan, Save
 
@@ -42,9 +41,7 @@ log = logging.getLogger(__name__)
 
 READERS = 16  # threads, and no more than cores
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
-LISTEN = 0.002  # seconds to wait for news when there is nothing else to do,
-GATHER = 0.001  # and after the first of it for the rest: every step that the engine takes keeps readers from theirs
-TOUCH = 1.0  # seconds, about, after which a record that was read is marked as used: nobody waits for that
+LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
@@ -56,36 +53,31 @@ class Tiers:
         self.kv, self.disk, self.slots = kv.tensor, disk, slots
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
-        self.readers = readers = min(READERS, os.cpu_count() or 1) if disk is not None else 0
+        readers = min(READERS, os.cpu_count() or 1) if disk is not None else 0
         plain = on_pages((slots + readers) * self.block_bytes)
         self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])  # [slots + readers, ...]: rows
         if cuda:
             _page_lock(plain)
         self._bytes = plain.view(-1, self.block_bytes).numpy()
-        self.row = list(range(slots))  # of each slot
-        self._spare = list(range(slots, slots + readers))  # rows: enough, since no record is begun before all of the last one is
+        self.row = list(range(slots))  # of each slot; the readers have the others
         self._owner = [0] * slots
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
         self._stage = _Stage(self, staging) if cuda else None
         self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
-        self._bell, self._last_bell = threading.Event(), threading.Event()  # there is news; there is all of it
+        self._bell = threading.Event()
         self._pending: dict[int, Fetch] = {}  # fetches that have no news yet
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._wanted: deque[tuple[Fetch, int]] = deque()  # and the owner; in order
-        self._pieces: deque[tuple[_Read, int]] = deque()  # of the record that was begun last: what nobody reads yet
-        self._turn = threading.Lock()  # of who takes a piece
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is something to read; False: no more
-        self._used: deque[bytes] = deque()  # records that were read, to be marked so
+        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         if disk is not None:
             self._threads = [threading.Thread(target=self._save_all, daemon=True, name="kv-save")]
-            for _ in range(readers):
-                self._threads.append(threading.Thread(target=self._fetch_all, daemon=True, name="kv-fetch"))
+            for row in range(slots, slots + readers):
+                self._threads.append(threading.Thread(target=self._fetch_all, args=(row,), daemon=True, name="kv-fetch"))
             for thread in self._threads:
                 thread.start()
 
@@ -109,9 +101,7 @@ class Tiers:
             self._progress = time.monotonic()
         for fetch in plan.fetches:
             self._pending[fetch.ticket] = fetch
-            self._when_stored(fetch.slot, partial(self._wanted.append, (fetch, self._own(fetch.slot))))
-        if self._wanted:
-            self._call()
+            self._when_stored(fetch.slot, partial(self._fetches.put, (fetch, self._own(fetch.slot))))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
@@ -123,12 +113,8 @@ class Tiers:
         """What the disk did since the last call, each fetch once. `wait`: a moment, if there is none yet."""
         while self._held and self._held[0][0].query():
             self._held.popleft()[1]()
-        if self._wanted:
-            self._call()
-        if wait and self._pending:
-            self._last_bell.clear()
-            if (self._news or self._bell.wait(LISTEN)) and len(self._news) < len(self._pending):
-                self._last_bell.wait(GATHER)
+        if wait and self._pending and not self._news:
+            self._bell.wait(LISTEN)
         self._bell.clear()
         out: list[DiskNews] = []
         while self._news:
@@ -136,6 +122,7 @@ class Tiers:
             if news.ticket and self._pending.pop(news.ticket, None) is None:
                 continue  # it was late, and nobody waits any more
             if news.kind == "fetched":
+                self.reading += news.seconds
                 # beside others: what it added to their time
                 news = news._replace(seconds=max(when - max(self._progress, when - news.seconds), 1e-9))
             if news.ticket:
@@ -166,61 +153,28 @@ class Tiers:
 
     # ---- the disk's threads --------------------------------------------------------------------------
 
-    def _call(self) -> None:
-        """All that is wanted is there to be taken before the first reader wakes: they do not come between."""
-        for _ in range(min(self.readers, len(self._wanted) * -(-self.block_bytes // PIECE))):
-            self._calls.put(True)
-
-    def _take(self) -> tuple[_Read, int] | None:
-        """The next piece that nobody reads yet: larger ones while there is much to do, since each costs the interpreter's time,
-        and smaller ones at the end, so that all readers end together and little is left to load."""
-        with self._turn:
-            while self._wanted and not self._pieces:
-                fetch, owner = self._wanted.popleft()
-                if self._owner[fetch.slot] == owner:
-                    row, piece = self._spare.pop(), PIECE if len(self._wanted) < self.readers // 2 else 2 * PIECE
-                    read = _Read(fetch, owner, row, Reading(fetch.hash, fetch.tokens, self._bytes[row].data, piece))
-                    self._pieces.extend((read, piece) for piece in range(read.reading.pieces))
-            return self._pieces.popleft() if self._pieces else None
-
-    def _fetch_all(self) -> None:
+    def _fetch_all(self, row: int) -> None:
         assert self.disk is not None
-        while self._calls.get():
-            while (taken := self._take()) is not None:
-                read, piece = taken
-                start = time.monotonic()
-                last = self.disk.read_piece(read.reading, piece)
-                with self._turn:
-                    self.reading += time.monotonic() - start
-                if last:
-                    self._fetched(read)
-
-    def _fetched(self, read: _Read) -> None:
-        """All readers of the record are done with it."""
-        assert self.disk is not None
-        fetch, row = read.fetch, read.row
-        why = self._tried(self.disk.end, read.reading)
-        if not why:
-            self._used.append(fetch.hash)
-            with self._locks[fetch.slot]:
-                if self._owner[fetch.slot] == read.owner:
-                    self.row[fetch.slot], row = row, self.row[fetch.slot]
-        self._spare.append(row)
-        seconds = 0.0 if why else time.monotonic() - read.began
-        self._tell(DiskNews("missed" if why else "fetched", fetch.hash, fetch.ticket, why, seconds))
+        while (job := self._fetches.get()) is not None:
+            fetch, owner = job
+            if self._owner[fetch.slot] != owner:
+                continue
+            start = time.monotonic()
+            why = self._tried(self.disk.read, fetch.hash, fetch.tokens, self._bytes[row].data)
+            if not why:
+                with self._locks[fetch.slot]:
+                    if self._owner[fetch.slot] == owner:
+                        self.row[fetch.slot], row = row, self.row[fetch.slot]
+            kind = "missed" if why else "fetched"
+            self._tell(DiskNews(kind, fetch.hash, fetch.ticket, why, 0.0 if why else time.monotonic() - start))
+            if not why:
+                self.disk.touch(fetch.hash)
 
     def _save_all(self) -> None:
         assert self.disk is not None
         buffer = np.empty(self.block_bytes, dtype=np.uint8)
         swept, paused = time.monotonic(), 0.0
-        while True:
-            try:
-                job = self._saves.get(timeout=TOUCH)
-            except queue.Empty:
-                self._touch()
-                continue
-            if job is None:
-                return self._touch()
+        while (job := self._saves.get()) is not None:
             save, owner = job
             now = time.monotonic()
             if now - swept > SWEEP:
@@ -230,11 +184,6 @@ class Tiers:
             if why in ("full", "io", "error"):
                 paused = time.monotonic() + PAUSE
             self._tell(DiskNews("unsaved" if why else "saved", save.hash, why=why))
-
-    def _touch(self) -> None:
-        assert self.disk is not None
-        while self._used:
-            self.disk.touch(self._used.popleft())
 
     def _save(self, save: Save, owner: int, buffer: np.ndarray) -> None:
         assert self.disk is not None
@@ -260,8 +209,6 @@ class Tiers:
     def _tell(self, news: DiskNews) -> None:
         self._news.append((time.monotonic(), news))
         self._bell.set()
-        if len(self._news) >= len(self._pending):
-            self._last_bell.set()
 
     def _warn(self, kind: str, message: str) -> None:
         now = time.monotonic()
@@ -276,7 +223,7 @@ class Tiers:
             then()
         self._held.clear()
         for _ in self._threads[1:]:
-            self._calls.put(False)
+            self._fetches.put(None)
         self._saves.put(None)
         deadline = time.monotonic() + patience
         for thread in self._threads:
@@ -286,14 +233,6 @@ class Tiers:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
             self.host = self.host[:0]
-
-
-class _Read:
-    """A record that is being read into a row of host memory."""
-
-    def __init__(self, fetch: Fetch, owner: int, row: int, reading: Reading):
-        self.fetch, self.owner, self.row, self.reading = fetch, owner, row, reading
-        self.began = time.monotonic()
 
 
 class _Stage:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.runner.disk import HEADER, PAGE, Disk, Miss, Reading
+from octavo.runner.disk import HEADER, PAGE, Disk, Miss
 
 BYTES = 512
 TOKENS = array("i", range(16))
@@ -81,28 +81,6 @@ def test_every_truncation_is_noticed(disk: Disk) -> None:
         assert not path(disk).exists(), "it would be a miss for ever"
 
 
-def test_pieces_may_be_read_in_any_order(tmp_path: Path) -> None:
-    """The bytes are the same, a flipped bit of any piece is noticed, and only the last to end says that it is over."""
-    size = 5 * PAGE + 100
-    disk, data = Disk(tmp_path, 2**20, b"f" * 16, "x", size), memoryview(os.urandom(size))
-    disk.write(HASH, TOKENS, data)
-    sound = path(disk).read_bytes()
-    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        into = bytearray(size)
-        reading = Reading(HASH, TOKENS, memoryview(into), 2 * PAGE)
-        assert [disk.read_piece(reading, piece) for piece in order] == [False, False, True]
-        disk.end(reading)
-        assert into == data
-        for at in (0, PAGE, 2 * PAGE, 4 * PAGE + 1, len(sound) - 1):
-            path(disk).write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
-            reading = Reading(HASH, TOKENS, memoryview(into), 2 * PAGE)
-            assert [disk.read_piece(reading, piece) for piece in order] == [False, False, True]
-            with pytest.raises(Miss, match="corrupt"):
-                disk.end(reading)
-            assert not path(disk).exists()
-            path(disk).write_bytes(sound)
-
-
 def test_a_record_of_another_model_format_or_content_is_no_hit(disk: Disk, tmp_path: Path) -> None:
     sound = path(disk).read_bytes()
     for other in (make(tmp_path, fingerprint=b"g" * 16), make(tmp_path, form="bfloat16 2x2")):
@@ -130,7 +108,7 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", broken)
+        patched.setattr(os, "readv", broken)
         assert why(disk) == "io"
     assert read(disk) == bytes(content()), "and the record is kept: it may be readable again"
     with monkeypatch.context() as patched:

@@ -154,8 +154,8 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
     tiers, gate = make(), threading.Event()
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
-    real = Disk.read_piece
-    monkeypatch.setattr(Disk, "read_piece", lambda *a: (gate.wait(10), real(*a))[1])
+    real = Disk.read
+    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     late = until(tiers, 2)
     assert [(n.kind, n.ticket, n.why) for n in late] == [("missed", 1, "late"), ("missed", 2, "late")]
@@ -168,39 +168,12 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
     assert value(kv, 8) == 5
 
 
-def test_records_come_in_order_however_many_read(kv: KVStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is read for long is read by several, in pieces, and one that is damaged in any piece is missed alone."""
-    monkeypatch.setattr(module, "PIECE", 4096)
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
-    kv.tensor = torch.zeros(BLOCKS, 5 * 4096, dtype=DTYPE, device=DEVICE)  # 10 pages a record
-    disk = Disk(tmp_path / "kv", 2**24, b"f" * 16, "test", kv.tensor[0].nbytes)
-    for i in range(1, 8):
-        disk.write(name(i), tokens(i), memoryview(bytes([i]) * disk.block_bytes))
-    damaged = disk.folder / f"{name(5).hex()}.kv"
-    data = bytearray(damaged.read_bytes())
-    data[4096 * 7 + 9] ^= 1
-    damaged.write_bytes(data)
-    real = Disk.read_piece
-    monkeypatch.setattr(Disk, "read_piece", lambda *a: (time.sleep(0.003), real(*a))[1])
-    tiers = Tiers(kv, 8, disk, staging=4 * disk.block_bytes)
-    for first in (0, 10):
-        damaged.write_bytes(data)
-        tiers.begin(Plan(1, fetches=[Fetch(first + i, i, name(i), tokens(i)) for i in range(1, 8)]))
-        news = until(tiers, 7)
-        assert {n.ticket - first: n.why for n in news} == {i: "corrupt" if i == 5 else "" for i in range(1, 8)}
-        place = {n.ticket - first: k for k, n in enumerate(news)}
-        assert all(place[i] < place[j] for i in range(1, 8) for j in range(i + 2, 8)), "neighbours may change places"
-        assert sorted([*tiers.row, *tiers._spare]) == list(range(12)), "no row is lost or has two owners"
-        assert all((tiers._bytes[tiers.row[i]] == i).all() for i in range(1, 8) if i != 5)
-    tiers.close()
-
-
 @pytest.mark.parametrize("error", [Miss("corrupt"), OSError("odd"), RuntimeError("a bug")])
 def test_whatever_goes_wrong_is_a_miss(make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Disk, "end", broken)
+    monkeypatch.setattr(Disk, "read", broken)
     monkeypatch.setattr(Disk, "write", broken)
     tiers = make()
     why = error.why if isinstance(error, Miss) else "error"
