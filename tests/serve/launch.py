@@ -39,7 +39,8 @@ def spoil(encode: Any) -> Any:
 
 def spoil_text(take: Any) -> Any:
     def faulty(self: Collector, out: Output) -> bool:
-        if self.request.prompt[:2] == [17, 17] and len(self.outputs[0].token_ids) == 3:
+        had = len(self.outputs[0].token_ids)
+        if self.request.prompt[:2] == [17, 17] and had <= 3 < had + len(out.tokens):
             raise Panic("a secret: /etc/passwd")
         found: bool = take(self, out)
         return found
