@@ -149,6 +149,7 @@ def trial(
     drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
     policy, batching = policy or drawn[0], batching or drawn[1]
     modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
+    modes["short_share"] = random.Random(f"short {seed}").choice([0.0, 0.25, 0.25, 0.9])
     dice = random.Random(f"tiers {seed}")  # of their own: what else a seed draws does not change with them
     host, disk = random_tiers(dice)
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]

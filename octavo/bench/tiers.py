@@ -28,8 +28,8 @@ from octavo.core.engine import Handle, Runner
 from octavo.core.tiers import Costs
 from octavo.errors import OctavoError
 from octavo.llm import LLM
+from octavo.ops.pages import area
 from octavo.runner.disk import Disk
-from octavo.runner.tiers import on_pages
 from octavo.types import Plan, SamplingParams, StepResult
 
 OUTPUT = 8  # tokens, compared
@@ -258,7 +258,7 @@ def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dic
     for j in range((len(prompt) - 1) // size):
         tokens = array("i", prompt[j * size : (j + 1) * size])
         records.append((parent := chain(parent, tokens), tokens))
-    memory = on_pages(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
+    memory = area(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
     rates, threads = dict[str, float](), 1
     while threads <= (os.cpu_count() or 1):
         best = float("inf")

@@ -1,4 +1,4 @@
-"""Memory in huge pages (2 MiB), for what a CPU reads in every step: weights and KV. Knows bytes, not what they mean.
+"""Memory in huge pages (2 MiB), for what is read often or in one go: weights and KV. Knows bytes, not what they mean.
 
 With pages of 4 KiB a pass over 100 MB misses the TLB 25,000 times, and no prefetch crosses from one page to the next. Linux gives
 huge pages to whoever asks (`madvise`, its usual setting); where it does not, this is ordinary memory.
@@ -30,13 +30,14 @@ def huge(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _chunk(size: int) -> Tensor:
-    """uint8 [at least size], from a huge page's begin on."""
-    size += -size % HUGE + HUGE
+def area(size: int) -> Tensor:
+    """uint8 [size], from a huge page's begin on: a system copies there twice as fast as to any other address."""
     if sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
-    area = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    return huge(area)[-area.data_ptr() % HUGE :]
+    whole = size + -size % HUGE + HUGE
+    found = torch.frombuffer(mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    first = -found.data_ptr() % HUGE
+    return huge(found)[first : first + size]
 
 
 class Arena:
@@ -51,9 +52,9 @@ class Arena:
         """uint8 [size], aligned to a cache line, as it comes."""
         whole = size + -size % LINE
         if whole >= CHUNK:
-            return _chunk(whole)[:size]
+            return area(whole)[:size]
         with self.lock:
             if whole > len(self.rest):
-                self.rest = _chunk(CHUNK)
+                self.rest = area(CHUNK)
             piece, self.rest = self.rest[:size], self.rest[whole:]
             return piece

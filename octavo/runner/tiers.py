@@ -17,7 +17,6 @@ store is over. Knows slots and hashes; who wants them, core knows.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import queue
 import threading
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import NotEnoughMemory
+from octavo.ops.pages import area
 from octavo.runner.disk import Disk, Miss
 from octavo.runner.kvstore import KVStore
 from octavo.types import DiskNews, Fetch, Plan, Save
@@ -54,7 +54,7 @@ class Tiers:
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
         readers = min(READERS, os.cpu_count() or 1) if disk is not None else 0
-        plain = on_pages((slots + readers) * self.block_bytes)
+        plain = area((slots + readers) * self.block_bytes)
         self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])  # [slots + readers, ...]: rows
         if cuda:
             _page_lock(plain)
@@ -295,15 +295,6 @@ class Lap:
             return start.elapsed_time(loaded) / 1e3, loaded.elapsed_time(end) / 1e3
         start_s, loaded_s, end_s = self.times
         return loaded_s - start_s, end_s - loaded_s
-
-
-def on_pages(size: int) -> Tensor:
-    """Host memory [size] uint8 that begins on a page, in large ones where the system has them: it copies there twice as fast as
-    to any other address, and page-locks it sooner."""
-    memory = mmap.mmap(-1, max(size, 1))
-    with suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
 
 def _page_lock(memory: Tensor) -> None:
