@@ -374,6 +374,12 @@ class Sequence:
         """Leading tokens that are the prompt's."""
         return self.prompt_len + self.dropped - self.dropped_prompt
 
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Asked for and not all there: every prompt position but the last must be computed, not found in the cache."""
+        wanted = self.prompt_logprobs
+        return wanted is not None and len(wanted) > 1 and wanted[-1] is None
+
 
 # ---- one step -----------------------------------------------------------------------------------
 
