@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -148,21 +150,28 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     return copy
 
 
-@pytest.mark.parametrize("name", [*BUGS, *EVICTION_BUGS])
-def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, old, new = (BUGS | EVICTION_BUGS)[name]
+@contextmanager
+def planted(where: str, old: str, new: str) -> Iterator[None]:
+    """Whoever imported something of this file of the core has a mutated file's instead."""
     module = next(m for m in CORE if m.__name__ == f"octavo.core.{where}")
     copy = mutated(module, old, new)
-    for user in (*CORE, workloads):  # whoever imported something of it has the copy's
-        for attribute, value in list(vars(user).items()):
-            if getattr(value, "__module__", "") == module.__name__ and user is not module:
-                monkeypatch.setattr(user, attribute, getattr(copy, attribute))
-    for seed in range(600):
-        try:
-            if name in EVICTION_BUGS:
-                workloads.trial(seed // 2, guided=seed % 2 == 1, evict=True)
-            else:
-                workloads.trial(seed // 3, guided=seed % 3 == 1, beams=seed % 3 == 2)
-        except Exception:
-            return
+    with pytest.MonkeyPatch.context() as patch:
+        for user in (*CORE, workloads):
+            for name, value in list(vars(user).items()):
+                if user is not module and getattr(value, "__module__", "") == module.__name__:
+                    patch.setattr(user, name, getattr(copy, name))
+        yield
+
+
+@pytest.mark.parametrize("name", [*BUGS, *EVICTION_BUGS])
+def test_a_planted_bug_is_noticed(name: str) -> None:
+    with planted(*(BUGS | EVICTION_BUGS)[name]):
+        for seed in range(600):
+            try:
+                if name in EVICTION_BUGS:
+                    workloads.trial(seed // 2, guided=seed % 2 == 1, evict=True)
+                else:
+                    workloads.trial(seed // 3, guided=seed % 3 == 1, beams=seed % 3 == 2)
+            except Exception:
+                return
     pytest.fail("no workload noticed")
