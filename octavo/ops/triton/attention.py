@@ -30,6 +30,8 @@ LOG2E = 1.4426950408889634
 SHARED_MEMORY = 196608
 if torch.cuda.is_available():
     SHARED_MEMORY = int(0.85 * getattr(torch.cuda.get_device_properties(0), "shared_memory_per_block_optin", 232448))
+# They begin anywhere in what was sent to the device: a kernel for each way they may be aligned would be compiled amid the work.
+LISTS = ["table_rows", "query_start", "seq_lens"]
 PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with sequences of different lengths
 
 
@@ -152,7 +154,7 @@ def _attend_words(
     return peak, total, a0, a1, a2, a3
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def decode_kernel(
     q, kv, scales, table, table_rows, seq_lens, out, part, part_max, part_sum, scale,
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
@@ -253,7 +255,7 @@ def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_items"])
+@triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=LISTS)
 def prefill_kernel(
     q, kv, scales, table, table_rows, query_start, seq_lens, out, scale, num_items,
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
@@ -337,9 +339,9 @@ def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, sca
     tile = _tile(kv, shape["DP"])
     words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
     tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
-    longest = max(span.end for span in batch.spans[:count])
+    longest = batch.block_table.shape[1] * shape["B"]  # that any row may be: what is split alike needs no kernel of its own
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
-    splits = 1 << round(math.log2(splits))  # each number of splits is a kernel to compile: few of them
+    splits = 1 << round(math.log2(splits))
     part = part_max = part_sum = out
     if splits > 1:
         part = torch.empty(count, q.shape[1], splits, q.shape[2], dtype=torch.float32, device=q.device)
