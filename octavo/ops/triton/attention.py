@@ -363,7 +363,7 @@ def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, sca
     shape, kv_heads, (tensors, strides) = _shape(q, kv), kv.shape[2], arguments(kv)
     group = triton.next_power_of_2(shape["G"])
     items, tokens = len(batch.spans) - skip, q.shape[0] - skip
-    rows = max(group, 64 if max(span.num for span in batch.spans[skip:]) * group > 16 else 16)
+    rows = max(group, 64)
     tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
     prefill_kernel[tiles, kv_heads](
         q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E,
