@@ -17,6 +17,7 @@ store is over. Knows slots and hashes; who wants them, core knows.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -39,7 +40,8 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-READERS = 16  # threads, and no more than cores
+READERS = 16  # threads at most
+BUSY = 0.6  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
 SWEEP = 60.0  # seconds between looks at what others put into the directory
@@ -53,7 +55,7 @@ class Tiers:
         self.kv, self.disk, self.slots = kv.tensor, disk, slots
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
-        readers = min(READERS, os.cpu_count() or 1) if disk is not None else 0
+        readers = min(READERS, math.ceil(BUSY * (os.cpu_count() or 1))) if disk is not None else 0
         plain = area((slots + readers) * self.block_bytes)
         self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])  # [slots + readers, ...]: rows
         if cuda:
