@@ -17,7 +17,7 @@ def check(scheduler: Scheduler) -> None:
     pool, tiers, queues, families = scheduler.pool, scheduler.tiers, scheduler.queues, scheduler.families
     queues.check()
     running, alive = queues.running, {seq.id for seq in queues.running}
-    lifted = [content.block for each in tiers.lifted.values() for content, _ in each] if tiers is not None else []
+    lifted = [up.content.block for up in tiers.ups()] if tiers is not None else []
     pool.check([lifted, *(seq.table for seq in running)])
     if tiers is not None:
         tiers.check()
