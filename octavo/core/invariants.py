@@ -1,41 +1,41 @@
 """What holds between two steps, whatever was asked: an AssertionError tells what does not. Sees all of the scheduler's state and
-changes none of it. docs/core.md says why each must hold."""
+changes none of it. docs/core.md says why each must hold.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.blocks import BlockPool
+from octavo.core.eviction import most_positions
+from octavo.core.families import Families
 from octavo.core.groups import reported
+from octavo.core.prefix import PrefixCache
+from octavo.core.queues import Queues
 from octavo.core.tables import NEVER
 from octavo.types import Sequence
 
-if TYPE_CHECKING:
-    from octavo.core.scheduler import Scheduler
 
-
-def check(scheduler: Scheduler) -> None:
-    pool, tiers, queues, families = scheduler.pool, scheduler.tiers, scheduler.queues, scheduler.families
+def check(queues: Queues, families: Families, prefix: PrefixCache, cache: CacheConfig, schedule: ScheduleConfig) -> None:
+    pool, tiers, running = prefix.pool, prefix.tiers, queues.running
     queues.check()
-    running, alive = queues.running, {seq.id for seq in queues.running}
     lifted = [up.content.block for up in tiers.ups()] if tiers is not None else []
     pool.check([lifted, *(seq.table for seq in running)])
     if tiers is not None:
         tiers.check()
     for seq in running:
-        check_positions(scheduler, seq)
-        check_blocks(scheduler, seq)
+        check_positions(seq, pool.size, schedule.depth)
+        check_blocks(seq, pool, cache)
+    alive = {seq.id for seq in running}
     assert alive | {seq.id for seq in queues.waiting} == set(families.live), "a sequence is in no queue"
     assert sorted(seq.id for family in families.requests.values() for seq in family) == sorted(families.live)
     for id, search in families.searches.items():
         beams = families.requests[id]
         assert len(beams) <= search.width and not all(map(reported, beams)), f"{id}: its beams stand still"
         assert all(seq.planned == len(seq.tokens) and not seq.inflight for seq in beams if reported(seq) and seq.row >= 0)
-    computing = scheduler.prefix.computing.values()
-    assert all(owner in alive for owner in computing), "somebody waits for content that nobody computes"
+    assert all(owner in alive for owner in prefix.computing.values()), "somebody waits for content that nobody computes"
 
 
-def check_positions(scheduler: Scheduler, seq: Sequence) -> None:
-    size, depth = scheduler.pool.size, scheduler.schedule.depth
+def check_positions(seq: Sequence, size: int, depth: int) -> None:
     assert seq.computed <= seq.planned <= len(seq.table) * size, f"{seq.id}: positions out of order"
     assert seq.inflight or seq.planned == seq.computed, f"{seq.id}: planned drifted from computed"
     assert 0 <= seq.inflight <= depth, f"{seq.id}: {seq.inflight} steps in flight"
@@ -44,12 +44,12 @@ def check_positions(scheduler: Scheduler, seq: Sequence) -> None:
     assert not led or seq.planned <= len(seq.tokens), f"{seq.id}: planned beyond what was decided"
 
 
-def check_blocks(scheduler: Scheduler, seq: Sequence) -> None:
-    pool, cache, most = scheduler.pool, scheduler.cache, scheduler.most
-    assert seq.published <= seq.computed // pool.size or seq.published == NEVER, f"{seq.id}: published what is not computed"
-    for block in seq.table[seq.planned // pool.size :]:
+def check_blocks(seq: Sequence, pool: BlockPool, cache: CacheConfig) -> None:
+    size, most = pool.size, most_positions(cache)
+    assert seq.published <= seq.computed // size or seq.published == NEVER, f"{seq.id}: published what is not computed"
+    for block in seq.table[seq.planned // size :]:
         assert pool.hash[block] is None, f"{seq.id}: would write to a published block"
-    assert len(seq.table) * pool.size <= most and seq.dropped % pool.size == 0, f"{seq.id}: more blocks than its budget"
+    assert len(seq.table) * size <= most and seq.dropped % size == 0, f"{seq.id}: more blocks than its budget"
     assert seq.dropped == 0 or len(seq.tokens) <= most + 1, f"{seq.id}: keeps more tokens than its budget"
     if seq.published == NEVER and cache.eviction == "sinks":
         moved = seq.table[cache.sinks :]

@@ -89,7 +89,7 @@ class PrefixCache:
 
     def load_tokens(self, loads: int) -> int:
         """How many tokens could be computed while so many blocks are loaded."""
-        return self.tiers.costs.in_tokens(loads) if self.tiers is not None else 0
+        return self.tiers.links.in_tokens(loads) if self.tiers is not None else 0
 
     def give(self, seq: Sequence, found: Match, plan: Plan) -> None:
         """The sequence begins with what was found. The rest of its text is on its way into the cache from now on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Callable
 from itertools import pairwise
 from operator import attrgetter
 
@@ -44,8 +45,9 @@ class Queues:
         seq.status = Status.WAITING
         insort(self.waiting, seq, key=by_rank)
 
-    def rank_waiting(self) -> None:
+    def rank_waiting(self, cached: Callable[[Sequence], int]) -> None:
         """Ranks that change are asked for. What has begun once comes first, in any case."""
+        self.policy.look(self.running, self.waiting, cached)
         for seq in self.waiting:
             if seq.rank[0] > -math.inf:
                 seq.rank = (self.policy.rank(seq), *seq.rank[1:])

@@ -10,7 +10,12 @@ plan() fills a token budget: decoding first, then prefilling, then whoever waits
 would wait for a long one. Several plans may be in flight, so a plan looks at `planned` (where the sequence will be once they
 land) and commit() moves `computed` (where it is).
 
-All three are in the order of `Sequence.rank`, which the policy gives (policy.py); batching.py says when requests may begin.
+This file is the loop: admit, plan, commit, preempt, finish. What it asks and tells others to do:
+
+    intake     a request becomes a sequence             queues      who is where, in the order of ranks (policy.py); rows
+    batching   which may begin, and how much at once    families    forks and beams of a request
+    prefix     what of a text is known already          tables      the blocks that a sequence writes to are its own
+    urgency    who stands aside for whom                invariants  what always holds
 """
 
 from __future__ import annotations
@@ -91,7 +96,7 @@ class Scheduler:
         self.arrivals = 0
         self.count = Counters()
         self.recorder: Recorder | None = None
-        # What those read who ask: the very same objects.
+        # The same objects, by the names that others read: never replaced.
         self.waiting, self.prefilling, self.decoding = self.queues.waiting, self.queues.prefilling, self.queues.decoding
         self.live, self.requests = self.families.live, self.families.requests
         self.tiers = self.prefix.tiers
@@ -102,12 +107,9 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         return self.queues.running
 
-    def cached_tokens(self, seq: Sequence) -> int:
-        return self.prefix.cached_tokens(seq)
-
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds that can be seen between two steps."""
-        check(self)
+        check(self.queues, self.families, self.prefix, self.cache, self.schedule)
 
     # ---- requests in and out -----------------------------------------------------------------------
 
@@ -162,6 +164,17 @@ class Scheduler:
         touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
         return list({seq: s for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}.values())
 
+    def flush(self) -> Plan:
+        """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
+        self.count.steps += 1
+        plan = Plan(self.count.steps)
+        self.prefix.flush(plan)
+        return plan
+
+    def forget(self) -> None:
+        """Empty the cache in every tier but the disk: as if the engine had just started."""
+        self.prefix.forget()
+
     # ---- plan --------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
@@ -172,8 +185,7 @@ class Scheduler:
         for seq in self.families.in_the_way():
             self._preempt(seq)
         if not self.policy.fixed and self.queues.rows and self.waiting:
-            self.policy.look(self)
-            self.queues.rank_waiting()
+            self.queues.rank_waiting(self.prefix.cached_tokens)
         self.batches.look(self.waiting, self.requests, self.clock)
         room = self.urgency.make_room(self.cap, self._budget, self._may_begin, self._preempt)
         self.gave_way = False
@@ -392,18 +404,7 @@ class Scheduler:
                 out.append(news)
         return out
 
-    # ---- giving back -------------------------------------------------------------------------------
-
-    def flush(self) -> Plan:
-        """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
-        self.count.steps += 1
-        plan = Plan(self.count.steps)
-        self.prefix.flush(plan)
-        return plan
-
-    def forget(self) -> None:
-        """Empty the cache in every tier but the disk: as if the engine had just started."""
-        self.prefix.forget()
+    # ---- preempt and finish ------------------------------------------------------------------------
 
     def _release(self, seq: Sequence) -> None:
         """Give back row and blocks. Steps in flight may still write there: the device does things in order."""

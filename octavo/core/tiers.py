@@ -25,11 +25,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
+from octavo.core.links import DISK_RATE, LINK_RATE, Links
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
-
-LINK_RATE = DISK_RATE = 10e9  # bytes a second, until something was measured: hope is put right by the first block, fear by none
-SMOOTH = 0.2  # weight of the newest measurement
-PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
 
 
 @dataclass(slots=True)
@@ -53,43 +50,6 @@ class TierCounters:
         self.misses[why] = self.misses.get(why, 0) + 1
 
 
-@dataclass(slots=True)
-class Costs:
-    """Load or recompute? Seconds for a block over each link against seconds to compute it, as measured while running."""
-
-    size: int  # tokens in a block
-    load: float
-    fetch: float
-    tokens: float = 0.0  # of recent steps that computed prompts, later ones weighing more,
-    seconds: float = 0.0  # and what those took
-    refused: int = 0
-
-    def pays(self, disk: bool = False) -> bool:
-        return not self.tokens or self.load + disk * self.fetch < self.size * self.seconds / self.tokens
-
-    def try_it(self, disk: bool = False) -> bool:
-        if self.pays(disk):
-            return True
-        self.refused += 1
-        return self.refused % PROBE == 0
-
-    def in_tokens(self, loads: int) -> int:
-        """How many tokens could be computed while these blocks are loaded."""
-        return int(loads * self.load * self.tokens / self.seconds) if loads and self.seconds else 0
-
-    def learn(self, plan: Plan, result: StepResult) -> None:
-        if plan.loads and result.load_seconds:
-            self.load += SMOOTH * (result.load_seconds / len(plan.loads) - self.load)
-        if result.seconds:
-            prompt, total = sum(item.num for item in plan.items if item.start is not None), plan.num_tokens
-            if prompt >= 2 * self.size and 2 * prompt > total:  # shorter ones tell what a step costs, not what a token does
-                self.tokens = (1 - SMOOTH) * self.tokens + total
-                self.seconds = (1 - SMOOTH) * self.seconds + result.seconds
-
-    def learn_fetch(self, seconds: float) -> None:
-        self.fetch += SMOOTH * (seconds - self.fetch)
-
-
 class Lift(NamedTuple):
     """A content on its way up, for nobody in particular."""
 
@@ -100,8 +60,7 @@ class Lift(NamedTuple):
 
 class Tiers:
     def __init__(self, slots: int, block_size: int, block_bytes: int, disk: bool = False):
-        self.slots, self.size, self.disk = slots, block_size, disk
-        self.block_bytes = block_bytes
+        self.slots, self.size, self.block_bytes, self.disk = slots, block_size, block_bytes, disk
         self.hash: list[bytes | None] = [None] * slots
         self.tokens: list[array[int] | None] = [None] * slots  # compared on a hit
         self.pins = [0] * slots  # who fills the slot, and loads in flight that read it
@@ -115,7 +74,7 @@ class Tiers:
         self.rising: dict[bytes, int] = {}  # of those that nothing forgot: the block
         self.news = 1  # how often a slot was settled: who waits looks again when this has moved
         self.count = TierCounters()
-        self.costs = Costs(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
+        self.links = Links(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
         self._tickets = 0
 
     # ---- up: what admission finds ------------------------------------------------------------------
@@ -138,7 +97,7 @@ class Tiers:
                 slot = self.find(h, part)
                 if slot is None or h in computing or h in self.rising:  # by another: it is in the pool soon
                     break
-                if pays is None and not (pays := self.costs.try_it()):
+                if pays is None and not (pays := self.links.try_it()):
                     self.count.refused += 1
                 if not pays:
                     break
@@ -166,10 +125,10 @@ class Tiers:
                 break
         if wanted:
             del wanted[max(self._room() - here, 0) :]  # never at the cost of its own blocks that are here already
-            if not self.costs.try_it(disk=True):
+            if not self.links.try_it(disk=True):
                 self.count.refused += 1
                 wanted, coming = [], 0
-        elif seq.asked > 0 and not self.costs.pays(disk=True):
+        elif seq.asked > 0 and not self.links.pays(disk=True):
             coming = 0  # slower than it seemed: what has come is enough
         for j in wanted:
             slot = self._take()
@@ -269,7 +228,7 @@ class Tiers:
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         self._end(plan, True)
-        self.costs.learn(plan, result)
+        self.links.learn(plan, result)
         self.count.load_seconds += result.load_seconds
         for news in result.news:
             self._hear(news)
@@ -299,7 +258,7 @@ class Tiers:
         elif fetch := self.fetching.pop(news.ticket, None):
             arrived = news.kind == "fetched"
             if news.seconds:
-                self.costs.learn_fetch(news.seconds)
+                self.links.learn_fetch(news.seconds)
                 self.count.fetch_seconds += news.seconds
             if not arrived:
                 self.count.miss(news.why)

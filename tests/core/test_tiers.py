@@ -10,8 +10,9 @@ import pytest
 
 from octavo.core.blocks import BlockPool, chain
 from octavo.core.engine import Engine
+from octavo.core.links import PROBE, Links
 from octavo.core.scheduler import Scheduler
-from octavo.core.tiers import PROBE, Costs, Tiers
+from octavo.core.tiers import Tiers
 from octavo.types import DiskNews, Item, Plan, Request, SamplingParams, Sequence, StepResult
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
@@ -332,7 +333,7 @@ def test_what_was_to_go_up_is_given_back(how: str) -> None:
     scheduler.check()
 
 
-# ---- costs ------------------------------------------------------------------------------------------
+# ---- links ------------------------------------------------------------------------------------------
 
 
 def prefill(tokens: int) -> Plan:
@@ -340,24 +341,24 @@ def prefill(tokens: int) -> Plan:
 
 
 def test_what_is_sooner_computed_is_not_loaded() -> None:
-    costs = Costs(SIZE, load=0.1, fetch=1.0)
-    assert costs.pays() and costs.pays(disk=True), "nothing was measured: loading is the better guess"
-    costs.learn(prefill(100), StepResult([], seconds=10.0))
-    assert costs.pays() and not costs.pays(disk=True), "0.4 s to compute a block"
+    links = Links(SIZE, load=0.1, fetch=1.0)
+    assert links.pays() and links.pays(disk=True), "nothing was measured: loading is the better guess"
+    links.learn(prefill(100), StepResult([], seconds=10.0))
+    assert links.pays() and not links.pays(disk=True), "0.4 s to compute a block"
     for _ in range(20):
-        costs.learn(prefill(100), StepResult([], seconds=1.0))
-    assert not costs.pays(), "0.04 s"
-    assert [costs.try_it() for _ in range(PROBE)].count(True) == 1, "now and then, to see whether it is still so"
+        links.learn(prefill(100), StepResult([], seconds=1.0))
+    assert not links.pays(), "0.04 s"
+    assert [links.try_it() for _ in range(PROBE)].count(True) == 1, "now and then, to see whether it is still so"
     for _ in range(30):
-        costs.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
-    assert costs.pays() and costs.in_tokens(10) == 1
+        links.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
+    assert links.pays() and links.in_tokens(10) == 1
 
 
 def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
-    costs = Costs(SIZE, load=0.1, fetch=1.0)
-    costs.learn(prefill(2), StepResult([], seconds=10.0))
-    costs.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
-    assert not costs.tokens
+    links = Links(SIZE, load=0.1, fetch=1.0)
+    links.learn(prefill(2), StepResult([], seconds=10.0))
+    links.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
+    assert not links.tokens
 
 
 def test_a_slow_disk_is_given_up_while_waiting() -> None:
@@ -368,8 +369,8 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     again = small(host=20, disk=disk)
     tiers = again.scheduler.tiers
     assert tiers is not None
-    tiers.costs.tokens, tiers.costs.seconds = 1e6, 1.0
-    tiers.costs.load = tiers.costs.fetch = 1e-9
+    tiers.links.tokens, tiers.links.seconds = 1e6, 1.0
+    tiers.links.load = tiers.links.fetch = 1e-9
     again.add(request("a"))
     again.scheduler.plan()
     (seq,) = again.scheduler.waiting
