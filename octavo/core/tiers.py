@@ -154,18 +154,18 @@ class Tiers:
         plan.loads.append((slot, block))
         self.count.loads += 1
 
-    def lift(self, seq: Sequence, loads: list[tuple[int, int]], pool: BlockPool, plan: Plan, spare: int) -> int:
-        """What came from the disk for a sequence goes up, each block once, as long as so many `spare` ones are left to those
-        who run. How many."""
-        lifted = list[Lift]()
-        for j, slot in loads:
+    def lift(self, seq: Sequence, pool: BlockPool, plan: Plan, spare: int) -> int:
+        """What came from the disk of a sequence's text goes up, each block once and in whatever order, as long as so many `spare`
+        ones are left to those who run. How many."""
+        lifted, size = list[Lift](), self.size
+        for j in range((len(seq.tokens) - 1) // size if self.fetched else 0):
+            h, tokens = seq.hashes[j], seq.tokens[j * size : (j + 1) * size]
+            slot = self.find(h, tokens)
             if slot in self.fetched and len(pool.free) > spare:
-                tokens, parent = self.tokens[slot], seq.hashes[j - 1] if j else b""
-                assert tokens is not None
                 self.fetched.remove(slot)
                 self._load(slot, block := pool.take(), plan)
-                self.rising[seq.hashes[j]] = block
-                lifted.append(Lift(Content(block, seq.hashes[j], tokens, parent), slot, seq.request.key))
+                self.rising[h] = block
+                lifted.append(Lift(Content(block, h, tokens, seq.hashes[j - 1] if j else b""), slot, seq.request.key))
         if lifted:
             self.lifted.setdefault(plan.step, []).extend(lifted)
             seq.asked = self.news

@@ -114,7 +114,7 @@ BUGS = {
     "what is spoilt is cached": ("tiers", "if loaded and slot not in spoilt:", "if loaded:"),
     "what is spoilt is loaded again": ("tiers", "                    self._discard(slot)\n", "                    pass\n"),
     "what came from disk is read unchecked": ("tiers", "self.fetched.add(fetch.slot)", "pass"),
-    "lifted content is another's": ("tiers", "self.rising[seq.hashes[j]] = block", "self.rising[seq.hashes[0]] = block"),
+    "lifted content is another's": ("tiers", "self.rising[h] = block", "self.rising[seq.hashes[0]] = block"),
     "asking for more costs what is there": ("tiers", "del wanted[max(self._room() - here, 0) :]", "pass"),
 }  # fmt: skip
 
