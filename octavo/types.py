@@ -491,6 +491,7 @@ class StepResult:
     seconds: float = 0.0  # the device took for the items; 0: nobody measured
     load_seconds: float = 0.0  # and for the loads
     news: list[DiskNews] = field(default_factory=list)
+    spoilt: set[int] = field(default_factory=set)  # host slots that came from disk: what was loaded is not what was once saved
 
 
 # ---- what comes out -------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
         return host, None
     sound = g.random() < 0.5
     rate = 0.0 if sound else g.choice([0.25, 0.5])
-    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, g.choice([0.1, 1.0]))
+    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, rate, g.choice([0.1, 1.0]))
 
 
 def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:

@@ -18,7 +18,7 @@ from octavo.types import Sequence
 def check(queues: Queues, families: Families, prefix: PrefixCache, cache: CacheConfig, schedule: ScheduleConfig) -> None:
     pool, tiers, running = prefix.pool, prefix.tiers, queues.running
     queues.check()
-    lifted = [content.block for each in tiers.lifted.values() for content, _ in each] if tiers is not None else []
+    lifted = [up.content.block for up in tiers.ups()] if tiers is not None else []
     pool.check([lifted, *(seq.table for seq in running)])
     if tiers is not None:
         tiers.check()

@@ -73,11 +73,19 @@ class PrefixCache:
         return self.tiers is not None and seq.asked == self.tiers.news
 
     def ask_disk(self, seq: Sequence, found: Match, plan: Plan, spare: int) -> int | None:
-        """None: it need not wait for the disk. Otherwise what has come is loaded, as long as so many `spare` blocks are left:
+        """None: it need not wait for the disk. Otherwise what has come is lifted, as long as so many `spare` blocks are left:
         as many tokens as could be computed in the time."""
-        if self.tiers is None or not self._may_match(seq) or not self.tiers.ask(seq, *found, self.pool, plan):
+        tiers = self.tiers
+        if tiers is None or not self._may_match(seq):
             return None
-        return self.load_tokens(self.tiers.lift(seq, found.loads, self.pool, plan, spare))
+        waits, lifted = tiers.ask(seq, *found, self.pool, plan), tiers.lift(seq, self.pool, plan, spare)
+        if waits or lifted:
+            return self.load_tokens(lifted)
+        for k, (j, slot) in enumerate(found.loads):
+            if slot in tiers.fetched:  # there is no room to lift it: it does without
+                del found.hits[j:], found.loads[k:]
+                break
+        return None
 
     def load_tokens(self, loads: int) -> int:
         """How many tokens could be computed while so many blocks are loaded."""
@@ -125,7 +133,7 @@ class PrefixCache:
     def commit(self, plan: Plan, result: StepResult) -> None:
         if self.tiers is not None:
             self.tiers.commit(plan, result)
-            self.tiers.land(plan, self.pool, loaded=True)
+            self.tiers.land(plan, self.pool, True, result.spoilt)
 
     def fail(self, plan: Plan) -> None:
         """Nothing that the step was to move is where it was to be."""

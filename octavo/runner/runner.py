@@ -114,10 +114,13 @@ class Runner:
         tiers.begin(plan)
         lap = Lap(self.device)
         handle = self._launch(plan, lap)
+        check = tiers.take_check()
         lap.mark()
 
         def finish(result: StepResult) -> None:
             result.load_seconds, result.seconds = lap.seconds()
+            if check is not None:
+                result.spoilt = tiers.spoilt(check)
             result.news = tiers.news(wait=not plan.items)
 
         handle.finish = finish

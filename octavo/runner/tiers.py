@@ -7,14 +7,17 @@
 
 On a GPU a store goes on after its step (link.py). A slot changes owner with everything that comes into it, under the slot's
 lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
-row of host memory, and every reader has a row besides: it reads into its own and then changes rows with the slot, so nothing
-is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being
-captured: they are told of a slot once its store is over. Knows slots and hashes; who wants them, core knows.
+row of host memory, and every reader has a row besides: it reads into its own and then changes rows with the slot, so nothing is
+copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being captured:
+they are told of a slot once its store is over. On a GPU they do not add up what they have read either, which would take a third
+of their time: a fetched slot is sealed, and whoever loads it adds up the block on the device and compares. Knows slots and
+hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -22,19 +25,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from octavo.ops.pages import area
-from octavo.runner.disk import Disk, Miss
+from octavo.runner.disk import PAGE, Disk, Miss, seal
 from octavo.runner.kvstore import KVStore
 from octavo.runner.link import Stage, page_lock, page_unlock
+from octavo.runner.transfer import Download
 from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-READERS = 16  # threads, and no more than cores
+READERS = 16  # threads at most
+BUSY = 0.6  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
 SWEEP = 60.0  # seconds between looks at what others put into the directory
@@ -43,12 +50,13 @@ QUIET = 60.0  # seconds between two warnings of one kind
 
 
 class Tiers:
-    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0):
-        """`staging`: bytes of device memory for stores on their way; a block each way is the least."""
+    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0, sealed: bool | None = None):
+        """`staging`: bytes of device memory for stores on their way; a block each way is the least. `sealed`: what comes from
+        the disk is checked when it is loaded, and not by who reads it; as a rule on a GPU."""
         self.kv, self.disk, self.slots = kv.tensor, disk, slots
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
-        readers = min(READERS, os.cpu_count() or 1) if disk is not None else 0
+        readers = min(READERS, math.ceil(BUSY * (os.cpu_count() or 1))) if disk is not None else 0
         plain = area((slots + readers) * self.block_bytes)
         self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])  # [slots + readers, ...]: rows
         if cuda:
@@ -59,12 +67,17 @@ class Tiers:
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
         self._stage = Stage(self.kv, self.host, self.row, staging) if cuda else None
+        self._pages: Tensor | None = None  # [blocks, pages, words]: the device's KV, to be added up
+        if (cuda if sealed is None else sealed) and self.block_bytes % PAGE == 0:
+            self._pages = kv.tensor.flatten(1).view(torch.int64).unflatten(1, (-1, PAGE // 8))
+        self._seals: dict[int, tuple[bytes, int]] = {}  # slots that came from disk and nobody loaded: (hash, seal)
+        self._check: Check | None = None  # of what was loaded last
         self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
         self._bell = threading.Event()
         self._pending: dict[int, Fetch] = {}  # fetches that have no news yet
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | None] = queue.SimpleQueue()
+        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | bytes | None] = queue.SimpleQueue()  # or what to remove
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
@@ -103,6 +116,26 @@ class Tiers:
             self._stage.await_stores([slot for slot, _ in loads])
         for slot, block in loads:
             self.kv[block].copy_(self.host[self.row[slot]], non_blocking=True)
+        sealed = [(slot, block) for slot, block in loads if slot in self._seals]
+        if sealed:
+            assert self._pages is not None
+            sums = torch.empty(len(sealed), self._pages.shape[1], dtype=torch.int64, device=self.kv.device)
+            for k, (_, block) in enumerate(sealed):
+                torch.sum(self._pages[block], 1, out=sums[k])
+            self._check = Check({slot: self._seals.pop(slot) for slot, _ in sealed}, Download(sums))
+
+    def take_check(self) -> Check | None:
+        """Of the step that was just launched, if it loaded what came from disk."""
+        check, self._check = self._check, None
+        return check
+
+    def spoilt(self, check: Check) -> set[int]:
+        """Slots whose records were not what they once were. They are removed. The step must be over."""
+        found = check.spoilt()
+        for h in found.values():
+            self._warn("corrupt", "KV on disk: corrupt: checksum of KV")
+            self._fetches.put(h)
+        return set(found)
 
     def news(self, wait: bool) -> list[DiskNews]:
         """What the disk did since the last call, each fetch once. `wait`: a moment, if there is none yet."""
@@ -142,6 +175,7 @@ class Tiers:
     def _own(self, slot: int) -> int:
         """Something new comes into the slot. Waits for a thread that is copying out of it: a millisecond."""
         with self._locks[slot]:
+            self._seals.pop(slot, None)
             self._owners += 1
             self._owner[slot] = self._owners
             return self._owners
@@ -151,15 +185,21 @@ class Tiers:
     def _fetch_all(self, row: int) -> None:
         assert self.disk is not None
         while (job := self._fetches.get()) is not None:
+            if isinstance(job, bytes):
+                self.disk.remove(job)
+                continue
             fetch, owner = job
             if self._owner[fetch.slot] != owner:
                 continue
             start = time.monotonic()
-            why = self._tried(self.disk.read, fetch.hash, fetch.tokens, self._bytes[row].data)
+            read = self.disk.read if self._pages is None else self.disk.read_sealed
+            why, sealed = self._tried(read, fetch.hash, fetch.tokens, self._bytes[row].data)
             if not why:
                 with self._locks[fetch.slot]:
                     if self._owner[fetch.slot] == owner:
                         self.row[fetch.slot], row = row, self.row[fetch.slot]
+                        if sealed is not None:
+                            self._seals[fetch.slot] = fetch.hash, sealed
             kind = "missed" if why else "fetched"
             self._tell(DiskNews(kind, fetch.hash, fetch.ticket, why, 0.0 if why else time.monotonic() - start))
             if not why:
@@ -175,7 +215,7 @@ class Tiers:
             if now - swept > SWEEP:
                 swept = now
                 self._tell(DiskNews("listed", hashes=self.disk.sweep()))
-            why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)
+            why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)[0]
             if why in ("full", "io", "error"):
                 paused = time.monotonic() + PAUSE
             self._tell(DiskNews("unsaved" if why else "saved", save.hash, why=why))
@@ -188,18 +228,17 @@ class Tiers:
             buffer[:] = self._bytes[self.row[save.slot]]
         self.disk.write(save.hash, save.tokens, buffer.data)
 
-    def _tried(self, work: Callable[..., None], *arguments: object) -> str:
-        """In a word why the work failed; empty if it did not."""
+    def _tried(self, work: Callable[..., int | None], *arguments: object) -> tuple[str, int | None]:
+        """In a word why the work failed, empty if it did not; and what it gave."""
         try:
-            work(*arguments)
+            return "", work(*arguments)
         except Miss as miss:
             if miss.why not in ("gone", "overtaken"):  # those happen where several servers share a directory, or a slow disk
                 self._warn(miss.why, f"KV on disk: {miss}")
-            return miss.why
+            return miss.why, None
         except Exception as error:
             self._warn("error", f"KV on disk: {type(error).__name__}: {error}")
-            return "error"
-        return ""
+            return "error", None
 
     def _tell(self, news: DiskNews) -> None:
         self._news.append((time.monotonic(), news))
@@ -227,3 +266,16 @@ class Tiers:
         if self._stage is not None and self.host.numel():
             page_unlock(self.host)
             self.host = self.host[:0]
+
+
+class Check(NamedTuple):
+    """What was loaded, to be compared with what its records say."""
+
+    seals: dict[int, tuple[bytes, int]]  # slot -> (hash, seal)
+    sums: Download  # [slots, pages] of 64 bits
+
+    def spoilt(self) -> dict[int, bytes]:
+        """slot -> hash"""
+        (sums,) = self.sums.wait()
+        pairs = zip(self.seals.items(), sums.numpy(), strict=True)
+        return {slot: h for (slot, (h, sealed)), mine in pairs if seal(mine) != sealed}

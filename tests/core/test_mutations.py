@@ -111,7 +111,10 @@ BUGS = {
     "a content is in two slots": ("tiers", "elif content.hash not in self.filling and self._store", "elif self._store"),
     "what was forgotten comes back": ("tiers", "        self.filling.clear()\n", ""),
     "what was lifted stays in use": ("tiers", "            pool.drop(block)\n            self.news += 1\n", "            self.news += 1\n"),
-    "lifted content is another's": ("tiers", "self.rising[seq.hashes[j]] = block", "self.rising[seq.hashes[0]] = block"),
+    "what is spoilt is cached": ("tiers", "if loaded and slot not in spoilt:", "if loaded:"),
+    "what is spoilt is loaded again": ("tiers", "                    self._discard(slot)\n", "                    pass\n"),
+    "what came from disk is read unchecked": ("tiers", "self.fetched.add(fetch.slot)", "pass"),
+    "lifted content is another's": ("tiers", "self.rising[h] = block", "self.rising[seq.hashes[0]] = block"),
     "asking for more costs what is there": ("tiers", "del wanted[max(self._room() - here, 0) :]", "pass"),
 }  # fmt: skip
 

@@ -269,16 +269,41 @@ def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     scheduler, seq, (first, second, third, fourth) = asked(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first, second, fourth))
     plan = scheduler.plan()
-    assert len(plan.loads) == 2 and plan.work and not plan.items, "those without a gap before them"
+    assert len(plan.loads) == 3 and plan.work and not plan.items, "with gaps between them or not"
     scheduler.check()
     ahead = scheduler.plan()
     assert not ahead.loads and ahead.waits, "each once"
     scheduler.commit(plan, StepResult([]))
-    assert scheduler.pool.num_cached == 2 and len(scheduler.pool.free) == 6, "cached, and nobody's"
+    assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free) == 6, "cached, and nobody's"
     scheduler.commit(ahead, fetched(third))
     plan = scheduler.plan()
-    assert [item.num for item in plan.items] == [1] and len(plan.loads) == 2 and seq.cached == 16
+    assert not plan.items and len(plan.loads) == 1, "nobody reads what came from disk before it was found whole"
+    scheduler.commit(plan, StepResult([]))
+    plan = scheduler.plan()
+    assert [item.num for item in plan.items] == [1] and not plan.loads and seq.cached == 16
     scheduler.check()
+
+
+def test_what_is_spoilt_is_computed() -> None:
+    scheduler, seq, tickets = asked(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*tickets))
+    plan = scheduler.plan()
+    assert len(plan.loads) == 4 and scheduler.tiers is not None
+    scheduler.commit(plan, StepResult([], spoilt={plan.loads[2][0]}))
+    assert scheduler.tiers.find(seq.hashes[2], seq.tokens[8:12]) is None and seq.hashes[2] not in scheduler.tiers.on_disk
+    assert scheduler.tiers.count.misses == {"corrupt": 1}
+    plan = scheduler.plan()
+    assert [item.num for item in plan.items] == [9] and seq.cached == 8, "all that follows the gap"
+    scheduler.check()
+
+
+def test_what_cannot_go_up_is_done_without() -> None:
+    scheduler, seq, tickets = asked(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*tickets))
+    assert scheduler.tiers is not None
+    match = scheduler.prefix.match(seq)
+    assert match is not None and len(match.loads) == 4
+    assert scheduler.prefix.ask_disk(seq, match, Plan(9), spare=6) is None and match == ([], [])
 
 
 def test_nothing_goes_up_into_blocks_that_others_need() -> None:
@@ -353,7 +378,9 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     first = min(tiers.fetching)
     tiers.commit(Plan(2), StepResult([], news=[DiskNews("fetched", ticket=first, seconds=1.0)]))
     plan = again.scheduler.plan()
-    assert seq.asked == 0 and [item.num for item in plan.items] == [13], "the one that came is loaded, the rest computed"
+    assert not plan.items and len(plan.loads) == 1, "the one that came goes up"
+    again.scheduler.commit(plan, StepResult([]))
+    assert [item.num for item in again.scheduler.plan().items] == [13] and seq.asked == 0, "the rest is computed"
 
 
 # ---- the index itself -------------------------------------------------------------------------------
