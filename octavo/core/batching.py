@@ -58,15 +58,14 @@ class Batches:
         self.schedule, self.form = schedule, former(schedule)
         self.latest: set[str] = set()  # requests of the batches that may run
 
-    def look(self, waiting: list[Sequence], live: Container[str], clock: Callable[[], float]) -> None:
+    def look(self, waiting: list[Sequence], live: Container[str], now: float) -> None:
         """Let the next batch begin if it is time: alone, or under `window` beside others that leave it rows."""
-        if self.form is None or not waiting:
-            return
+        assert self.form is not None
         running = {id for id in self.latest if id in live}
         beside = self.schedule.batching == "window" and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
         if not running or beside:
             fresh = [seq for seq in waiting if seq.request.id not in running]
-            self.latest = running | {seq.request.id for seq in fresh[: self.form(fresh, clock()) if fresh else 0]}
+            self.latest = running | {seq.request.id for seq in fresh[: self.form(fresh, now) if fresh else 0]}
 
     def formed(self, seq: Sequence) -> bool:
         return self.form is None or seq.request.id in self.latest

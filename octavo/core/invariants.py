@@ -27,7 +27,8 @@ def check(queues: Queues, families: Families, prefix: PrefixCache, cache: CacheC
         check_blocks(seq, pool, cache)
     alive = {seq.id for seq in running}
     assert alive | {seq.id for seq in queues.waiting} == set(families.live), "a sequence is in no queue"
-    assert sorted(seq.id for family in families.requests.values() for seq in family) == sorted(families.live)
+    members = sorted(seq.id for family in families.requests.values() for seq in family)
+    assert members == sorted(families.live), "a sequence is in no family"
     for id, search in families.searches.items():
         beams = families.requests[id]
         assert len(beams) <= search.width and not all(map(reported, beams)), f"{id}: its beams stand still"

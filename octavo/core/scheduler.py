@@ -186,7 +186,8 @@ class Scheduler:
             self._preempt(seq)
         if not self.policy.fixed and self.queues.rows and self.waiting:
             self.queues.rank_waiting(self.prefix.cached_tokens)
-        self.batches.look(self.waiting, self.requests, self.clock)
+        if self.batches.form is not None and self.waiting:
+            self.batches.look(self.waiting, self.requests, self.clock())
         room = self.urgency.make_room(self.cap, self._budget, self._may_begin, self._preempt)
         self.gave_way = False
         self.families.split(plan)

@@ -19,7 +19,8 @@ from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tiers as module
 from octavo.runner.disk import Disk, Miss
 from octavo.runner.kvstore import KVStore
-from octavo.runner.tiers import Lap, Tiers
+from octavo.runner.link import Lap
+from octavo.runner.tiers import Tiers
 from octavo.types import DiskNews, Fetch, Plan, Save
 from tests.conftest import DEVICE
 
