@@ -7,11 +7,10 @@
 
 On a GPU a store goes on after its step (link.py). A slot changes owner with everything that comes into it, under the slot's
 lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
-row of host memory, and every reader has a row besides: it reads into its own and then changes rows with the slot, so nothing is
-copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being captured:
-they are told of a slot once its store is over. On a GPU they do not add up what they have read either, which would take a third
-of their time: a fetched slot is sealed, and whoever loads it adds up the block on the device and compares. Knows slots and
-hashes; who wants them, core knows.
+row of host memory, and every reader has a row besides: it reads into its own and then changes rows with the slot, so nothing
+is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being
+captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads do (seals.py).
+Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo.ops.pages import area
-from octavo.runner.disk import PAGE, Disk, Miss, seal
+from octavo.runner.disk import PAGE, Disk, Miss
 from octavo.runner.kvstore import KVStore
 from octavo.runner.link import Stage, page_lock, page_unlock
-from octavo.runner.transfer import Download
+from octavo.runner.seals import Check, Seals
 from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
@@ -67,10 +64,8 @@ class Tiers:
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
         self._stage = Stage(self.kv, self.host, self.row, staging) if cuda else None
-        self._pages: Tensor | None = None  # [blocks, pages, words]: the device's KV, to be added up
-        if (cuda if sealed is None else sealed) and self.block_bytes % PAGE == 0:
-            self._pages = kv.tensor.flatten(1).view(torch.int64).unflatten(1, (-1, PAGE // 8))
-        self._seals: dict[int, tuple[bytes, int]] = {}  # slots that came from disk and nobody loaded: (hash, seal)
+        sealed = cuda if sealed is None else sealed
+        self.seals = Seals(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
         self._check: Check | None = None  # of what was loaded last
         self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
         self._bell = threading.Event()
@@ -116,13 +111,8 @@ class Tiers:
             self._stage.await_stores([slot for slot, _ in loads])
         for slot, block in loads:
             self.kv[block].copy_(self.host[self.row[slot]], non_blocking=True)
-        sealed = [(slot, block) for slot, block in loads if slot in self._seals]
-        if sealed:
-            assert self._pages is not None
-            sums = torch.empty(len(sealed), self._pages.shape[1], dtype=torch.int64, device=self.kv.device)
-            for k, (_, block) in enumerate(sealed):
-                torch.sum(self._pages[block], 1, out=sums[k])
-            self._check = Check({slot: self._seals.pop(slot) for slot, _ in sealed}, Download(sums))
+        if self.seals is not None:
+            self._check = self.seals.check(loads)
 
     def take_check(self) -> Check | None:
         """Of the step that was just launched, if it loaded what came from disk."""
@@ -175,7 +165,8 @@ class Tiers:
     def _own(self, slot: int) -> int:
         """Something new comes into the slot. Waits for a thread that is copying out of it: a millisecond."""
         with self._locks[slot]:
-            self._seals.pop(slot, None)
+            if self.seals is not None:
+                self.seals.drop(slot)
             self._owners += 1
             self._owner[slot] = self._owners
             return self._owners
@@ -192,14 +183,14 @@ class Tiers:
             if self._owner[fetch.slot] != owner:
                 continue
             start = time.monotonic()
-            read = self.disk.read if self._pages is None else self.disk.read_sealed
+            read = self.disk.read if self.seals is None else self.disk.read_sealed
             why, sealed = self._tried(read, fetch.hash, fetch.tokens, self._bytes[row].data)
             if not why:
                 with self._locks[fetch.slot]:
                     if self._owner[fetch.slot] == owner:
                         self.row[fetch.slot], row = row, self.row[fetch.slot]
-                        if sealed is not None:
-                            self._seals[fetch.slot] = fetch.hash, sealed
+                        if self.seals is not None and sealed is not None:
+                            self.seals.put(fetch.slot, fetch.hash, sealed)
             kind = "missed" if why else "fetched"
             self._tell(DiskNews(kind, fetch.hash, fetch.ticket, why, 0.0 if why else time.monotonic() - start))
             if not why:
@@ -266,16 +257,3 @@ class Tiers:
         if self._stage is not None and self.host.numel():
             page_unlock(self.host)
             self.host = self.host[:0]
-
-
-class Check(NamedTuple):
-    """What was loaded, to be compared with what its records say."""
-
-    seals: dict[int, tuple[bytes, int]]  # slot -> (hash, seal)
-    sums: Download  # [slots, pages] of 64 bits
-
-    def spoilt(self) -> dict[int, bytes]:
-        """slot -> hash"""
-        (sums,) = self.sums.wait()
-        pairs = zip(self.seals.items(), sums.numpy(), strict=True)
-        return {slot: h for (slot, (h, sealed)), mine in pairs if seal(mine) != sealed}
