@@ -35,6 +35,7 @@ from octavo.ops.triton.overlap import LAUNCH
 from octavo.ops.triton.quant.codes import BYTES, E4M3, FP8, INT4
 from octavo.ops.triton.quant.gemm import PROCESSORS
 from octavo.ops.triton.quant.packed import LOCKS, PackedWeight
+from octavo.ops.weight import Format
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 STEP = gl.constexpr(64)  # inputs
@@ -278,11 +279,15 @@ def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind))
 
 
+def known(form: Format) -> bool:
+    """Groups of 128 inputs or none, and scales alone."""
+    return HOPPER and form.group == (128 if form.bits == 4 else 0) and not (form.least or form.wide or form.rounds)
+
+
 def fits(dtype: torch.dtype, weight: PackedWeight) -> bool:
-    """Groups of 128 or none; whole tiles and pairs of steps."""
-    (outputs, inputs), form = weight.shape, weight.form
-    known = form.group == (128 if form.bits == 4 else 0) and not (form.least or form.wide or form.rounds)
-    return HOPPER and dtype == torch.bfloat16 and known and outputs % 128 == 0 and inputs % (2 * STEP.value) == 0
+    """Whole tiles and pairs of steps."""
+    outputs, inputs = weight.shape
+    return known(weight.form) and dtype == torch.bfloat16 and outputs % 128 == 0 and inputs % (2 * STEP.value) == 0
 
 
 def fastest(rows: int, outputs: int, inputs: int) -> Hopper:
@@ -294,7 +299,7 @@ def fastest(rows: int, outputs: int, inputs: int) -> Hopper:
         if (how.split > 1 and tiles > LOCKS) or steps % (2 * how.split):
             return 1 << 60
         rounds = triton.cdiv(tiles * how.split, PROCESSORS * how.resident)
-        return how.cost * (rounds * (steps // how.split + STARTING) + ADDING * (how.split > 1))
+        return how.cost * rounds * (steps // how.split + STARTING + ADDING * (how.split > 1))
 
     return min((how._replace(split=split) for how in TILES for split in SPLITS), key=cost)
 
