@@ -56,6 +56,7 @@ from octavo.types import (
 by_rank = attrgetter("rank")
 RELAX = 200  # steps after which larger ones are tried again, when the device was short of memory
 LAST: Rank = (math.inf, sys.maxsize, 0)
+NO_BLOCK = "no block was free"
 NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that of a text
 
 
@@ -223,7 +224,7 @@ class Scheduler:
         self.count.shrunk += 1
         self.cap, self.relaxed = max(min(self.cap, plan.num_tokens or self.cap) // 2, 1), self.count.steps + RELAX
         for seq in touched:
-            self._preempt(seq)
+            self._preempt(seq, "the device ran out of memory")
         if self.cap > 1 and len({seq.request.id for seq in touched}) > 1:
             return []
         again = {seq.request.id: None for seq in touched if seq.shrunk}
@@ -272,7 +273,7 @@ class Scheduler:
                 weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
                 if not weaker:
                     break
-                self._preempt(self.policy.victim(weaker))
+                self._preempt(self.policy.victim(weaker), NO_BLOCK)
             else:
                 self._schedule(seq, num, plan)
                 left -= num
@@ -327,7 +328,7 @@ class Scheduler:
             if any(s.status is Status.WAITING or s in self.prefilling for s in todo):
                 for seq in self.requests[id]:
                     if seq.status is Status.RUNNING and reported(seq):
-                        self._preempt(seq)
+                        self._preempt(seq, "its sibling beams need the room")
 
     def _make_room(self) -> tuple[Rank, int, list[Sequence]]:
         """Before anything is planned, so that nobody concerned is in the plan: who computes a prompt in this step, who stands
@@ -362,7 +363,7 @@ class Scheduler:
                 if not victims or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.table) < wanted:
                     return before, budget, ahead  # to pause them would not help
                 victim, free = self.policy.victim(victims), len(pool.free)
-                self._preempt(victim)
+                self._preempt(victim, "a more urgent request took its place")
                 rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
             stay = kept
             if not self.vain:
@@ -403,7 +404,7 @@ class Scheduler:
                 while not self._reserve(seq, 1, plan):
                     weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
                     victim = self.policy.victim(weaker) if weaker else seq  # not in this plan yet: plans are never edited
-                    self._preempt(victim)
+                    self._preempt(victim, NO_BLOCK)
                     if victim is seq:
                         return len(items)
                 at = seq.planned
@@ -788,9 +789,9 @@ class Scheduler:
         self.rows.append(seq.row)
         seq.table, seq.row, seq.inflight, seq.computed, seq.planned = [], -1, 0, 0, 0
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, why: str) -> None:
         """Back to the queue. Its full blocks stay findable until their memory is needed."""
-        seq.lost, seq.asked = seq.planned, -1
+        seq.lost, seq.asked, seq.why = seq.planned, -1, why
         self._release(seq)
         if len(seq.tokens) > self.most:  # what would leave next is not computed again
             drop(seq, pick(seq, self.cache), self.pool.size)

@@ -71,7 +71,7 @@ BUGS = {
     "a fork's row is not written": ("scheduler", "        self.rewritten[child.id] = child\n", ""),
     "who was preempted gets a row": ("scheduler", "        for seq in self.rewritten.values():\n            if seq.status is Status.RUNNING:", "        for seq in self.rewritten.values():\n            if True:"),
     "the first beam to report decides": ("scheduler", "if all(map(reported, self.requests[seq.request.id])):", "if True:"),
-    "beams that have reported never give way": ("scheduler", "                        self._preempt(seq)\n", "                        pass\n"),
+    "beams that have reported never give way": ("scheduler", "                        self._preempt(seq, ", "                        str("),
     "beams that have reported keep siblings from going on": ("scheduler", "s.status is Status.WAITING or s in self.prefilling", "False"),
     "a beam that has reported comes back before its siblings have": ("scheduler", "formed and not reported(seq) and", "formed and"),
     "forks begin after their parent's step": ("scheduler", "in reversed(steps):  # a parent", "in steps:  # a parent"),

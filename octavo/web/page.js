@@ -1,0 +1,99 @@
+// The live page: takes frames from the feed and hands each panel its part. octavo/serve/watch.py says what is in a frame.
+
+import { showMetrics } from "/web/charts.js";
+import { count, short } from "/web/draw.js";
+import { follow } from "/web/feed.js";
+import { tell } from "/web/log.js";
+import { showPool } from "/web/pool.js";
+import { isMine, showMine } from "/web/prompt.js";
+import { clearRequests, showRequests } from "/web/requests.js";
+import { moved, named, showSteps } from "/web/steps.js";
+
+const $ = (id) => document.getElementById(id);
+const names = new Map(); // Sequence.id -> [request, index], of the last thousand
+let state = "";
+let starts = 0;
+
+const REASONS = { stop: "said all", length: "reached its length", abort: "was given up", error: "its step failed" };
+const PHASES = {
+  starting: "engine starting", importing: "importing", loading: "loading weights", allocating: "allocating the KV pool",
+  warming: "warming up", down: "engine down", ready: "ready",
+};
+
+function say(kind, words) {
+  $("status").dataset.state = kind;
+  if ($("status-text").textContent !== words) $("status-text").textContent = words;
+  document.body.classList.toggle("stale", kind !== "ready" && kind !== "draining");
+}
+
+function showServer({ server, model }) {
+  const restarting = server.state === "restarting";
+  const phase = PHASES[server.phase] ?? server.phase;
+  const words = {
+    ready: "ready",
+    stalled: "no step for a while: the engine hangs",
+    draining: "shutting down: open requests may finish",
+    restarting: `engine restarting: ${phase}`,
+    starting: server.phase === "ready" ? "reading the tokenizer" : phase,
+  }[server.state] ?? server.state;
+  const part = server.progress === undefined ? "" : ` ${Math.round(server.progress * 100)}%`;
+  say(server.state, words + part);
+  $("progress").hidden = server.state === "ready" || server.progress === undefined;
+  $("progress-bar").style.width = `${(server.progress ?? 0) * 100}%`;
+  if (words !== state) {
+    if (state || server.state !== "ready") tell([["server", words]]);
+    state = words;
+  }
+  if (starts && server.starts !== starts) clearRequests();
+  starts = server.starts;
+  if (!model) return;
+  const text = `${model.architecture} · ${model.dtype} on ${model.device} · ${count(model.num_blocks)} blocks of ${model.block_size} · ` +
+    `${count(model.max_num_seqs)} rows · context ${count(model.max_model_len)} · Octavo ${server.version}`;
+  if ($("model").dataset.text === text) return;
+  $("model").dataset.text = text;
+  const name = document.createElement("b");
+  name.textContent = server.name;
+  $("model").replaceChildren(name, ` · ${text}`);
+}
+
+function eventsOf(frame, steps, came) {
+  const { view } = frame, found = [];
+  if (frame.gap) found.push(["gap", `${count(frame.gap)} frame${frame.gap > 1 ? "s" : ""} skipped: this page reads slowly`]);
+  if (view.steps_missed) found.push(["gap", `${count(view.steps_missed)} steps not shown`]);
+  const begun = new Set(steps.flatMap((step) => step.begun.map(([id]) => id)));
+  for (const s of came)
+    if (s.state === "waiting" && !begun.has(s.id)) found.push(["comes", `${short(s.request, s.index)}, ${count(s.prompt)} tokens: waits, ${s.why}`]);
+  for (const step of steps) {
+    for (const [, request, why] of step.preempted) found.push(["gives way", `${short(request)}: ${why}`]);
+    for (const [id, request, known, cached] of step.begun) {
+      const hit = cached ? `, ${count(cached)} of them cached` : "";
+      found.push(["begins", `${short(request, names.get(id)?.[1])}, ${count(known)} tokens${hit} (step ${count(step.step)})`]);
+    }
+    if (step.more) found.push(["gap", `${count(step.more)} more in step ${count(step.step)}`]);
+    for (const words of moved(step)) found.push(["blocks", words]);
+  }
+  for (const [request, index, reason] of view.ended) found.push([reason === "error" ? "failed" : "done", `${short(request, index)} ${REASONS[reason] ?? reason}`]);
+  if (view.ended_missed) found.push(["gap", `${count(view.ended_missed)} more are done`]);
+  return found;
+}
+
+function show(frame) {
+  showServer(frame);
+  showMetrics(frame);
+  const { view, model } = frame;
+  if (!view || !model) return;
+  const { sequences, came } = showRequests(view, frame.time, isMine);
+  for (const s of sequences) if (s.id) {
+    names.delete(s.id);
+    names.set(s.id, [s.request, s.index]);
+  }
+  for (const id of [...names.keys()].slice(0, Math.max(0, names.size - 1000))) names.delete(id);
+  const steps = view.steps.map(named);
+  showPool.names = names;
+  showPool(view, model, new Set(sequences.filter((s) => isMine(s.request)).map((s) => s.id)));
+  showSteps(steps, model, names);
+  showMine(sequences);
+  tell(eventsOf(frame, steps, came));
+}
+
+follow(show, say);
