@@ -1,10 +1,10 @@
 // The KV pool: a cell for each block, or for several where there are more blocks than cells.
-// A cell's fill says how much of it is used (solid), cached (striped) and free (hollow); a white mark, that it is shared.
+// A cell's fill says how much of it is used (full colour), cached (striped) and free (pale); a mark in it, that it is shared.
 
 import { colour, count, element, explain, ownerColour, prepare, short } from "/web/draw.js";
 
 const canvas = document.getElementById("pool");
-const STATES = { used: "used by one sequence", shared: "shared by several", cached: "cached: a prefix to reuse", free: "free" };
+const STATES = { used: "used", shared: "shared", cached: "cached, to be found by the next with that prefix", free: "free" };
 let byRequest = true;
 let last = null; // what was drawn last: the view, the model, marked sequences
 let grid = { columns: 1, size: 10 };
@@ -25,10 +25,6 @@ function cell(context, x, y, size, used, cached, shared, fill) {
   context.beginPath();
   context.roundRect(x, y, inner, inner, round);
   context.fill();
-  if (inner > 5) {
-    context.fillStyle = colour("panel");
-    context.fillRect(x + 1.5, y + 1.5, inner - 3, inner - 3);
-  }
   if (cached) {
     const height = Math.max(inner * cached, 1), top = y + inner * (1 - used) - height;
     context.fillStyle = colour("cached");
@@ -112,9 +108,9 @@ export function showPool(view, model, marked) {
   const sum = (list) => list.reduce((a, b) => a + b, 0);
   const used = sum(view.used), shared = sum(view.shared), cached = sum(view.cached), free = model.num_blocks - used - cached;
   drawLegend({ used: used - shared, shared, cached, free });
-  const several = view.blocks > 1 ? `a square is ${view.blocks} blocks of ${model.block_size} positions` : `a square is a block of ${model.block_size} positions`;
+  const square = view.blocks > 1 ? `${view.blocks} blocks` : "one block";
   document.getElementById("pool-what").textContent =
-    `Keys and values of every token live in ${count(model.num_blocks)} blocks; ${several}. A sequence's table says which are its own.`;
+    `${count(model.num_blocks)} blocks of ${model.block_size} positions hold the tokens' keys and values. A square is ${square}.`;
   canvas.ariaLabel = `KV pool: ${used - shared} blocks used, ${shared} shared, ${cached} cached, ${free} free`;
   redraw();
 }

@@ -53,23 +53,17 @@ function finish(row, reason, now) {
   if (row.over) return;
   row.over = now;
   row.tr.className = row.tr.className.includes("mine") ? "mine over" : "over";
-  row.cells[0].className = reason === "error" ? "state failed" : "state done";
+  row.cells[0].className = reason === "error" || reason === "lost" ? "state failed" : "state done";
   set(row.cells[0], "done");
   row.why.hidden = false;
   row.meter.hidden = true;
-  set(row.why, { stop: "it had said all", length: "it reached its length", abort: "it was given up", error: "its step failed" }[reason] ?? "it is over");
+  set(row.why, { stop: "it had said all", length: "it reached its length", abort: "it was given up", error: "its step failed", lost: "the engine ended" }[reason] ?? "it is over");
   set(row.cells[6], "0");
 }
 
-// The engine is gone, and its requests with it.
-export function clearRequests() {
-  rows.forEach((row) => row.tr.remove());
-  rows.clear();
-}
-
 // Returns the sequences by name, for those who say more of them.
-export function showRequests(view, now, isMine) {
-  const sequences = view.sequences.map(named), here = new Set();
+export function showRequests(view, now, isMine, lost = false) {
+  const sequences = view.sequences.map(named).sort((a, b) => isMine(b.request) - isMine(a.request)), here = new Set();
   const ends = new Map(view.ended.map(([request, index, reason]) => [`${request}.${index}`, reason]));
   const came = [];
   for (const s of sequences) {
@@ -86,7 +80,7 @@ export function showRequests(view, now, isMine) {
     if (row.over ? now - row.over > KEPT_SECONDS : cut && !ends.has(key)) {
       row.tr.remove();
       rows.delete(key);
-    } else finish(row, ends.get(key), now);
+    } else finish(row, lost ? "lost" : ends.get(key), now);
   }
   const over = [...rows.values()].filter((row) => row.over).sort((a, b) => b.over - a.over);
   for (const row of over.slice(KEPT)) {

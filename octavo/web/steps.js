@@ -5,12 +5,12 @@ import { colour, count, duration, element, explain, prepare, short } from "/web/
 const KEPT = 400;
 const WIDTH = 6; // pixels of a bar
 const MOVES = {
-  loads: "loaded from host memory, where their prefix was found",
-  stores: "stored in host memory, since the device needs the room",
-  copies: "copied before a write, since others share them",
-  shifts: "moved up, since one left a full cache",
-  saves: "saved to disk",
-  fetches: "asked of the disk",
+  loads: "loaded from host memory: a prefix was found there",
+  stores: "stored in host memory: the device needs the room",
+  copies: "copied before a write: others share them",
+  shifts: "moved up: one left a full cache",
+  saves: "to be saved to disk",
+  fetches: "asked of the disk: a prefix was found there",
 };
 const canvas = document.getElementById("steps");
 const list = document.getElementById("decisions");
@@ -23,7 +23,7 @@ new ResizeObserver(() => redraw()).observe(document.getElementById("steps-box"))
 export const named = ([step, decode, prefill, chunks, begun, preempted, moves, urgent, more, seconds]) =>
   ({ step, decode, prefill, chunks, begun, preempted, moves, urgent, more, seconds });
 
-export const moved = (step) => Object.entries(step.moves).map(([kind, n]) => `${count(n)} block${n > 1 ? "s" : ""} ${MOVES[kind]}`);
+export const moved = (moves) => Object.entries(moves).map(([kind, n]) => `${count(n)} block${n > 1 ? "s" : ""} ${MOVES[kind]}`);
 
 export function decision(step, names) {
   const parts = [];
@@ -43,7 +43,7 @@ function describe(step, names) {
   const item = element("li"), [number, unit] = duration(step.seconds);
   item.append(element("b", "", `${count(step.step)} `), decision(step, names), step.seconds ? ` · ${number} ${unit}` : "");
   for (const [, request, why] of step.preempted) item.append(element("span", "alarm", ` · preempts ${short(request)}: ${why}`));
-  for (const words of moved(step)) item.append(element("span", "tier", ` · ${words}`));
+  for (const words of moved(step.moves)) item.append(element("span", "tier", ` · ${words}`));
   return item;
 }
 
@@ -54,6 +54,12 @@ function redraw() {
   const scale = (n) => (height - 12) * Math.sqrt(n / top); // a row of decode stays visible beside a long chunk
   context.fillStyle = colour("line");
   context.fillRect(0, height - 1, width, 1);
+  if (shown.length) {
+    context.fillRect(0, 11, width, 1);
+    context.fillStyle = colour("dim");
+    context.font = "10px system-ui, sans-serif";
+    context.fillText(`${count(top)} tokens`, 0, 8);
+  }
   shown.forEach((step, i) => {
     const x = width - (shown.length - i) * WIDTH, whole = scale(step.decode + step.prefill), part = step.decode ? scale(step.decode) : 0;
     context.fillStyle = colour("prefill");
@@ -74,7 +80,7 @@ export function showSteps(fresh, model, names) {
   if (budget !== model.max_batched_tokens) {
     budget = model.max_batched_tokens;
     document.getElementById("steps-what").textContent =
-      `A step has a budget of ${count(budget)} tokens: every decode row gets one, prompts get what is left, in chunks. One bar is one step.`;
+      `One bar is one step: of ${count(budget)} tokens, one for each decode row, the rest for prompts.`;
   }
   if (!fresh.length) return;
   if (steps.length && fresh[0].step < steps.at(-1).step) steps = []; // another engine
@@ -82,7 +88,7 @@ export function showSteps(fresh, model, names) {
   redraw();
   if (performance.now() - told > 400) {
     told = performance.now();
-    const notable = steps.slice(0, -1).filter((s) => s.preempted.length || s.prefill || Object.keys(s.moves).length);
+    const notable = steps.slice(0, -1).filter((s) => s.preempted.length || s.prefill || s.moves.loads);
     list.replaceChildren(...[steps.at(-1), ...notable.slice(-3).reverse()].map((step) => describe(step, names)));
     canvas.ariaLabel = `Step ${steps.at(-1).step}: ${decision(steps.at(-1), names)}`;
   }
@@ -93,6 +99,6 @@ explain(canvas, (event) => {
   const step = steps.at(-1 - fromRight);
   if (!step) return "";
   const [number, unit] = duration(step.seconds);
-  return [`step ${count(step.step)}${step.seconds ? `, ${number} ${unit}` : ""}`, decision(step, new Map()), ...moved(step),
+  return [`step ${count(step.step)}${step.seconds ? `, ${number} ${unit}` : ""}`, decision(step, new Map()), ...moved(step.moves),
     ...step.preempted.map(([, request, why]) => `preempts ${short(request)}: ${why}`)].join("\n");
 });
