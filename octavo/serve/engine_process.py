@@ -225,18 +225,19 @@ class EngineLoop:
 
     def _look(self) -> None:
         """Somebody watches, until nobody has asked for a while."""
-        if self.observed.viewer is None:
-            self.observed.viewer = Viewer(self.engine, self.held)
+        self._ended([])
+        viewer = self.observed.viewer = self.observed.viewer or Viewer(self.engine, self.held)
         self._snapshot()
         self.link.send(self.beat)
-        self.link.send(self.observed.viewer.view())
+        self.link.send(viewer.view())
 
     def _ended(self, outputs: list[Output]) -> None:
-        if (viewer := self.observed.viewer) is not None:
+        viewer = self.observed.viewer
+        if viewer is not None and viewer.forgotten:
+            viewer.close()
+            self.observed.viewer = None
+        elif viewer is not None:
             viewer.ended(outputs)
-            if viewer.forgotten:
-                viewer.close()
-                self.observed.viewer = None
 
     def _tells(self, out: Output) -> bool:
         """Whether the front is to hear of it now. What a request that nobody follows said is told with its end: a message for

@@ -110,7 +110,7 @@ def waits_for(seq: Sequence, s: Scheduler) -> str:
         return "another computes a prefix that it shares"
     if s.form is not None and seq.request.id not in s.batch:
         return "its batch has not formed yet"
-    return "a turn: those before it take the step's tokens or the blocks" if s.rows else "every row is in use"
+    return "no tokens or no blocks are left for it in a step" if s.rows else "every row is in use"
 
 
 def cells(pool: BlockPool, running: list[Sequence]) -> tuple[int, list[int], list[int], list[int], list[int]]:

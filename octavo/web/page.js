@@ -62,7 +62,7 @@ function eventsOf(frame, steps, came) {
   for (const s of came)
     if (s.state === "waiting" && !begun.has(s.id)) found.push(["comes", `${short(s.request, s.index)}, ${count(s.prompt)} tokens; ${s.why}`]);
   for (const step of steps) {
-    for (const [, request, why] of step.preempted) found.push(["gives way", `${short(request)}: ${why}`]);
+    for (const [, request, why] of step.preempted) found.push(["yields", `${short(request)}: ${why}`]);
     for (const [id, request, known, cached] of step.begun) {
       const hit = cached ? `, ${count(cached)} of them cached` : "";
       found.push(["begins", `${short(request, names.get(id)?.[1])}, ${count(known)} tokens${hit}`]);

@@ -70,6 +70,12 @@ def test_who_has_not_looked_for_a_while_is_forgotten(monkeypatch: pytest.MonkeyP
     assert loop.observed.viewer is None and loop.engine.observers == [], "the engine is as it was before"
 
 
+def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FORGOTTEN", -1.0)
+    _, sent = run([Look(), add("a", max_tokens=3), *[None] * 5, Look()])
+    assert [(view.steps, view.ended) for view in sent_views(sent)] == [([], [])] * 2
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_step_is_told_once_with_its_time(depth: int) -> None:
     _, sent = run([Look(), add("a", 20, max_tokens=6), None, None, Look(), *[None] * 4, Look(), *[None] * 12, Look()], depth)

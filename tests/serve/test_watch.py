@@ -75,7 +75,7 @@ def test_the_page_is_served_with_headers_that_keep_it_to_itself(running: Running
 def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
     html, scripts = PAGE["/"][0].decode(), [file.read_text() for file in FOLDER.glob("*.js")]
     for text in (html, *scripts, (FOLDER / "page.css").read_text()):
-        assert not re.search(r"https?://|@import|url\(", text)
+        assert not re.search(r"https?://|@import|\burl\(", text)
         named = re.findall(r"[\"'](/web/[\w.]+)[\"']", text)
         assert set(named) <= PAGE.keys()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html), "the policy would block it"
@@ -122,7 +122,7 @@ def test_a_frame_is_a_whole_picture(running: Running) -> None:
 
 def test_steps_beginnings_and_ends_are_told_once_each(running: Running) -> None:
     with watch(running) as socket:
-        next(views(socket))
+        next(view for view in views(socket) if not view["steps"] and not view["ended"])  # what others did has been told
         with generating(running, 2, max_tokens=20):
             begun, ended, steps = [], [], []
             for view in views(socket):
