@@ -144,9 +144,6 @@ class EngineLoop:
         while True:
             rested = False
             while (message := self.link.receive(0.0 if not engine.idle else TICK if self.held else None)) is not None:
-                if isinstance(message, Look):
-                    self._look()
-                    continue  # an idle engine sleeps on
                 rested = rested or engine.idle
                 if isinstance(message, Shutdown):
                     return
@@ -182,6 +179,8 @@ class EngineLoop:
             if engine.idle and not self.held:
                 self._snapshot()
                 self.link.send(self.beat)
+        elif isinstance(message, Look):
+            self._look()
         elif isinstance(message, Stop):
             if message.id in engine.scheduler.requests:
                 self._ended([Output(message.id, message.index, [], finish_reason="stop")])
@@ -227,9 +226,12 @@ class EngineLoop:
         """Somebody watches, until nobody has asked for a while."""
         self._ended([])
         viewer = self.observed.viewer = self.observed.viewer or Viewer(self.engine, self.held)
+        begun = time.perf_counter()
         self._snapshot()
+        view = viewer.view()
+        view.seconds = time.perf_counter() - begun
         self.link.send(self.beat)
-        self.link.send(viewer.view())
+        self.link.send(view)
 
     def _ended(self, outputs: list[Output]) -> None:
         viewer = self.observed.viewer

@@ -191,7 +191,7 @@ class View(msgspec.Struct, tag=True, array_like=True):
     steps_missed: int  # before those, too many to tell
     ended: list[tuple[str, int, str]]  # since the last view: request, index, reason
     ended_missed: int
-    seconds: float = 0.0  # that it took to make this
+    seconds: float = 0.0  # that it took to make this, and the Beat before it
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
