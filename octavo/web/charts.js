@@ -22,7 +22,7 @@ const ratio = (a, b) => (b > 0 ? a / b : null);
 const total = (frame) => Object.values(frame.beat.seconds).reduce((a, b) => a + b, 0);
 
 const tiles = TILES.map(([title, how, window, value, words]) => {
-  const box = element("div", "tile"), output = element("output"), line = element("canvas");
+  const box = element("div", "tile"), output = element("output", "", "–"), line = element("canvas");
   line.ariaHidden = "true";
   box.append(element("h3", "", title), output, element("p", "", how), line);
   document.getElementById("tiles").append(box);

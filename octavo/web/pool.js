@@ -102,6 +102,8 @@ function drawLegend(numbers) {
   }
 }
 
+drawLegend({ used: 0, shared: 0, cached: 0, free: 0 });
+
 // marked: Sequence ids whose blocks are outlined.
 export function showPool(view, model, marked) {
   last = { view, model, marked };

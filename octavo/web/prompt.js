@@ -46,7 +46,7 @@ async function* events(body) {
 const post = (path, body) => fetch(path, {
   method: "POST",
   headers: { "content-type": "application/json", ...authorization() },
-  body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+  body: JSON.stringify({ ...body, temperature: 0.7, stream: true, stream_options: { include_usage: true } }),
   signal: running.signal,
 });
 

@@ -95,7 +95,7 @@ export function showRequests(view, now, isMine, lost = false) {
 }
 
 const counts = Object.fromEntries(["decode", "prefill", "waiting", "done"].map((state) => {
-  const item = element("li", state), number = element("b");
+  const item = element("li", state), number = element("b", "", "0");
   item.append(number, ` ${state}`);
   document.getElementById("counts").append(item);
   return [state, number];
