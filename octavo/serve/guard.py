@@ -25,7 +25,7 @@ from octavo.serve.validate import LABEL
 
 log = logging.getLogger(__name__)
 OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
-KEY_PROTOCOL = "octavo.key."  # and the key in base64url, without padding
+KEY_PROTOCOL = "octavo-key."  # and the key in base64url, without padding
 NOT_COUNTED = frozenset({401, 404, 405})
 
 

@@ -25,7 +25,7 @@ from octavo.serve.errors import ApiError
 from octavo.serve.front import Front
 from octavo.serve.messages import Look
 
-PROTOCOL = "octavo.watch"  # what the server chooses of a browser's subprotocols, of which another may be a key
+PROTOCOL = "octavo-watch"  # what the server chooses of a browser's subprotocols, of which another may be a key
 INTERVAL = 0.2  # seconds
 SHARE = 0.02  # of the engine's time, at most, goes into views
 MODEL = ("architecture", "dtype", "device", "max_model_len", "max_num_seqs", "max_batched_tokens", "block_size", "num_blocks")

@@ -47,7 +47,7 @@ async function admitted(say) {
 
 function watch(show) {
   const scheme = location.protocol === "https:" ? "wss:" : "ws:";
-  const protocols = ["octavo.watch", ...(key ? [`octavo.key.${base64url(key)}`] : [])];
+  const protocols = ["octavo-watch", ...(key ? [`octavo-key.${base64url(key)}`] : [])];
   const socket = new WebSocket(`${scheme}//${location.host}/ws/watch`, protocols);
   const leave = () => document.hidden && socket.close();
   document.addEventListener("visibilitychange", leave);

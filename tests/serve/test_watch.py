@@ -251,7 +251,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def offer(key: str) -> list[Any]:
-    return ["octavo.watch", "octavo.key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")]
+    return ["octavo-watch", "octavo-key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")]
 
 
 def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
@@ -259,8 +259,8 @@ def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
         reply = locked.get(path)
         assert reply.status_code == 200 and "tiny" not in reply.text
     check_error(locked.get("/web/nothing.js"), 401)
-    for options in ({}, {"subprotocols": ["octavo.watch"]}, {"subprotocols": offer("wrong-0123456789abcdef")},
-                    {"subprotocols": ["octavo.watch", "octavo.key.%%%"]}):  # fmt: skip
+    for options in ({}, {"subprotocols": ["octavo-watch"]}, {"subprotocols": offer("wrong-0123456789abcdef")},
+                    {"subprotocols": ["octavo-watch", "octavo-key.%%%"]}):  # fmt: skip
         with pytest.raises((InvalidStatus, Exception)) as refused, watch(locked, **options):
             pass
         assert refused.value.response.status_code == 401  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
 
 def test_a_browser_sends_its_key_as_a_subprotocol(locked: Running) -> None:
     with watch(locked, subprotocols=offer(KEY)) as socket:
-        assert socket.subprotocol == "octavo.watch", "the key does not come back"
+        assert socket.subprotocol == "octavo-watch", "the key does not come back"
         assert json.loads(socket.recv(timeout=5))["server"]["state"] == "ready"
     with watch(locked, additional_headers={"authorization": f"Bearer {KEY}"}) as socket:
         assert json.loads(socket.recv(timeout=5))["server"]["state"] == "ready"
