@@ -281,21 +281,20 @@ def test_a_browser_sends_its_key_as_a_subprotocol(locked: Running) -> None:
 
 
 def test_watching_goes_on_while_the_engine_starts_and_dies_and_starts_again(tmp_path: Path) -> None:
-    with server(tmp_path, ready=False) as one:
-        with watch(one) as socket:
-            phases = []
-            for frame in frames(socket, 60):
-                phases.append(frame["server"]["phase"])
-                if frame["view"]:
-                    break
-                assert frame["server"]["state"] in ("starting", "ready")
-            assert phases[0] != "ready" and phases[-1] == "ready"
-            os.kill(one.children()[0], signal.SIGKILL)
-            states = []
-            for frame in frames(socket, 60):
-                states.append(frame["server"]["state"])
-                if frame["view"] and frame["server"]["starts"] == 2:
-                    break
-            assert "restarting" in states
-            begun = time.monotonic()
-            assert one.stop() == 0 and time.monotonic() - begun < 5, "who watches holds up no shutdown"
+    with server(tmp_path, ready=False) as one, watch(one) as socket:
+        phases = []
+        for frame in frames(socket, 60):
+            phases.append(frame["server"]["phase"])
+            if frame["view"]:
+                break
+            assert frame["server"]["state"] in ("starting", "ready")
+        assert phases[0] != "ready" and phases[-1] == "ready"
+        os.kill(one.children()[0], signal.SIGKILL)
+        states = []
+        for frame in frames(socket, 60):
+            states.append(frame["server"]["state"])
+            if frame["view"] and frame["server"]["starts"] == 2:
+                break
+        assert "restarting" in states
+        begun = time.monotonic()
+        assert one.stop() == 0 and time.monotonic() - begun < 5, "who watches holds up no shutdown"
