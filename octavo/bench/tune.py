@@ -28,6 +28,7 @@ def candidates(form: Format, rows: int) -> list[Any]:
     """Ways that are worth trying for so many rows."""
     from octavo.ops.triton.quant.gemm import Gemm
     from octavo.ops.triton.quant.gemv import Gemv
+    from octavo.ops.triton.quant.hopper import SPLITS, TILES, known
     from octavo.ops.triton.quant.rounded import Rounded
 
     tall = min(256, max(16, 1 << (rows - 1).bit_length()))
@@ -45,6 +46,8 @@ def candidates(form: Format, rows: int) -> list[Any]:
     else:
         shapes = ((256, 128, 1), (256, 64, 2), (128, 128, 1), (128, 128, 2), (128, 64, 2), (128, 256, 1))
         found += [Gemm(m, n, 1, s, r) for m, n, r in shapes for s in (3, 4)]
+    if rows > 32 and known(form):
+        found += [tile._replace(split=split) for tile in TILES for split in SPLITS]
     return found
 
 
@@ -58,7 +61,7 @@ class Case:
         self.packed, self.weights, self.device, self.exact = packed, weights, device, not form.rounds
         self.x = {p: torch.randn(rows, p.inputs, device=device).to(dtype) for p in weights}
         inputs = next(iter(weights)).inputs
-        small = random_weight(form, 160, inputs, device)
+        small = random_weight(form, 256, inputs, device)
         self.small, self.small_x = packed.PackedWeight(small), torch.randn(rows, inputs, device=device).to(dtype)
         self.want = self.small_x.float() @ small.dequantize().T
 

@@ -103,13 +103,13 @@ def shown(seq: Sequence, state: str, scheduler: Scheduler) -> Shown:
 
 def waits_for(seq: Sequence, s: Scheduler) -> str:
     first = next((h for h in seq.hashes if h not in s.pool.index), None)
-    if s.tiers is not None and seq.asked == s.tiers.news:
+    if s.prefix.waits(seq):
         return "its prefix is being read from disk"
-    if first is not None and first in s.computing:
+    if first is not None and first in s.prefix.computing:
         return "another computes a prefix that it shares"
-    if s.form is not None and seq.request.id not in s.batch:
+    if not s.batches.formed(seq):
         return "its batch has not formed yet"
-    return "no tokens or no blocks are left for it in a step" if s.rows else "every row is in use"
+    return "no tokens or no blocks are left for it in a step" if s.queues.rows else "every row is in use"
 
 
 def cells(pool: BlockPool, running: list[Sequence]) -> tuple[int, list[int], list[int], list[int], list[int]]:

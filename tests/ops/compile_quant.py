@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
+import subprocess
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +17,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 KERNELS = {
-    "gemv": ("gemv_kernel",), "gemm": ("gemm_kernel",), "dense": ("expand_kernel",), "rounded": ("round_kernel", "int8_kernel")
+    "gemv": ("gemv_kernel",), "gemm": ("gemm_kernel",), "hopper": ("hopper_kernel",), "dense": ("expand_kernel",),
+    "rounded": ("round_kernel", "int8_kernel"),
 }  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
@@ -38,7 +45,9 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     signature, constants, aligned = {}, {}, {}
     for param, value in zip(kernel.params, args, strict=True):
         signature[param.name] = "constexpr"
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, TensorDescriptor):
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
             signature[param.name], aligned[param.num,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
         elif param.is_constexpr or value is None:
             constants[param.num,] = value
@@ -46,8 +55,19 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
                 aligned[param.num,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, aligned)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={k: options[k] for k in OPTIONS if k in options})
+
+
+def complaints(ptx: str) -> list[str]:
+    """What the assembler says of too few registers, and of tensor core instructions that it lets wait for each other."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = [f"{count} bytes spilled" for count in re.findall(r"(\d+) bytes spill stores", said) if int(count) > 16]
+    return spilled + [line for line in said.splitlines() if "serialized" in line]
 
 
 def main() -> None:
@@ -58,6 +78,7 @@ def main() -> None:
     from octavo.model import quant
     from octavo.model.dequant import CODED
     from octavo.ops.triton import quant as packed
+    from octavo.ops.triton.quant.hopper import TILES, Hopper
     from octavo.ops.weight import QuantWeight
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -66,16 +87,21 @@ def main() -> None:
         for name in names:
             setattr(loaded, name, Recorder(getattr(loaded, name), launches))
     for name, form in (quant.FORMATS | {str(form): form for form in CODED.values()}).items():
-        weight = packed.PackedWeight(QuantWeight.empty(form, 1024, 2048))
+        weight, bias = packed.PackedWeight(QuantWeight.empty(form, 1024, 2048)), torch.empty(1024, dtype=torch.bfloat16)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rows in (1, 16, 32, 64, 128, 256, 1100) if dtype == torch.bfloat16 else (1, 5, 256):
-                how = packed.choose(rows, dtype, weight)
-                packed.linear(torch.empty(rows, 2048, dtype=dtype), weight, how=how)
+                x, how = torch.empty(rows, 2048, dtype=dtype), packed.choose(rows, dtype, weight)
+                packed.linear(x, weight, how=how)
+                if isinstance(how, Hopper) and rows == 256:
+                    for way in (tile._replace(split=split) for tile in TILES for split in (1, 8)):
+                        packed.linear(x, weight, bias, torch.empty(rows, 1024, dtype=dtype), way)
                 while launches:
                     kernel, args, options = launches.pop()
                     compiled = compile_launch(kernel, args, options)
                     written = any(word in compiled.asm["ptx"] for word in ("lop3.b32", "prmt.b32", "e4m3x2"))
                     line = {"format": name, "dtype": str(dtype), "rows": rows, "how": str(how), "by_hand": written}
+                    if kernel.__name__ == "hopper_kernel":
+                        line |= {"tile": args[-5:], "complaints": complaints(compiled.asm["ptx"])}
                     print(json.dumps({"kernel": kernel.__name__, "shared": compiled.metadata.shared} | line), flush=True)
 
 

@@ -4,6 +4,8 @@ Without a GPU the kernels run interpreted, in float16: the interpreter does not 
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from octavo.ops.triton import quant as packed
 from octavo.ops.triton.quant.dense import Dense
 from octavo.ops.triton.quant.gemm import Gemm, cut
 from octavo.ops.triton.quant.gemv import Gemv
+from octavo.ops.triton.quant.hopper import TILES, Hopper, fastest
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
@@ -176,6 +179,39 @@ def test_products_of_a_models_size_are_right_every_time(outputs: int, inputs: in
     for rows in (16, 32, 64, 100, 256, 384):
         x = random(rows, inputs, dtype=HALF)
         assert max(error(packed.linear(x, ready), x, weight) for _ in range(3)) < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "tile"),
+    [(256, 28672, 4096, (256, 128, 1)), (256, 4096, 14336, (256, 128, 4)), (128, 28672, 4096, (128, 128, 1)),
+     (128, 4096, 4096, (128, 64, 4)), (2048, 4096, 4096, (256, 128, 1)), (100, 4096, 128, (128, 64, 1))],
+)  # fmt: skip
+def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
+    rows: int, outputs: int, inputs: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large where there are enough of them; where there are few they are shared, by programs with a part of the inputs each."""
+    monkeypatch.setattr(importlib.import_module("octavo.ops.triton.quant.hopper"), "PROCESSORS", 132)
+    how = fastest(rows, outputs, inputs)
+    assert (how.rows, how.outputs, how.split) == tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4-g128"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 4096), (28672, 1024)])
+def test_products_of_many_rows(outputs: int, inputs: int, name: str, tile: Hopper, split: int) -> None:
+    """With and without a bias and something to add, in whole tiles and others; programs that share one leave no trace."""
+    weight, how = quantized(name, outputs, inputs), tile._replace(split=split)
+    ready, bias = TRITON.pack(weight), random(outputs, seed=2, dtype=HALF)
+    for rows in (65, 128, 200, 256, 300):
+        x, add = random(rows, inputs, dtype=HALF), random(rows, outputs, seed=3, dtype=HALF)
+        got = packed.linear(x, ready, how=how)
+        assert error(got, x, weight) < 6e-3
+        assert error(packed.linear(x, ready, bias, how=how), x, weight, bias) < 6e-3
+        assert error(packed.linear(x, ready, bias, add.clone(), how), x, weight, bias.float() + add.float()) < 6e-3
+        assert all(torch.equal(got, packed.linear(x, ready, how=how)) for _ in range(3))
+        assert not ready.locks.any()
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
-"""Products with quantised weights on a GPU. Reading order: packed, codes, gemv, gemm.
+"""Products with quantised weights on a GPU. Reading order: packed, codes, gemv, gemm, hopper.
 
     rows                what computes
     1                   gemv: float32 multiply and add
-    up to DENSE_ROWS    gemm: weights become bfloat16 in registers, then tensor cores
+    up to FEW_ROWS      gemm: weights become bfloat16 in registers, then tensor cores
+    more                hopper: the same while the tensor cores are at work, on a Hopper GPU, if format and shape fit; else
+    up to DENSE_ROWS    gemm
     more                dense: the weight is written out as numbers, then cuBLAS: that many rows pay for it
 
 In the format that rounds activations (int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
@@ -20,13 +22,15 @@ from octavo.ops.triton.quant.codes import FP8, INT4, INT8
 from octavo.ops.triton.quant.dense import Dense, dense, embedding
 from octavo.ops.triton.quant.gemm import Gemm, gemm
 from octavo.ops.triton.quant.gemv import Gemv, gemv
+from octavo.ops.triton.quant.hopper import Hopper, fastest, fits, hopper
 from octavo.ops.triton.quant.packed import PackedWeight
 from octavo.ops.triton.quant.rounded import Rounded, rounded
 
 __all__ = ["How", "PackedWeight", "choose", "embedding", "linear"]
 
-How = Gemv | Gemm | Rounded | Dense
+How = Gemv | Gemm | Hopper | Rounded | Dense
 EXACT_ROWS = 16
+FEW_ROWS = 64
 DENSE_ROWS = 1024
 FEW_OUTPUTS = 8192
 
@@ -70,6 +74,8 @@ def linear(
         return gemv(x, weight, bias, add, how)
     if isinstance(how, Gemm):
         return gemm(x, weight, bias, add, how)
+    if isinstance(how, Hopper):
+        return hopper(x, weight, bias, add, how)
     if isinstance(how, Rounded):
         return rounded(x, weight, bias, add, how)
     out = dense(x, weight, bias, how)
@@ -79,6 +85,8 @@ def linear(
 def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
     if rows > EXACT_ROWS and weight.form.rounds:
         return Rounded(SMALL) if OLD else next(how for most, how in ROUNDED.items() if rows <= most)
+    if rows > FEW_ROWS and fits(dtype, weight):
+        return fastest(rows, *weight.shape)
     if rows > DENSE_ROWS:
         return Dense()
     if rows > 1 and (dtype == torch.float32 or OLD):
