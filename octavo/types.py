@@ -355,6 +355,7 @@ class Sequence:
     cached: int = 0  # prompt positions served by the prefix cache at first admission
     rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
     preemptions: int = 0
+    why: str = ""  # it was preempted last, in words: for people who watch
     shared: int = 0  # leading tokens that it has from the sequence it was forked from
     beam: Beam | None = None
     lost: int = 0  # positions it had when it was preempted last

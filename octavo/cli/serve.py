@@ -126,6 +126,7 @@ def announce(front: Front, port: int) -> None:
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
         f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
         f"ready:   {address}/v1\n{grpc}"
+        f"watch:   {address}/\n"
         f"try:     curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"""-d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'""",
         flush=True,

@@ -43,6 +43,7 @@ from octavo.errors import GuideError, InvalidRequest
 from octavo.types import Guide, Item, Output, Plan, Rank, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
 
 RELAX = 200  # steps after which larger ones are tried again, when the device was short of memory
+NO_BLOCK = "no block was free"
 
 
 @dataclass(slots=True)
@@ -150,7 +151,7 @@ class Scheduler:
         self.count.shrunk += 1
         self.cap, self.relaxed = max(min(self.cap, plan.num_tokens or self.cap) // 2, 1), self.count.steps + RELAX
         for seq in touched:
-            self._preempt(seq)
+            self._preempt(seq, "the device ran out of memory")
         if self.cap > 1 and len({seq.request.id for seq in touched}) > 1:
             return []
         again = {seq.request.id: None for seq in touched if seq.shrunk}
@@ -183,7 +184,7 @@ class Scheduler:
         if self.count.steps >= self.relaxed:
             self.cap, self.relaxed = min(self.cap * 2, self.schedule.max_num_batched_tokens), self.count.steps + RELAX
         for seq in self.families.in_the_way():
-            self._preempt(seq)
+            self._preempt(seq, "its sibling beams need the room")
         if not self.policy.fixed and self.queues.rows and self.waiting:
             self.queues.rank_waiting(self.prefix.cached_tokens)
         if self.batches.form is not None and self.waiting:
@@ -229,7 +230,7 @@ class Scheduler:
                 while not self._reserve(seq, 1, plan):
                     weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
                     victim = self.policy.victim(weaker) if weaker else seq  # not in this plan yet: plans are never edited
-                    self._preempt(victim)
+                    self._preempt(victim, NO_BLOCK)
                     if victim is seq:
                         return len(items)
                 at = seq.planned
@@ -263,7 +264,7 @@ class Scheduler:
                 weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
                 if not weaker:
                     return 0  # it waits for older work to finish, and nobody younger may take what it waits for
-                self._preempt(self.policy.victim(weaker))
+                self._preempt(self.policy.victim(weaker), NO_BLOCK)
             self._schedule(seq, num, plan)
             left -= num
         return left
@@ -415,9 +416,9 @@ class Scheduler:
         self.queues.leave(seq)
         seq.table, seq.inflight, seq.computed, seq.planned = [], 0, 0, 0
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, why: str) -> None:
         """Back to the queue. Its full blocks stay findable until their memory is needed."""
-        seq.lost, seq.asked = seq.planned, -1
+        seq.lost, seq.asked, seq.why = seq.planned, -1, why
         self._release(seq)
         if len(seq.tokens) > self.most:  # what would leave next is not computed again
             drop(seq, pick(seq, self.cache), self.pool.size)

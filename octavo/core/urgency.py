@@ -47,7 +47,7 @@ class Urgency:
         cap: int,
         budget: Callable[[int], int],
         may_begin: Callable[[Sequence], bool],
-        preempt: Callable[[Sequence], None],
+        preempt: Callable[[Sequence, str], None],
     ) -> Room:
         """`cap`: tokens of a step, at most; `budget`: of one in which so many decode."""
         queues, policy, pool, before = self.queues, self.policy, self.pool, LAST
@@ -79,7 +79,7 @@ class Urgency:
                 if not victims or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.table) < wanted:
                     return Room(before, tokens, ahead)  # to pause them would not help
                 victim, free = policy.victim(victims), len(pool.free)
-                preempt(victim)
+                preempt(victim, "a more urgent request took its place")
                 rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
             stay = kept
             if not self.vain:

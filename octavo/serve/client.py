@@ -26,7 +26,7 @@ from octavo.serve import errors
 from octavo.serve.admission import Queue
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError, api_error
-from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront
+from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront, View
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.serve.suspects import Suspects, fingerprint
@@ -168,6 +168,7 @@ class EngineClient:
         self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
         self.tokenizer: Tokenizer | None = None
         self.draining = False
+        self.view: View | None = None  # the engine's last one, until watch.py takes it
         self.suspects = Suspects()
         self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: self.open_requests)
         self._loading: asyncio.Task[None] | None = None
@@ -302,6 +303,8 @@ class EngineClient:
             for out in message.outputs:
                 self._output(out, now)
             self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs))
+        elif isinstance(message, View):
+            self.view = message
         elif isinstance(message, Refused):
             found = self.open_requests.get(message.id)
             if found is not None:

@@ -36,6 +36,7 @@ from octavo.serve.messages import (
     Beat,
     Failed,
     Loaded,
+    Look,
     News,
     Phase,
     Ready,
@@ -49,6 +50,7 @@ from octavo.serve.messages import (
     decode_to_engine,
     encode,
 )
+from octavo.serve.view import Viewer
 from octavo.types import Guide, Output, Plan, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ class Observed:
         self.begun: list[int] = []  # Sequence.id
         self.steps: list[int] = []  # tokens of each
         self.prefill = self.decode = 0
+        self.viewer: Viewer | None = None  # while somebody watches
 
     def launch(self, plan: Plan) -> Handle:
         self.begun += [row.seq for row in plan.rows]
@@ -113,6 +116,8 @@ class Observed:
                 self.decode += item.num
             else:
                 self.prefill += item.num
+        if self.viewer is not None:
+            self.viewer.planned(plan)
         return self.runner.launch(plan)
 
 
@@ -170,11 +175,15 @@ class EngineLoop:
             for id in message.ids:
                 self.held.pop(id, None)
                 self.whole.pop(id, None)
-                engine.abort(id)
+                self._ended(engine.abort(id))
             if engine.idle and not self.held:
                 self._snapshot()
                 self.link.send(self.beat)
+        elif isinstance(message, Look):
+            self._look()
         elif isinstance(message, Stop):
+            if message.id in engine.scheduler.requests:
+                self._ended([Output(message.id, message.index, [], finish_reason="stop")])
             engine.stop(message.id, message.index)
 
     def _add(self, m: Add, guide: Guide | None = None) -> bool:
@@ -206,11 +215,31 @@ class EngineLoop:
         live = self.engine.scheduler.live
         begun = [live[id].request.id for id in self.observed.begun if id in live and live[id].preemptions == 0]
         self.observed.begun.clear()
+        self._ended(outputs)
         if self.whole:
             outputs = [out for out in outputs if self._tells(out)]
         if outputs or begun:
             steps, self.observed.steps = self.observed.steps, []
             self.link.send(News(outputs, begun, steps))
+
+    def _look(self) -> None:
+        """Somebody watches, until nobody has asked for a while."""
+        self._ended([])
+        viewer = self.observed.viewer = self.observed.viewer or Viewer(self.engine, self.held)
+        begun = time.perf_counter()
+        self._snapshot()
+        view = viewer.view()
+        view.seconds = time.perf_counter() - begun
+        self.link.send(self.beat)
+        self.link.send(view)
+
+    def _ended(self, outputs: list[Output]) -> None:
+        viewer = self.observed.viewer
+        if viewer is not None and viewer.forgotten:
+            viewer.close()
+            self.observed.viewer = None
+        elif viewer is not None:
+            viewer.ended(outputs)
 
     def _tells(self, out: Output) -> bool:
         """Whether the front is to hear of it now. What a request that nobody follows said is told with its end: a message for

@@ -1,10 +1,13 @@
 """What stands before every route, HTTP and WebSocket alike: ids, the Host and Origin checks, keys, and errors in one shape.
 
-Pure ASGI. Denies by default: with keys configured, only the probes are open.
+Pure ASGI. Denies by default: with keys configured, only the probes are open, and the files of the live page, which show nothing
+without a key. A browser cannot send a key's header with a WebSocket: there it comes as a subprotocol, never in the URL.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import ipaddress
 import logging
 import time
@@ -17,10 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.serve.errors import ApiError, api_error, bad
 from octavo.serve.front import Caller, Front
+from octavo.serve.page import PAGE
 from octavo.serve.validate import LABEL
 
 log = logging.getLogger(__name__)
-OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
+KEY_PROTOCOL = "octavo-key."  # and the key in base64url, without padding
 NOT_COUNTED = frozenset({401, 404, 405})
 
 
@@ -77,7 +82,7 @@ class Guard:
             self.check_origin(headers.get("origin"), host)
         if scope["path"] not in OPEN:
             address = scope["client"][0] if scope.get("client") else ""
-            caller.key = self.front.keys.check(headers.get("authorization"), address)
+            caller.key = self.front.keys.check(headers.get("authorization") or offered_key(scope), address)
         if (timeout := headers.get("x-request-timeout")) is not None:
             try:
                 caller.timeout = float(timeout)
@@ -97,6 +102,18 @@ class Guard:
         if origin is None or origin in self.front.config.allowed_origins or urlsplit(origin).netloc == host:
             return
         raise ApiError(403, "web pages of this origin may not use this server (--allowed-origin adds one)", "wrong_origin")
+
+
+def offered_key(scope: Scope) -> str | None:
+    """The key of a WebSocket that comes from a browser, as the header that it could not send."""
+    for name in scope.get("subprotocols", ()):
+        if name.startswith(KEY_PROTOCOL):
+            text = name.removeprefix(KEY_PROTOCOL)
+            try:
+                return "Bearer " + base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode("ascii")
+            except (binascii.Error, ValueError):
+                return "Bearer"
+    return None
 
 
 def is_loopback(host: str) -> bool:

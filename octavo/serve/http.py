@@ -11,6 +11,8 @@ from octavo.serve import completions, routes
 from octavo.serve.exchange import Endpoint, Handler
 from octavo.serve.front import Front
 from octavo.serve.guard import Guard
+from octavo.serve.page import PAGE, send_page
+from octavo.serve.watch import WatchEndpoint
 from octavo.serve.websocket import WebSocketEndpoint
 
 GET: dict[str, Handler] = {
@@ -47,7 +49,9 @@ def application(front: Front) -> ASGIApp:
     table: list[Route | WebSocketRoute] = [
         *(Route(path, Endpoint(front, handler), methods=["POST"]) for path, handler in POST.items()),  # tried in order
         *(Route(path, Endpoint(front, handler), methods=["GET"]) for path, handler in GET.items()),
+        *(Route(path, Endpoint(front, send_page), methods=["GET"]) for path in PAGE),
         WebSocketRoute("/ws/generate", WebSocketEndpoint(front)),
+        WebSocketRoute("/ws/watch", WatchEndpoint(front)),
     ]
     app: ASGIApp = Guard(Router(table, redirect_slashes=False, default=not_found), front)
     if front.config.allowed_origins:

@@ -43,11 +43,15 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
+class Look(msgspec.Struct, tag=True, array_like=True):
+    """Somebody watches: the engine answers with a Beat and a View, before its next step."""
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToEngine = Start | Add | Abort | Stop | Shutdown
+ToEngine = Start | Add | Abort | Stop | Look | Shutdown
 
 # ---- to the front -----------------------------------------------------------------------------------
 
@@ -139,13 +143,64 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     shrunk: int = 0  # steps that were too large for the device's memory
 
 
+class Shown(msgspec.Struct, array_like=True):
+    """A sequence as the live page shows it: ids, lengths and states, nothing of what is said."""
+
+    id: int  # Sequence.id; 0: the scheduler does not have it yet
+    request: str
+    index: int
+    state: str  # waiting, prefill or decode
+    prompt: int  # tokens
+    said: int  # tokens generated
+    limit: int  # of both
+    computed: int  # positions
+    cached: int  # of those, found in the prefix cache when it began
+    blocks: int
+    preemptions: int
+    why: str  # it waits
+
+
+class Step(msgspec.Struct, array_like=True):
+    """What a plan decided. Lists hold the first few; `more` says how many were left out."""
+
+    step: int
+    decode: int  # rows
+    prefill: int  # tokens
+    chunks: list[tuple[int, int, int]]  # Sequence.id, first position, tokens
+    begun: list[tuple[int, str, int, int]]  # Sequence.id, request, tokens that are known, of those cached
+    preempted: list[tuple[int, str, str]]  # Sequence.id, request, why
+    moves: dict[str, int]  # blocks: stores, loads, copies, shifts, saves, fetches; only those that are not 0
+    urgent: bool = False
+    more: int = 0
+    seconds: float = 0.0  # 0: it has not landed
+
+
+class View(msgspec.Struct, tag=True, array_like=True):
+    """What the live page shows of the engine between two steps. Its size is bounded, whatever the engine's is."""
+
+    sequences: list[Shown]  # the first few: decoding, prefilling, waiting
+    decoding: int
+    prefilling: int
+    waiting: int
+    blocks: int  # in each cell below, but for the last
+    used: list[int]  # of each cell, the blocks that some sequence holds,
+    shared: list[int]  # of those, by several,
+    cached: list[int]  # and blocks that nobody holds whose content is known
+    owner: list[int]  # of each cell, Sequence.id of one that holds a block of it; 0: nobody
+    steps: list[Step]  # since the last view
+    steps_missed: int  # before those, too many to tell
+    ended: list[tuple[str, int, str]]  # since the last view: request, index, reason
+    ended_missed: int
+    seconds: float = 0.0  # that it took to make this, and the Beat before it
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True):
     """The model cannot be served, and why; the engine ends."""
 
     message: str
 
 
-ToFront = Phase | Loaded | Ready | News | Refused | Taken | Beat | Failed
+ToFront = Phase | Loaded | Ready | News | Refused | Taken | Beat | View | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

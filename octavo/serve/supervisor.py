@@ -32,6 +32,7 @@ from octavo.serve.messages import (
     Start,
     ToEngine,
     ToFront,
+    View,
     decode_to_front,
     encode,
 )
@@ -189,7 +190,7 @@ class Supervisor:
             self._enter(message.name, message.fraction)
         elif isinstance(message, Failed):
             self.failure = message.message
-        else:
+        elif not isinstance(message, View):
             self.progress = now
             if isinstance(message, Loaded):
                 self.loaded = message

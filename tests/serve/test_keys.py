@@ -54,13 +54,14 @@ def complete(locked: Running, key: str, **fields: object) -> httpx.Response:
 ROUTES = [
     ("GET", path)
     for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/version", "/v1/limits", "/openapi.json",
-                 "/docs", "/", "/v1/dumps", "//livez", "/livez/", "/LIVEZ", "/readyz%2f..%2fmetrics", "/livez/../metrics",
+                 "/docs", "/v1/dumps", "/web", "/web/", "/web/page.py", "/web/../v1/models",
+                 "/web/page.js/", "//livez", "/livez/", "/LIVEZ", "/readyz%2f..%2fmetrics", "/livez/../metrics",
                  "/nothing", "//v1/models", "/v1//models", "/v1/models/", "/v1/../v1/models", "/./v1/models", "/V1/MODELS",
                  "/v1/models%2f", "/%76%31/models", "/v1%2fmodels", "/livez%2f..%2fv1%2fmodels", "/livez/%2e%2e/v1/models",
                  "/health/../v1/dumps", "/livez;/v1/models", "/livez%00/v1/models", "/livez?/../v1/models#",
                  "/livez%23/v1/models", "/livez.json",
                  "/livez/v1/models", "/v1/models?x=/livez", "/metrics?livez", "/metrics;livez", "/metrics%20",
-                 "http://localhost/v1/models", "http://localhost//livez/../v1/models", "/ws/generate")
+                 "http://localhost/v1/models", "http://localhost//livez/../v1/models", "/ws/generate", "/ws/watch")
 ] + [
     ("POST", path)
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/batch_generate", "/tokenize", "/detokenize",

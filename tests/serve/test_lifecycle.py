@@ -335,9 +335,10 @@ def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            lines = [process.stdout.readline() for _ in range(5)]
+            lines = [process.stdout.readline() for _ in range(6)]
             assert "weights" in lines[1] and "tokens in" in lines[2] and f"http://127.0.0.1:{port}/v1" in lines[3]
-            line = lines[4].partition("curl ")[2]
+            assert lines[4] == f"watch:   http://127.0.0.1:{port}/\n", "the live page"
+            line = lines[5].partition("curl ")[2]
             reply = subprocess.run(f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20).stdout
             assert json.loads(reply)["choices"][0]["message"]["role"] == "assistant"
             (engine,) = children(process.pid)

@@ -1,0 +1,129 @@
+"""/ws/watch: what the live page shows, five times a second, for as long as somebody watches.
+
+<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "beat": {...}, "view": {...} or null}
+
+Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the latest when it is ready for one,
+and `gap` says how many it missed. `server` is what /readyz says. `model` is null until one is loaded. `numbers` are the front's
+counters, `beat` and `view` the engine's (messages.py says what each field is); `view` is null while the engine has not answered.
+
+The front asks the engine (Look), and not again before it has answered. While nobody watches nothing is asked, kept or sent.
+Ids, lengths and states go out here, never a text or a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from octavo import __version__
+from octavo.serve.errors import ApiError
+from octavo.serve.front import Front
+from octavo.serve.messages import Look
+
+PROTOCOL = "octavo-watch"  # what the server chooses of a browser's subprotocols, of which another may be a key
+INTERVAL = 0.2  # seconds
+SHARE = 0.02  # of the engine's time, at most, goes into views
+MODEL = ("architecture", "dtype", "device", "max_model_len", "max_num_seqs", "max_batched_tokens", "block_size", "num_blocks")
+_encode = msgspec.json.Encoder().encode
+
+
+class Watcher:
+    """One connection: the frame that it has not taken yet, and how many it missed."""
+
+    def __init__(self) -> None:
+        self.frame: bytes | None = None
+        self.gap = 0
+        self.offered = asyncio.Event()
+
+    def offer(self, frame: bytes) -> None:
+        self.gap += self.frame is not None
+        self.frame = frame
+        self.offered.set()
+
+    async def take(self) -> str:
+        await self.offered.wait()
+        self.offered.clear()
+        assert self.frame is not None
+        text = f'{{"gap":{self.gap},{self.frame[1:].decode()}'
+        self.frame, self.gap = None, 0
+        return text
+
+
+class WatchEndpoint:
+    def __init__(self, front: Front):
+        self.front = front
+        self.watchers: set[Watcher] = set()
+        self.asked = 0  # which engine process was asked and has not answered; 0: none
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.watchers) >= (most := self.front.config.limits.watchers):
+            raise ApiError(429, f"{most} others watch already: close one of the pages", "too_many_watchers", retry_after=5)
+        socket, watcher = WebSocket(scope, receive, send), Watcher()
+        self.watchers.add(watcher)
+        try:
+            await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._run())
+            sending = asyncio.create_task(self._send(socket, watcher))
+            listening = asyncio.create_task(_until_gone(socket))
+            done, rest = await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
+            for task in rest:
+                task.cancel()
+            for task in done:
+                task.result()
+        except (WebSocketDisconnect, RuntimeError, TimeoutError):
+            pass  # it left, or read nothing for too long
+        finally:
+            self.watchers.discard(watcher)
+
+    async def _send(self, socket: WebSocket, watcher: Watcher) -> None:
+        while True:
+            text = await watcher.take()
+            async with asyncio.timeout(self.front.config.limits.send_seconds):
+                await socket.send_text(text)
+
+    async def _run(self) -> None:
+        """While somebody watches: a frame, a look, a pause."""
+        client, supervisor = self.front.client, self.front.client.supervisor
+        client.view, self.asked = None, 0
+        while self.watchers:
+            seconds = 0.0 if client.view is None else client.view.seconds
+            if client.view is not None:
+                self.asked = 0
+            frame = _encode(self.frame())
+            for watcher in self.watchers:
+                watcher.offer(frame)
+            if supervisor.phase == "ready" and self.asked != supervisor.starts:
+                self.asked = supervisor.starts
+                supervisor.send(Look())
+            await asyncio.sleep(max(INTERVAL, seconds / SHARE))
+
+    def frame(self) -> dict[str, Any]:
+        client, metrics, config = self.front.client, self.front.metrics, self.front.config
+        loaded, beat, (view, client.view) = client.model_info(), client.supervisor.beat, (client.view, None)
+        return {
+            "time": time.monotonic(),
+            "server": {**client.state(), "name": config.name, "version": __version__, "starts": client.supervisor.starts},
+            "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
+            "numbers": {
+                "open": len(client.open_requests),
+                "queue": len(client.queue.waiting),
+                "ttft": [sum(metrics.ttft.counts), metrics.ttft.sum],  # how many, seconds in all
+                "itl": [sum(metrics.itl.counts), metrics.itl.sum],
+                "watchers": len(self.watchers),
+            },
+            "beat": {name: getattr(beat, name) for name in beat.__struct_fields__},
+            "view": None if view is None else {name: getattr(view, name) for name in view.__struct_fields__},
+        }
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    """What a watcher says is not listened to; that it leaves is."""
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass

@@ -1,0 +1,72 @@
+// The row of metrics: each a number, how it is meant, and the last minute as a line.
+
+import { colour, count, duration, element, few, prepare } from "/web/draw.js";
+
+const MINUTE = 60;
+const mean = ([n, s], [m, r]) => (m > n ? (r - s) / (m - n) : null);
+const percent = (x) => (x === null ? null : [few(x * 100), "%"]);
+const time = (x) => (x === null ? null : duration(x));
+const plain = (x) => (x === null ? null : [few(x), ""]);
+
+// value(now, then): of two frames, so many seconds apart.
+const TILES = [
+  ["Tokens", "generated a second", 1, (a, b) => (a.beat.generated_tokens - b.beat.generated_tokens) / (a.time - b.time), (x) => x === null ? null : [few(x), "/s"]],
+  ["Time to first token", "mean, last 10 s", 10, (a, b) => mean(b.numbers.ttft, a.numbers.ttft), time],
+  ["Inter-token latency", "mean, last 2 s", 2, (a, b) => mean(b.numbers.itl, a.numbers.itl), time],
+  ["Queue", "requests waiting", 0, (a) => a.numbers.queue, (x) => x === null ? null : [count(x), ""]],
+  ["Prefix cache", "of prompt tokens, found", 10, (a, b) => ratio(a.beat.cached_tokens - b.beat.cached_tokens, a.beat.queried_tokens - b.beat.queried_tokens), percent],
+  ["KV used", "of all blocks", 0, (a) => ratio(a.beat.blocks_used, a.beat.blocks_used + a.beat.blocks_cached + a.beat.blocks_free), percent],
+  ["Step", "mean time, last 2 s", 2, (a, b) => ratio(total(a) - total(b), a.beat.steps - b.beat.steps), time],
+];
+const ratio = (a, b) => (b > 0 ? a / b : null);
+const total = (frame) => Object.values(frame.beat.seconds).reduce((a, b) => a + b, 0);
+
+const tiles = TILES.map(([title, how, window, value, words]) => {
+  const box = element("div", "tile"), output = element("output", "", "–"), line = element("canvas");
+  line.ariaHidden = "true";
+  box.append(element("h3", "", title), output, element("p", "", how), line);
+  document.getElementById("tiles").append(box);
+  return { output, line, window, value, words, points: [] };
+});
+let frames = []; // of the last 12 s: what windows look back at
+let starts = 0;
+
+function spark(canvas, points, now) {
+  const { context, width, height } = prepare(canvas);
+  const known = points.filter(([, y]) => y !== null);
+  if (known.length < 2) return;
+  const top = Math.max(...known.map(([, y]) => y)) * 1.1 || 1;
+  const at = ([t, y]) => [width * (1 - (now - t) / MINUTE), height - 1 - (height - 4) * (y / top)];
+  context.beginPath();
+  known.forEach((point, i) => (i ? context.lineTo(...at(point)) : context.moveTo(...at(point))));
+  context.strokeStyle = colour("accent");
+  context.lineWidth = 1.5;
+  context.lineJoin = "round";
+  context.stroke();
+  context.lineTo(at(known.at(-1))[0], height);
+  context.lineTo(at(known[0])[0], height);
+  context.closePath();
+  context.globalAlpha = 0.13;
+  context.fillStyle = colour("accent");
+  context.fill();
+  context.globalAlpha = 1;
+}
+
+export function showMetrics(frame) {
+  if (frame.server.starts !== starts || (frames.length && frame.beat.steps < frames.at(-1).beat.steps)) {
+    starts = frame.server.starts; // another engine: its counters begin again
+    frames = [];
+  }
+  frames.push(frame);
+  frames = frames.filter((f) => frame.time - f.time < 12);
+  for (const tile of tiles) {
+    const then = frames.find((f) => frame.time - f.time <= tile.window + 0.05) ?? frame;
+    const value = then === frame && tile.window ? null : tile.value(frame, then);
+    tile.points.push([frame.time, value]);
+    while (tile.points[0][0] < frame.time - MINUTE) tile.points.shift();
+    const words = tile.words(value);
+    tile.output.textContent = words ? words[0] : "–";
+    if (words && words[1]) tile.output.append(element("small", "", words[1]));
+    spark(tile.line, tile.points, frame.time);
+  }
+}

@@ -1,0 +1,83 @@
+// The connection to /ws/watch: opens it, asks for a key where one is needed, and comes back by itself.
+// A hidden page watches nothing: the server sends, and the engine draws, only for who looks.
+
+const STORE = "octavo.key";
+let key = sessionStorage.getItem(STORE) || "";
+
+export const authorization = () => (key ? { authorization: `Bearer ${key}` } : {});
+
+const base64url = (text) => btoa(text).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
+const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000));
+const visible = () =>
+  new Promise((done) => {
+    if (!document.hidden) return done();
+    document.addEventListener("visibilitychange", () => done(), { once: true });
+  });
+
+function askForKey(wrong) {
+  const dialog = document.getElementById("ask");
+  if (wrong) document.getElementById("ask-why").textContent = "That key is not valid here. It stays in this tab.";
+  dialog.showModal();
+  return new Promise((done) => {
+    document.getElementById("ask-form").onsubmit = (event) => {
+      event.preventDefault();
+      key = document.getElementById("key").value.trim();
+      sessionStorage.setItem(STORE, key);
+      dialog.close();
+      done();
+    };
+    dialog.oncancel = (event) => event.preventDefault();
+  });
+}
+
+// A browser does not tell why a WebSocket was refused, so an ordinary request asks first.
+async function admitted(say) {
+  for (;;) {
+    const reply = await fetch("/version", { headers: authorization(), cache: "no-store" });
+    if (reply.ok) return;
+    if (reply.status === 401) {
+      say("key", "a key is needed");
+      await askForKey(key !== "");
+    } else {
+      say("gone", reply.status === 429 ? "too many wrong keys: waiting" : `refused: ${reply.status}`);
+      await pause(Number(reply.headers.get("retry-after")) || 5);
+    }
+  }
+}
+
+function watch(show) {
+  const scheme = location.protocol === "https:" ? "wss:" : "ws:";
+  const protocols = ["octavo-watch", ...(key ? [`octavo-key.${base64url(key)}`] : [])];
+  const socket = new WebSocket(`${scheme}//${location.host}/ws/watch`, protocols);
+  const leave = () => document.hidden && socket.close();
+  document.addEventListener("visibilitychange", leave);
+  return new Promise((done) => {
+    let frames = 0;
+    socket.onmessage = (event) => {
+      frames += 1;
+      show(JSON.parse(event.data));
+    };
+    socket.onclose = () => {
+      document.removeEventListener("visibilitychange", leave);
+      done(frames);
+    };
+  });
+}
+
+// show(frame) for each frame; say(state, words) when there is none to show.
+export async function follow(show, say) {
+  let wait = 0.5;
+  for (;;) {
+    await visible();
+    try {
+      await admitted(say);
+      if (await watch(show)) wait = 0.5;
+    } catch {
+      // the server does not answer
+    }
+    if (document.hidden) continue;
+    say("gone", "server not reached, trying again");
+    await pause(wait);
+    wait = Math.min(wait * 2, 5);
+  }
+}

@@ -1,0 +1,40 @@
+// The event log: the newest first. Paused, it stands still and says how much has happened since.
+
+import { element } from "/web/draw.js";
+
+const LINES = 300;
+const list = document.getElementById("log");
+const button = document.getElementById("pause");
+let held = null; // lines since it was paused
+
+button.addEventListener("click", () => {
+  if (held) {
+    const lines = held;
+    held = null;
+    add(lines);
+  } else held = [];
+  button.ariaPressed = String(Boolean(held));
+  label();
+});
+
+const label = () => (button.textContent = held ? (held.length ? `go on (${held.length} new)` : "go on") : "pause");
+
+function add(lines) {
+  const fragment = document.createDocumentFragment();
+  for (const line of lines.slice(-LINES).reverse()) fragment.append(line);
+  list.prepend(fragment);
+  while (list.children.length > LINES) list.lastChild.remove();
+}
+
+// events: [kind, words], the oldest first.
+export function tell(events) {
+  const time = new Date().toLocaleTimeString("en-GB");
+  const lines = events.map(([kind, words]) => {
+    const item = element("li");
+    item.append(element("time", "", time), element("span", `kind k-${kind}`, kind), element("span", "text", words));
+    return item;
+  });
+  if (!held) return add(lines);
+  held = [...held, ...lines].slice(-LINES);
+  label();
+}

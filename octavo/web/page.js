@@ -1,0 +1,110 @@
+// The live page: takes frames from the feed and hands each panel its part. octavo/serve/watch.py says what is in a frame.
+
+import { showMetrics } from "/web/charts.js";
+import { count, short } from "/web/draw.js";
+import { follow } from "/web/feed.js";
+import { tell } from "/web/log.js";
+import { showPool } from "/web/pool.js";
+import { isMine, showMine } from "/web/prompt.js";
+import { showRequests } from "/web/requests.js";
+import { moved, named, showSteps } from "/web/steps.js";
+
+const $ = (id) => document.getElementById(id);
+const names = new Map(); // Sequence.id -> [request, index], of the last thousand
+let state = "";
+let shown = null; // the last view, until its engine ends
+
+const REASONS = { stop: "said all", length: "reached its length", abort: "was given up", error: "its step failed" };
+const PHASES = {
+  starting: "engine starting", importing: "importing", loading: "loading weights", allocating: "allocating the KV pool",
+  warming: "warming up", down: "engine down", ready: "ready",
+};
+
+function say(kind, words) {
+  $("status").dataset.state = kind;
+  if ($("status-text").textContent !== words) $("status-text").textContent = words;
+  document.body.classList.toggle("stale", kind !== "ready" && kind !== "draining");
+}
+
+function showServer({ server, model }) {
+  const restarting = server.state === "restarting";
+  const phase = PHASES[server.phase] ?? server.phase;
+  const words = {
+    ready: "ready",
+    stalled: "no step for a while: the engine hangs",
+    draining: "shutting down: open requests may finish",
+    restarting: `engine restarting: ${phase}`,
+    starting: server.phase === "ready" ? "reading the tokenizer" : phase,
+  }[server.state] ?? server.state;
+  const part = server.progress === undefined ? "" : ` ${Math.round(server.progress * 100)}%`;
+  say(server.state, words + part);
+  $("progress").hidden = server.state === "ready" || server.progress === undefined;
+  $("progress-bar").style.width = `${(server.progress ?? 0) * 100}%`;
+  if (words !== state) {
+    if (state || server.state !== "ready") tell([["server", words]]);
+    state = words;
+  }
+  if (!model) return;
+  const text = `${model.architecture} · ${model.dtype} on ${model.device} · ${count(model.num_blocks)} blocks of ${model.block_size} · ` +
+    `${count(model.max_num_seqs)} rows · context ${count(model.max_model_len)} · Octavo ${server.version}`;
+  if ($("model").dataset.text === text) return;
+  $("model").dataset.text = text;
+  const name = document.createElement("b");
+  name.textContent = server.name;
+  $("model").replaceChildren(name, ` · ${text}`);
+}
+
+function eventsOf(frame, steps, came) {
+  const { view } = frame, found = [], moves = {};
+  if (frame.gap) found.push(["gap", `${count(frame.gap)} frame${frame.gap > 1 ? "s" : ""} skipped: this page reads slowly`]);
+  if (view.steps_missed) found.push(["gap", `${count(view.steps_missed)} steps not shown`]);
+  const begun = new Set(steps.flatMap((step) => step.begun.map(([id]) => id)));
+  for (const s of came)
+    if (s.state === "waiting" && !begun.has(s.id)) found.push(["comes", `${short(s.request, s.index)}, ${count(s.prompt)} tokens; ${s.why}`]);
+  for (const step of steps) {
+    for (const [, request, why] of step.preempted) found.push(["yields", `${short(request)}: ${why}`]);
+    for (const [id, request, known, cached] of step.begun) {
+      const hit = cached ? `, ${count(cached)} of them cached` : "";
+      found.push(["begins", `${short(request, names.get(id)?.[1])}, ${count(known)} tokens${hit}`]);
+    }
+    if (step.more) found.push(["gap", `${count(step.more)} more in step ${count(step.step)}`]);
+    for (const [kind, n] of Object.entries(step.moves)) moves[kind] = (moves[kind] ?? 0) + n;
+  }
+  for (const words of moved(moves)) found.push(["blocks", words]);
+  for (const [request, index, reason] of view.ended) found.push([reason === "error" ? "failed" : "done", `${short(request, index)} ${REASONS[reason] ?? reason}`]);
+  if (view.ended_missed) found.push(["gap", `${count(view.ended_missed)} more are done`]);
+  return found;
+}
+
+// The engine is gone, and with it all that it held.
+function forget({ time, model }) {
+  const none = shown.used.map(() => 0);
+  const empty = { ...shown, sequences: [], decoding: 0, prefilling: 0, waiting: 0, used: none, shared: none, cached: none, owner: none,
+    ended: [], ended_missed: 0 };
+  showRequests(empty, time, isMine, true);
+  showPool(empty, model, new Set());
+  shown = null;
+}
+
+function show(frame) {
+  showServer(frame);
+  showMetrics(frame);
+  const { view, model } = frame;
+  if (shown && frame.server.state === "restarting") forget(frame);
+  if (!view || !model) return;
+  shown = view;
+  const { sequences, came } = showRequests(view, frame.time, isMine);
+  for (const s of sequences) if (s.id) {
+    names.delete(s.id);
+    names.set(s.id, [s.request, s.index]);
+  }
+  for (const id of [...names.keys()].slice(0, Math.max(0, names.size - 1000))) names.delete(id);
+  const steps = view.steps.map(named);
+  showPool.names = names;
+  showPool(view, model, new Set(sequences.filter((s) => isMine(s.request)).map((s) => s.id)));
+  showSteps(steps, model, names);
+  showMine(sequences);
+  tell(eventsOf(frame, steps, came));
+}
+
+follow(show, say);

@@ -1,0 +1,106 @@
+// A prompt of one's own: sent like any client's, over the same routes, and marked on the page by the id of its reply.
+
+import { count, duration, few, short } from "/web/draw.js";
+import { authorization } from "/web/feed.js";
+
+const $ = (id) => document.getElementById(id);
+const reply = $("reply"), facts = $("facts"), send = $("send");
+let id = null; // the request's, once the server has told it
+let running = null; // AbortController
+let numbers = {};
+
+export const isMine = (request) => id !== null && request.startsWith(id);
+
+export function showMine(sequences) {
+  const own = sequences.find((s) => isMine(s.request));
+  if (own) numbers = { ...numbers, blocks: own.blocks, cached: own.cached, state: own.state };
+  if (running) tellFacts();
+}
+
+function tellFacts() {
+  const parts = id ? [`request ${short(id)}`] : [];
+  if (numbers.state && running) parts.push(numbers.state);
+  if (numbers.blocks !== undefined) parts.push(`${count(numbers.blocks)} blocks`);
+  if (numbers.cached) parts.push(`${count(numbers.cached)} tokens cached`);
+  if (numbers.first) parts.push(`first token ${duration(numbers.first).join(" ")}`);
+  if (numbers.tokens > 1 && numbers.seconds) parts.push(`${few((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
+  if (numbers.reason) parts.push(`ended: ${numbers.reason}`);
+  facts.textContent = parts.join(" · ");
+}
+
+// The objects of an event stream, as they come.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part === "data: [DONE]") return;
+      if (part.startsWith("data: ")) yield JSON.parse(part.slice(6));
+    }
+  }
+}
+
+const post = (path, body) => fetch(path, {
+  method: "POST",
+  headers: { "content-type": "application/json", ...authorization() },
+  body: JSON.stringify({ ...body, temperature: 0.7, stream: true, stream_options: { include_usage: true } }),
+  signal: running.signal,
+});
+
+async function ask(text, max_tokens) {
+  const tokenizer = await fetch("/tokenizer_info", { headers: authorization() }).then((r) => (r.ok ? r.json() : {}));
+  const begun = performance.now();
+  const found = tokenizer.chat_template === null
+    ? await post("/v1/completions", { prompt: text, max_tokens })
+    : await post("/v1/chat/completions", { messages: [{ role: "user", content: text }], max_tokens });
+  if (!found.ok) throw new Error((await found.json()).error.message);
+  id = found.headers.get("x-request-id");
+  let first = 0;
+  for await (const event of events(found.body)) {
+    if (event.error) throw new Error(event.error.message);
+    const choice = event.choices[0];
+    const piece = choice?.delta?.content ?? choice?.text ?? "";
+    if (piece && !first) {
+      first = performance.now();
+      numbers.first = (first - begun) / 1000;
+    }
+    if (piece) numbers.tokens = (numbers.tokens ?? 0) + 1;
+    if (event.usage) Object.assign(numbers, { tokens: event.usage.completion_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens });
+    if (first && piece) numbers.seconds = (performance.now() - first) / 1000;
+    if (choice?.finish_reason) numbers.reason = choice.finish_reason;
+    reply.append(piece);
+    reply.scrollTop = reply.scrollHeight;
+    tellFacts();
+  }
+}
+
+$("form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  if (running) return running.abort();
+  running = new AbortController();
+  [id, numbers] = [null, {}];
+  reply.textContent = facts.textContent = "";
+  reply.className = "scroll reply";
+  send.textContent = "stop";
+  try {
+    await ask($("prompt").value || $("prompt").placeholder, Math.max(1, Number($("max-tokens").value) || 128));
+  } catch (error) {
+    if (error.name === "AbortError") numbers.reason = "stopped";
+    else {
+      reply.className = "scroll reply error";
+      reply.append(`${reply.textContent ? "\n" : ""}${error.message}`);
+    }
+  }
+  running = null;
+  send.textContent = "send";
+  tellFacts();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  }
+});

@@ -1,0 +1,110 @@
+// The table of requests. States are the scheduler's; "done" is what has left it, kept on the page for a while.
+
+import { count, element, ownerColour, short } from "/web/draw.js";
+
+const KEPT_SECONDS = 12, KEPT = 30;
+const body = document.getElementById("rows");
+const rows = new Map(); // request and index -> what is on the page
+const named = ([id, request, index, state, prompt, said, limit, computed, cached, blocks, preemptions, why]) =>
+  ({ id, request, index, state, prompt, said, limit, computed, cached, blocks, preemptions, why });
+let done = 0;
+
+const set = (node, text) => node.textContent !== text && (node.textContent = text);
+
+function newRow(key) {
+  const tr = element("tr"), cells = Array.from({ length: 7 }, () => element("td"));
+  const swatch = element("i"), name = element("span"), meter = element("div", "meter"), why = element("span", "why");
+  const bars = ["", "p", "c"].map((kind) => element("i", kind));
+  cells[1].className = "id";
+  cells[1].append(swatch, name);
+  meter.append(...bars);
+  cells[2].append(meter, why);
+  for (const cell of cells.slice(3)) cell.className = "num";
+  tr.append(...cells);
+  const row = { key, tr, cells, swatch, name, meter, bars, why, over: 0 };
+  rows.set(key, row);
+  return row;
+}
+
+function fill(row, s, mine) {
+  row.last = s;
+  row.over = 0;
+  row.cells[0].className = `state ${s.state}`;
+  set(row.cells[0], s.state);
+  set(row.name, short(s.request, s.index));
+  row.name.title = s.request;
+  row.swatch.style.background = s.id && s.state !== "waiting" ? ownerColour(s.id) : "transparent";
+  row.tr.className = mine ? "mine" : "";
+  const waiting = s.state === "waiting";
+  row.meter.hidden = waiting;
+  row.why.hidden = !waiting;
+  set(row.why, s.why);
+  row.why.title = s.why;
+  if (!waiting) {
+    const part = (n) => `${Math.min(100, (100 * n) / s.limit).toFixed(1)}%`;
+    [s.computed, Math.min(s.computed, s.prompt), Math.min(s.cached, s.computed)].forEach((n, i) => (row.bars[i].style.width = part(n)));
+    row.meter.title = `${count(s.computed)} of at most ${count(s.limit)} positions`;
+  }
+  [s.prompt, s.cached, s.said, s.blocks].forEach((n, i) => set(row.cells[3 + i], waiting && i ? "" : count(n)));
+  if (s.preemptions) row.cells[0].append(element("span", "", ` ↩${s.preemptions > 1 ? s.preemptions : ""}`));
+}
+
+function finish(row, reason, now) {
+  if (row.over) return;
+  row.over = now;
+  row.tr.className = row.tr.className.includes("mine") ? "mine over" : "over";
+  row.cells[0].className = reason === "error" || reason === "lost" ? "state failed" : "state done";
+  set(row.cells[0], "done");
+  row.why.hidden = false;
+  row.meter.hidden = true;
+  set(row.why, { stop: "it had said all", length: "it reached its length", abort: "it was given up", error: "its step failed", lost: "the engine ended" }[reason] ?? "it is over");
+  set(row.cells[6], "0");
+}
+
+// Returns the sequences by name, for those who say more of them.
+export function showRequests(view, now, isMine, lost = false) {
+  const sequences = view.sequences.map(named).sort((a, b) => isMine(b.request) - isMine(a.request)), here = new Set();
+  const ends = new Map(view.ended.map(([request, index, reason]) => [`${request}.${index}`, reason]));
+  const came = [];
+  for (const s of sequences) {
+    const key = `${s.request}.${s.index}`;
+    here.add(key);
+    const known = rows.get(key);
+    if (!known) came.push(s);
+    fill(known ?? newRow(key), s, isMine(s.request));
+  }
+  done += view.ended.length + view.ended_missed;
+  const cut = view.decoding + view.prefilling + view.waiting > sequences.length; // some are not told of: absent is not done
+  for (const [key, row] of rows) {
+    if (here.has(key)) continue;
+    if (row.over ? now - row.over > KEPT_SECONDS : cut && !ends.has(key)) {
+      row.tr.remove();
+      rows.delete(key);
+    } else finish(row, lost ? "lost" : ends.get(key), now);
+  }
+  const over = [...rows.values()].filter((row) => row.over).sort((a, b) => b.over - a.over);
+  for (const row of over.slice(KEPT)) {
+    row.tr.remove();
+    rows.delete(row.key);
+  }
+  const order = [...sequences.map((s) => rows.get(`${s.request}.${s.index}`)), ...over.slice(0, KEPT)];
+  order.forEach((row, i) => body.children[i] !== row.tr && body.insertBefore(row.tr, body.children[i] ?? null));
+  showCounts(view);
+  document.getElementById("no-requests").hidden = order.length > 0;
+  return { sequences, came };
+}
+
+const counts = Object.fromEntries(["decode", "prefill", "waiting", "done"].map((state) => {
+  const item = element("li", state), number = element("b", "", "0");
+  item.append(number, ` ${state}`);
+  document.getElementById("counts").append(item);
+  return [state, number];
+}));
+
+function showCounts(view) {
+  const numbers = { decode: view.decoding, prefill: view.prefilling, waiting: view.waiting, done };
+  for (const [state, number] of Object.entries(counts)) set(number, count(numbers[state]));
+  const all = view.decoding + view.prefilling + view.waiting;
+  for (const state of ["decode", "prefill", "waiting"])
+    document.querySelector(`#states .${state}`).style.width = all ? `${(100 * numbers[state]) / all}%` : "0";
+}

@@ -1,0 +1,211 @@
+"""What a view says of the engine, against the engine itself; and that it stays small."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.engine import Engine
+from octavo.core.scheduler import Scheduler
+from octavo.serve import view as module
+from octavo.serve.engine_process import EngineLoop
+from octavo.serve.messages import Abort, Look, Stop, View, decode_to_front, encode
+from octavo.serve.view import Viewer, cells
+from octavo.types import Request, SamplingParams
+from tests.fake_runner import FakeRunner
+from tests.serve.test_engine_loop import FakeGuides, FakeLink, add, guided, run
+
+
+def sent_views(sent: list[Any]) -> list[View]:
+    return [message for message in sent if isinstance(message, View)]
+
+
+def engine(num_blocks: int = 50, max_num_seqs: int = 4, depth: int = 1, tokens: int = 16) -> Engine:
+    schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_model_len=400, depth=depth)
+    scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=num_blocks), schedule, vocab_size=1000)
+    return Engine(scheduler, FakeRunner(num_blocks, 4))
+
+
+def request(id: str, length: int = 5, first: int = 1, **params: Any) -> Request:
+    return Request(id, list(range(first, first + length)), SamplingParams(ignore_eos=True, **params))
+
+
+def watched(one: Engine) -> Viewer:
+    """As the engine process does it: told of each plan as it is launched, and of ends."""
+    viewer, launch, step = Viewer(one, {}), one.runner.launch, one.step
+
+    def told(plan: Any) -> Any:
+        viewer.planned(plan)
+        return launch(plan)
+
+    def stepped() -> Any:
+        outputs = step()
+        viewer.ended(outputs)
+        return outputs
+
+    one.runner.launch, one.step = told, stepped  # type: ignore[method-assign]
+    return viewer
+
+
+# ---- the loop -------------------------------------------------------------------------------------------
+
+
+def test_a_look_is_answered_at_once_and_makes_no_step() -> None:
+    loop, sent = run([Look(), Look()])
+    assert len(sent_views(sent)) == 2 and loop.engine.scheduler.count.steps == 0
+
+
+def test_nothing_is_kept_or_sent_before_somebody_looks() -> None:
+    loop, sent = run([add("a", max_tokens=5), *[None] * 8])
+    assert not sent_views(sent) and loop.observed.viewer is None and len(loop.engine.observers) == 0
+
+
+def test_who_has_not_looked_for_a_while_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FORGOTTEN", -1.0)
+    loop, sent = run([add("a", max_tokens=9), None, Look(), *[None] * 12])
+    assert len(sent_views(sent)) == 1
+    assert loop.observed.viewer is None and loop.engine.observers == [], "the engine is as it was before"
+
+
+def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FORGOTTEN", -1.0)
+    _, sent = run([Look(), add("a", max_tokens=3), *[None] * 5, Look()])
+    assert [(view.steps, view.ended) for view in sent_views(sent)] == [([], [])] * 2
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_step_is_told_once_with_its_time(depth: int) -> None:
+    _, sent = run([Look(), add("a", 20, max_tokens=6), None, None, Look(), *[None] * 4, Look(), *[None] * 12, Look()], depth)
+    steps = [step for view in sent_views(sent) for step in view.steps]
+    numbers = [step.step for step in steps]
+    assert numbers == sorted(set(numbers))
+    assert sum(step.prefill for step in steps) == 20 and [s.chunks for s in steps[:2]] == [[(1, 0, 16)], [(1, 16, 4)]]
+    assert sum(step.decode for step in steps) >= 5 and steps[0].begun == [(1, "a", 20, 0)]
+    (end,) = [end for view in sent_views(sent) for end in view.ended]
+    assert end == ("a", 0, "length")
+    assert all(step.seconds > 0 for step in sent_views(sent)[-1].steps)
+
+
+def test_those_who_are_given_up_or_stopped_are_said_to_have_ended() -> None:
+    _, sent = run([Look(), add("a", max_tokens=50), add("b", max_tokens=50), None, None, Abort(["a"]), Stop("b", 0), Look()])
+    assert [view.ended for view in sent_views(sent)] == [[], [("a", 0, "abort"), ("b", 0, "stop")]]
+
+
+def test_a_request_that_waits_for_its_guide_says_so() -> None:
+    _, sent = run([guided("g"), Look(), *[None] * 9], guides=FakeGuides(4))
+    (view,) = sent_views(sent)
+    assert [(s.request, s.state) for s in view.sequences] == [("g", "waiting")] and "compiled" in view.sequences[0].why
+    assert view.waiting == 1
+
+
+def test_a_view_survives_the_link() -> None:
+    _, sent = run([add("a", max_tokens=9), Look(), None, None, Look()])
+    assert all(decode_to_front(encode(view)) == view for view in sent_views(sent))
+
+
+# ---- what is in it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1024, 10, 7])
+def test_the_picture_of_the_pool_is_the_pool(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(module, "CELLS", limit)
+    one = engine()
+    for i in range(5):
+        one.add(request(f"r{i}", 9 + 8 * i, n=2, max_tokens=5 + i, temperature=1.0))
+    shared = 0
+    while not one.idle:
+        one.step()
+        pool = one.scheduler.pool
+        per, *lists = cells(pool, one.scheduler.running)
+        used, both, cached, owner = lists
+        assert len(used) <= limit and all(len(each) == len(used) for each in lists)
+        for i in range(len(used)):
+            blocks = range(1 + i * per, min(1 + (i + 1) * per, pool.num_blocks + 1))
+            assert used[i] == sum(pool.refs[b] > 0 for b in blocks)
+            assert both[i] == sum(pool.refs[b] > 1 for b in blocks)
+            assert cached[i] == sum(pool.refs[b] == 0 and pool.hash[b] is not None for b in blocks)
+            owners = {s.id for s in one.scheduler.running for b in s.table if b in blocks}
+            assert owner[i] in (owners or {0})
+        assert sum(used) + sum(cached) <= pool.num_blocks and sum(cached) == pool.num_cached
+        shared += sum(both)
+    assert shared and sum(cached), "there was something to see"
+
+
+def test_states_and_lengths_are_the_schedulers() -> None:
+    one = engine(max_num_seqs=2)
+    viewer = watched(one)
+    for name, length in (("a", 5), ("b", 30), ("c", 5)):
+        one.add(request(name, length, first=100 * ord(name) % 700, max_tokens=9))
+    one.step()
+    found = {s.request: s for s in viewer.view().sequences}
+    assert {name: s.state for name, s in found.items()} == {"a": "decode", "b": "prefill", "c": "waiting"}
+    assert (found["a"].prompt, found["a"].said, found["a"].limit, found["a"].blocks) == (5, 1, 14, 2)
+    assert found["b"].computed == 11 and found["c"].why == "every row is in use"
+
+
+def test_who_gives_way_is_named_with_the_reason() -> None:
+    one = engine(num_blocks=8)
+    viewer = watched(one)
+    one.add(request("a", 9, max_tokens=20))
+    one.add(request("b", 9, first=500, max_tokens=20))
+    steps, waiting = [], []
+    while not one.idle:
+        one.step()
+        view = viewer.view()
+        steps += view.steps
+        waiting += [s.why for s in view.sequences if s.preemptions and s.state == "waiting"]
+    lost = [entry for step in steps for entry in step.preempted]
+    assert len(lost) == one.scheduler.count.preemptions > 0
+    assert {(request, why) for _, request, why in lost} == {("b", "no block was free")}
+    assert "preempted: no block was free" in waiting
+
+
+def test_a_view_is_bounded_whatever_the_engine_holds() -> None:
+    one = engine(num_blocks=40_000, max_num_seqs=600, tokens=4096)
+    viewer = watched(one)
+    for i in range(900):
+        one.add(request(f"req_{i:024x}-0", 20, first=i % 900, max_tokens=300))
+    for _ in range(140):
+        one.step()
+    view = viewer.view()
+    assert view.decoding + view.prefilling + view.waiting == 900 and len(view.sequences) == 256
+    assert len(view.used) <= 1024 and len(view.steps) == 128 and view.steps_missed == 12
+    assert view.steps[0].chunks == [] and len(encode(view)) < 64_000
+    assert viewer.view().steps == [], "what was told is not told again"
+
+
+def test_a_long_list_of_beginnings_is_cut_and_says_so() -> None:
+    one = engine(num_blocks=400, max_num_seqs=50, tokens=512)
+    viewer = watched(one)
+    for i in range(30):
+        one.add(request(f"r{i}", 5, first=7 * i, max_tokens=9))
+    one.step()
+    (step,) = viewer.view().steps
+    assert len(step.begun) == len(step.chunks) == 8 and step.more == 44 and step.prefill == 150
+
+
+def test_looking_at_a_large_pool_takes_little_time() -> None:
+    one = engine(num_blocks=32_768, max_num_seqs=256, tokens=8192)
+    for i in range(256):
+        one.add(request(f"r{i}", 300, first=i, max_tokens=50))
+    while one.scheduler.prefilling or one.scheduler.waiting:
+        one.step()
+    viewer, begun = watched(one), time.perf_counter()
+    for _ in range(5):
+        viewer.view()
+    assert (time.perf_counter() - begun) / 5 < 0.05  # 4 ms alone on a core
+
+
+def test_the_loop_goes_on_as_if_nobody_looked() -> None:
+    def said(script: list[Any]) -> list[Any]:
+        link = FakeLink(script)
+        loop = EngineLoop(engine(depth=2), link)  # type: ignore[arg-type]
+        loop.run()
+        return [(out.request_id, out.tokens, out.finish_reason) for m in link.sent if hasattr(m, "outputs") for out in m.outputs]
+
+    quiet = [add("a", 30, max_tokens=9, seed=1), add("b", 6, max_tokens=12, seed=2), *[None] * 30]
+    looked = [Look() if message is None and i % 2 else message for i, message in enumerate(quiet)]
+    assert sorted(map(str, said(quiet))) == sorted(map(str, said([*looked, *[None] * 30])))
