@@ -199,15 +199,15 @@ def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
 async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     front, caller = exchange.front, exchange.caller
     with open_call(front, caller, prepared, follow=shape.stream) as call:
-        async with exchange.watching(call):
-            if shape.stream:
-                await call.taken()  # what is refused is an HTTP error still, and no event
-                await asyncio.sleep(0)  # requests that came with this one are handed to the engine before headers are written
-                await stream(exchange, call, prepared, shape)
-            else:
-                await call.done()
-                reply = replies.whole(reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape)
-                await exchange.reply(reply, prepared.headers)
+        exchange.watch(call)
+        if shape.stream:
+            await call.taken()  # what is refused is an HTTP error still, and no event
+            await asyncio.sleep(0)  # requests that came with this one are handed to the engine before headers are written
+            await stream(exchange, call, prepared, shape)
+        else:
+            await call.done()
+            reply = replies.whole(reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape)
+            await exchange.reply(reply, prepared.headers)
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
