@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -98,7 +99,7 @@ async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
 def parse(data: bytes) -> dict[str, Any]:
     """A JSON object, strictly: no duplicate names, no NaN, no integer beyond 64 bits."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+        value = _decoder.decode(data.decode())
     except ApiError:
         raise
     except (ValueError, RecursionError) as error:
@@ -128,6 +129,9 @@ def _integer(text: str) -> int:
     return value
 
 
+_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+
+
 # ---- types --------------------------------------------------------------------------------------------
 
 
@@ -136,8 +140,13 @@ def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
         found = msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
         raise type_error(str(error)) from None
-    known = kind.__struct_fields__
+    known = _fields(kind)
     return found, {name: given for name, given in value.items() if given is not None and name not in known}
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
 
 
 def type_error(text: str) -> ApiError:

@@ -26,6 +26,7 @@ from octavo.serve import errors
 from octavo.serve.admission import Queue
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError, api_error
+from octavo.serve.keys import Key
 from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
@@ -63,14 +64,15 @@ REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 class Call:
     """A client's request on its way. Not made by hand: see EngineClient.open."""
 
-    def __init__(self, client: EngineClient, id: str, collectors: list[Collector], follow: bool, owner: str, priority: int):
-        self.client, self.id, self.collectors, self.owner, self.priority = client, id, collectors, owner, priority
+    def __init__(self, client: EngineClient, id: str, collectors: list[Collector], follow: bool, key: Key | None):
+        self.client, self.id, self.collectors, self.key = client, id, collectors, key
+        self.owner, self.priority = (key.name, key.priority) if key is not None else ("", 0)
         self.error: ApiError | None = None
         self.structure: str | None = None  # the client's field that said what the text must match
         self.compiling = {c.request.id for c in collectors if c.request.params.structured_outputs is not None}
         self.unfinished = len(collectors)
         self.arrival = collectors[0].request.arrival
-        self.timers: list[asyncio.TimerHandle] = []
+        self.timer: asyncio.TimerHandle | None = None
         self._follow, self._closed = follow, False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -125,6 +127,8 @@ class Call:
         if not self._closed:
             self._closed = True
             self.client.forget(self)
+            if self.key is not None:
+                self.key.leave(sum(len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs) for c in self.collectors))
 
     # ---- the engine's side -----------------------------------------------------------------------
 
@@ -207,21 +211,20 @@ class EngineClient:
         texts: list[str | None],
         *,
         follow: bool,
-        owner: str = "",
-        priority: int = 0,
+        key: Key | None = None,
         timeout: float | None = None,
         structure: str | None = None,
         until: Until | None = None,
     ) -> Call:
-        """Send requests to the engine. `follow`: the caller wants pieces as they come. `structure`: see Call; `until`:
-        Collector."""
+        """Send requests to the engine. `follow`: the caller wants pieces as they come. `key`: whose they are, and who hears
+        when they are over; `structure`: see Call; `until`: Collector."""
         self.model  # noqa: B018  (raises unless ready)
-        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), priority)
+        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), key.priority if key is not None else 0)
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
         collectors = [Collector(r, text, self.tokenizer, until) for r, text in zip(requests, texts, strict=True)]
-        call = Call(self, id, collectors, follow, owner, priority)
+        call = Call(self, id, collectors, follow, key)
         call.structure = structure
         for i, (request, collector) in enumerate(zip(requests, collectors, strict=True)):
             if follow:
@@ -248,16 +251,22 @@ class EngineClient:
         return call
 
     def _set_deadlines(self, call: Call, timeout: float | None) -> None:
+        """One timer: until the request should have begun, and then until it should have ended."""
         loop, spent = asyncio.get_running_loop(), time.monotonic() - call.arrival
         total = min(timeout or self.config.request_timeout, self.config.request_timeout)
         waiting = self.config.queue_timeout
-        call.timers = [loop.call_later(max(total - spent, 0), lambda: call.fail(errors.deadline_exceeded(total)))]
-        if waiting < total:
-            call.timers.append(loop.call_later(max(waiting - spent, 0), self._check_queue, call, waiting))
 
-    def _check_queue(self, call: Call, seconds: float) -> None:
-        if any(c.request.id in self.queue.waiting for c in call.collectors):
-            call.fail(errors.queue_timeout(seconds, self.queue.retry_after()))
+        def late() -> None:
+            call.fail(errors.deadline_exceeded(total))
+
+        def begun() -> None:
+            if any(c.request.id in self.queue.waiting for c in call.collectors):
+                call.fail(errors.queue_timeout(waiting, self.queue.retry_after()))
+            else:
+                call.timer = loop.call_later(total - waiting, late)
+
+        first = begun if waiting < total else late
+        call.timer = loop.call_later(max(min(waiting, total) - spent, 0), first)
 
     def abandon(self, call: Call) -> None:
         """Take a call's requests from the engine."""
@@ -268,8 +277,8 @@ class EngineClient:
             self.supervisor.send(Abort(ids))
 
     def forget(self, call: Call) -> None:
-        for timer in call.timers:
-            timer.cancel()
+        if call.timer is not None:
+            call.timer.cancel()
         self.abandon(call)
         if self.calls.pop(call.id, None):
             self.ended[call.id] = call.owner

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,31 +24,26 @@ from octavo.types import SamplingParams
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Iterator[Call]:
+def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Call:
     """A call within the limits of the caller's key. Every transport generates through here."""
-    if caller.key is not None:
-        caller.key.enter()
-    tokens = 0
+    key = caller.key
+    if key is not None:
+        key.enter()
     try:
-        with front.client.open(
+        return front.client.open(
             caller.id,
             prepared.requests,
             prepared.texts,
             follow=follow,
-            owner=caller.owner,
-            priority=caller.priority,
+            key=key,
             timeout=prepared.timeout,
             structure=prepared.structure,
             until=prepared.until,
-        ) as call:
-            try:
-                yield call
-            finally:
-                tokens = sum(len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs) for c in call.collectors)
-    finally:
-        if caller.key is not None:
-            caller.key.leave(tokens)
+        )
+    except BaseException:
+        if key is not None:
+            key.leave(0)
+        raise
 
 
 # ---- the two routes -------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
-LONGEST_TURN = 0.004  # seconds that a message waits at most for others to go with it
+LONGEST_TURN = 0.002  # seconds that a message waits at most for others to go with it
 GRACE = 3.0  # seconds an engine has to end by itself
 
 

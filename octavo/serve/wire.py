@@ -88,22 +88,14 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._size = 0
             if not self._in_head:
                 self._in_head, self._head = True, 0
-
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            self._size += len(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            super().on_header(name, value)
-            self._size += len(name) + len(value)
 
         def on_headers_complete(self) -> None:
             self._stop_timer()
             self._in_head = False
-            if self._size > limits.header_bytes or len(self.headers) > limits.headers:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > limits.header_bytes or len(self.headers) > limits.headers:
                 self._refuse(_headers_too_large())
                 return
             super().on_headers_complete()
