@@ -16,10 +16,11 @@ import gc
 import logging
 import time
 from collections import OrderedDict
+from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple
 
-from octavo.collect import Collector, Until
+from octavo.collect import Collector, Until, made_later
 from octavo.errors import DeviceOutOfMemory
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
@@ -45,7 +46,7 @@ class Place(NamedTuple):
 
     @property
     def request(self) -> Request:
-        return self.call.collectors[self.which].request
+        return self.call.requests[self.which]
 
     def __str__(self) -> str:
         collector = self.call.collectors[self.which]
@@ -64,18 +65,37 @@ REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 class Call:
     """A client's request on its way. Not made by hand: see EngineClient.open."""
 
-    def __init__(self, client: EngineClient, id: str, collectors: list[Collector], follow: bool, key: Key | None):
-        self.client, self.id, self.collectors, self.key = client, id, collectors, key
+    def __init__(
+        self,
+        client: EngineClient,
+        id: str,
+        requests: list[Request],
+        texts: list[str | None],
+        until: Until | None,
+        follow: bool,
+        key: Key | None,
+    ):
+        self.client, self.id, self.requests, self.texts, self.until, self.key = client, id, requests, texts, until, key
         self.owner, self.priority = (key.name, key.priority) if key is not None else ("", 0)
         self.error: ApiError | None = None
         self.structure: str | None = None  # the client's field that said what the text must match
-        self.compiling = {c.request.id for c in collectors if c.request.params.structured_outputs is not None}
-        self.unfinished = len(collectors)
-        self.arrival = collectors[0].request.arrival
+        self.compiling = {r.id for r in requests if r.params.structured_outputs is not None}
+        self.unfinished = len(requests)
+        self.arrival = requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
         self._follow, self._closed = follow, False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    @cached_property
+    def collectors(self) -> list[Collector]:
+        """Of each prompt. Made when first asked for, which is when the engine has been told."""
+        tokenizer = self.client.tokenizer
+        found = [Collector(r, text, tokenizer, self.until) for r, text in zip(self.requests, self.texts, strict=True)]
+        if self._follow:
+            for collector in found:
+                collector.news = []
+        return found
 
     # ---- the reader's side -----------------------------------------------------------------------
 
@@ -223,12 +243,9 @@ class EngineClient:
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
-        collectors = [Collector(r, text, self.tokenizer, until) for r, text in zip(requests, texts, strict=True)]
-        call = Call(self, id, collectors, follow, key)
+        call = Call(self, id, requests, texts, until, follow, key)
         call.structure = structure
-        for i, (request, collector) in enumerate(zip(requests, collectors, strict=True)):
-            if follow:
-                collector.news = []
+        for i, request in enumerate(requests):
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
             self.supervisor.send(
@@ -241,17 +258,20 @@ class EngineClient:
                     request.priority,
                     request.deadline,
                     request.key,
-                    whole=not follow and collector.later,
+                    whole=not follow and made_later(request.params, until),
                 )
             )
         if not self.calls:
             self.supervisor.progress = time.monotonic()  # from now on there is work
         self.calls[id] = call
-        self._set_deadlines(call, timeout)
+        asyncio.get_running_loop().call_soon(self._opened, call, timeout)  # the engine need not wait for that
         return call
 
-    def _set_deadlines(self, call: Call, timeout: float | None) -> None:
+    def _opened(self, call: Call, timeout: float | None) -> None:
         """One timer: until the request should have begun, and then until it should have ended."""
+        if call.id not in self.calls:
+            return
+        _ = call.collectors
         loop, spent = asyncio.get_running_loop(), time.monotonic() - call.arrival
         total = min(timeout or self.config.request_timeout, self.config.request_timeout)
         waiting = self.config.queue_timeout
@@ -260,7 +280,7 @@ class EngineClient:
             call.fail(errors.deadline_exceeded(total))
 
         def begun() -> None:
-            if any(c.request.id in self.queue.waiting for c in call.collectors):
+            if any(r.id in self.queue.waiting for r in call.requests):
                 call.fail(errors.queue_timeout(waiting, self.queue.retry_after()))
             else:
                 call.timer = loop.call_later(total - waiting, late)
@@ -270,7 +290,7 @@ class EngineClient:
 
     def abandon(self, call: Call) -> None:
         """Take a call's requests from the engine."""
-        ids = [c.request.id for c in call.collectors if self.open_requests.pop(c.request.id, None)]
+        ids = [r.id for r in call.requests if self.open_requests.pop(r.id, None)]
         for id in ids:
             self.queue.leave(id, begun=False)
         if ids:
