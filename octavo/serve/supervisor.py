@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
-LONGEST_TURN = 0.002  # seconds that a message waits at most for others to go with it
+LONGEST_TURN = 0.002  # seconds from its arrival for which a request waits at most for others to go with it
 GRACE = 3.0  # seconds an engine has to end by itself
 
 
@@ -65,14 +65,14 @@ class FrontLink:
         self._out.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between tries while the engine is not there yet
         self._out.connect(f"{self.address}.engine")  # which the engine binds: what is connected can be sent to before
         self._said: list[ToEngine] = []
-        self._since = 0.0  # when the first of those was said
+        self._since = 0.0  # when the first of those came
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._in.fileno(), self._readable)
 
     def send(self, message: ToEngine) -> None:
         self._said.append(message)
         if len(self._said) == 1:
-            self._since = time.monotonic()
+            self._since = message.arrival if type(message) is Add else time.monotonic()
             self._loop.call_soon(self._flush)
         elif time.monotonic() - self._since > LONGEST_TURN:
             self._flush()
