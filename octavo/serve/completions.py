@@ -195,7 +195,8 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
         exchange.watch(call)
         if shape.stream:
             await call.taken()  # what is refused is an HTTP error still, and no event
-            await asyncio.sleep(0)  # requests that came with this one are handed to the engine before headers are written
+            for _ in range(3):  # turns of the loop until the engine has been told of those that came with this one, too
+                await asyncio.sleep(0)  # (supervisor.py): headers, a write each, come after that
             await stream(exchange, call, prepared, shape)
         else:
             await call.done()

@@ -49,9 +49,9 @@ class FrontLink:
     """The front's end of the two sockets, in a directory that nobody else may enter. A new one for every engine process,
     so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected.
 
-    What is said within one turn of the event loop goes out as one message of several parts. Requests that came together then
-    reach the engine together: else it would begin with the first alone, the others would wait for that step, and on few
-    cores the front would share them with it while it still reads."""
+    What is said in turns of the event loop that follow each other goes out as one message of several parts, once a turn brings
+    nothing more. Requests that came together then reach the engine together: else it would begin with the first alone, the
+    others would wait for that step, and on few cores the front would share them with it while it still reads."""
 
     def __init__(self, deliver: Callable[[ToFront], None]):
         self.directory: str | None = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
@@ -73,8 +73,15 @@ class FrontLink:
         self._said.append(message)
         if len(self._said) == 1:
             self._since = message.arrival if type(message) is Add else time.monotonic()
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._turn, 0)
         elif time.monotonic() - self._since > LONGEST_TURN:
+            self._flush()
+
+    def _turn(self, before: int) -> None:
+        """A turn is over, at whose beginning so much had been said."""
+        if len(self._said) > before:
+            self._loop.call_soon(self._turn, len(self._said))
+        else:
             self._flush()
 
     def _flush(self) -> None:
