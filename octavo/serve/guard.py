@@ -33,7 +33,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        caller = scope["octavo.caller"] = Caller()
+        line = scope.get("octavo.line")  # a WebSocket has none
+        caller = scope["octavo.caller"] = Caller() if line is None else Caller(arrival=line.arrival)
         headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))  # of two by one name the first
         status = 0
 

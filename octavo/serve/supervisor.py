@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
-LONGEST_TURN = 0.002  # seconds from its arrival for which a request waits at most for others to go with it
+LONGEST_WAIT = 0.002  # seconds since its arrival for which a request waits at most for others to go with it
 GRACE = 3.0  # seconds an engine has to end by itself
 
 
@@ -70,12 +70,14 @@ class FrontLink:
         self._loop.add_reader(self._in.fileno(), self._readable)
 
     def send(self, message: ToEngine) -> None:
+        now = time.monotonic()
+        if not self._said:
+            self._since = message.arrival if type(message) is Add else now
         self._said.append(message)
-        if len(self._said) == 1:
-            self._since = message.arrival if type(message) is Add else time.monotonic()
-            self._loop.call_soon(self._turn, 0)
-        elif time.monotonic() - self._since > LONGEST_TURN:
+        if now - self._since > LONGEST_WAIT:
             self._flush()
+        elif len(self._said) == 1:
+            self._loop.call_soon(self._turn, 0)
 
     def _turn(self, before: int) -> None:
         """A turn is over, at whose beginning so much had been said."""

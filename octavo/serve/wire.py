@@ -7,6 +7,7 @@ of its connection beyond ASGI.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -20,7 +21,7 @@ class Line:
     """One request's connection."""
 
     def __init__(self, cycle: RequestResponseCycle):
-        self.cycle = cycle
+        self.cycle, self.arrival = cycle, time.monotonic()
         self._left: Callable[[], None] | None = None
 
     @property

@@ -83,7 +83,7 @@ def test_a_request_counts_as_submitted_when_it_leaves() -> None:
 
 
 def test_a_long_turn_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LONGEST_TURN", 0.02)
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT", 0.02)
 
     def say(front: FrontLink) -> None:
         for id in "abc":  # c comes when a has waited for long enough
@@ -93,6 +93,17 @@ def test_a_long_turn_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> No
 
     heard, sizes, _ = talk(say)
     assert [m.id for m in heard if isinstance(m, Add)] == ["a", "b", "c", "d"] and sizes == [3, 1]
+
+
+def test_who_has_waited_for_long_already_waits_for_nobody() -> None:
+    def say(front: FrontLink) -> None:
+        for id in "ab":
+            late = add(id)
+            late.arrival -= 1.0
+            front.send(late)
+
+    _, sizes, _ = talk(say)
+    assert sizes == [1, 1]
 
 
 def test_one_that_cannot_be_used_is_refused_and_the_others_are_heard() -> None:
