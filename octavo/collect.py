@@ -12,9 +12,14 @@ from dataclasses import replace
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, TokenLogprobs
+from octavo.types import Output, Request, SamplingParams, TokenLogprobs
 
 Until = Callable[[], Callable[[str], bool]]  # for each text another one: see TextStream
+
+
+def made_later(params: SamplingParams, until: Until | None) -> bool:
+    """Where nobody follows and nothing in the text ends it, it is made at the end, all at once."""
+    return not params.stop and until is None and params.logprobs is None and not params.ranked
 
 
 class Collector:
@@ -35,8 +40,7 @@ class Collector:
         self.error: str | None = None
         self.news: list[CompletionOutput] | None = None  # what is new, where somebody follows the stream
         self.open = len(self.outputs)  # completions that have not ended
-        # Where nobody follows and nothing in the text ends it, it is made at the end, all at once.
-        self.later = not params.stop and until is None and params.logprobs is None and not params.ranked
+        self.later = made_later(params, until)
 
     @property
     def finished(self) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,14 +28,14 @@ MAX_BEAMS = 64
 
 def check_real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     """Refuse what is not a finite number within [low, high] (or (low, high])."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value > high or value < low or (open_low and value == low):
+    ok = type(value) in (int, float) or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    if not ok or not low <= value <= high or (open_low and value == low):  # which no NaN and no infinity passes
         bracket = "(" if open_low else "["
         raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", name, "param_out_of_range")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
+    ok = type(value) is int or (isinstance(value, int) and not isinstance(value, bool))
     if not ok or value < low or (high is not None and value > high):
         most = "" if high is None else f" and at most {high}"
         raise InvalidRequest(f"{name} must be an integer of at least {low}{most}, got {value!r}", name, "param_out_of_range")

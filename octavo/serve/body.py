@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator, Mapping
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from octavo.serve.errors import ApiError, bad
 from octavo.serve.limits import Limits
@@ -18,19 +20,21 @@ BIG = 256 * 2**10  # bytes: parsing more than this takes milliseconds, and is do
 PATIENCE = 0.5  # seconds of an oversized body that are read, and thrown away, so that the client comes to see why
 
 
-async def read(request: Request, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
-    """The request's body as `kind`, and what it holds besides."""
-    check_headers(request, limits)
-    data = await _bytes(request, limits)
+async def read(
+    headers: Mapping[bytes, bytes], receive: Receive, whole: bool, kind: type[T], limits: Limits
+) -> tuple[T, dict[str, Any]]:
+    """The request's body as `kind`, and what it holds besides. `whole`: it is there, and needs no time to come."""
+    check_headers(headers)
+    data = await _bytes(headers, receive, whole, limits)
     value = await asyncio.to_thread(parse, data) if len(data) > BIG else parse(data)
     return convert(value, kind)
 
 
-def check_headers(request: Request, limits: Limits) -> None:
-    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content != "application/json":
+def check_headers(headers: Mapping[bytes, bytes]) -> None:
+    content = headers.get(b"content-type", b"")
+    if content != b"application/json" and content.partition(b";")[0].strip().lower() != b"application/json":
         raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json", "unsupported_media_type")
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
         raise ApiError(415, "compressed bodies are not taken: send the JSON as it is", "unsupported_media_type")
 
 
@@ -38,16 +42,21 @@ def too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")
 
 
-async def _bytes(request: Request, limits: Limits) -> bytes:
+async def _bytes(headers: Mapping[bytes, bytes], receive: Receive, whole: bool, limits: Limits) -> bytes:
     parts: list[bytes] = []
     size = 0
-    length = request.headers.get("content-length", "0")
-    stream = request.stream()
-    if not length.isdecimal() or int(length) > limits.body_bytes:
-        if "expect" not in request.headers:
+    length = headers.get(b"content-length", b"0")
+    stream = _stream(receive)
+    if not length.isdigit() or int(length) > limits.body_bytes:
+        if b"expect" not in headers:
             await _discard(stream, 8 * limits.body_bytes)
         raise too_large(limits)
     try:
+        if whole:  # nearly always: a timer that is set and cancelled costs more than reading
+            data, _ = await _part(receive)
+            if len(data) > limits.body_bytes:
+                raise too_large(limits)
+            return data
         async with asyncio.timeout(limits.body_seconds):
             async for part in stream:
                 size += len(part)
@@ -58,26 +67,39 @@ async def _bytes(request: Request, limits: Limits) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout") from None
-    except ClientDisconnect:
-        raise ApiError(499, "the client left", "client_gone") from None
     return b"".join(parts)
 
 
-async def _discard(stream: Any, most: int) -> None:
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """And whether there are more."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ApiError(499, "the client left", "client_gone")
+    return message["body"], message["more_body"]
+
+
+async def _stream(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
+        part, more = await _part(receive)
+        yield part
+
+
+async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
     try:
         async with asyncio.timeout(PATIENCE):
             async for part in stream:
                 most -= len(part)
                 if most < 0:
                     return
-    except (TimeoutError, ClientDisconnect):
+    except (TimeoutError, ApiError):
         return
 
 
 def parse(data: bytes) -> dict[str, Any]:
     """A JSON object, strictly: no duplicate names, no NaN, no integer beyond 64 bits."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+        value = _decoder.decode(data.decode())
     except ApiError:
         raise
     except (ValueError, RecursionError) as error:
@@ -107,6 +129,9 @@ def _integer(text: str) -> int:
     return value
 
 
+_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+
+
 # ---- types --------------------------------------------------------------------------------------------
 
 
@@ -115,8 +140,13 @@ def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
         found = msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
         raise type_error(str(error)) from None
-    known = kind.__struct_fields__
+    known = _fields(kind)
     return found, {name: given for name, given in value.items() if given is not None and name not in known}
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
 
 
 def type_error(text: str) -> ApiError:

@@ -16,16 +16,18 @@ import gc
 import logging
 import time
 from collections import OrderedDict
+from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple
 
-from octavo.collect import Collector, Until
+from octavo.collect import Collector, Until, made_later
 from octavo.errors import DeviceOutOfMemory
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
 from octavo.serve.admission import Queue
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError, api_error
+from octavo.serve.keys import Key
 from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront, View
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
@@ -44,7 +46,7 @@ class Place(NamedTuple):
 
     @property
     def request(self) -> Request:
-        return self.call.collectors[self.which].request
+        return self.call.requests[self.which]
 
     def __str__(self) -> str:
         collector = self.call.collectors[self.which]
@@ -54,23 +56,46 @@ class Place(NamedTuple):
 
 
 Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new of it
+# More objects at a time than before by so many let the garbage collector look through the new ones. With Python's own 700 that
+# was at every third request, a tenth of what one costs.
+OBJECTS = 20_000
 REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 
 
 class Call:
     """A client's request on its way. Not made by hand: see EngineClient.open."""
 
-    def __init__(self, client: EngineClient, id: str, collectors: list[Collector], follow: bool, owner: str, priority: int):
-        self.client, self.id, self.collectors, self.owner, self.priority = client, id, collectors, owner, priority
+    def __init__(
+        self,
+        client: EngineClient,
+        id: str,
+        requests: list[Request],
+        texts: list[str | None],
+        until: Until | None,
+        follow: bool,
+        key: Key | None,
+    ):
+        self.client, self.id, self.requests, self.texts, self.until, self.key = client, id, requests, texts, until, key
+        self.owner, self.priority = (key.name, key.priority) if key is not None else ("", 0)
         self.error: ApiError | None = None
         self.structure: str | None = None  # the client's field that said what the text must match
-        self.compiling = {c.request.id for c in collectors if c.request.params.structured_outputs is not None}
-        self.unfinished = len(collectors)
-        self.arrival = collectors[0].request.arrival
-        self.timers: list[asyncio.TimerHandle] = []
+        self.compiling = {r.id for r in requests if r.params.structured_outputs is not None}
+        self.unfinished = len(requests)
+        self.arrival = requests[0].arrival
+        self.timer: asyncio.TimerHandle | None = None
         self._follow, self._closed = follow, False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    @cached_property
+    def collectors(self) -> list[Collector]:
+        """Of each prompt. Made when first asked for, which is when the engine has been told."""
+        tokenizer = self.client.tokenizer
+        found = [Collector(r, text, tokenizer, self.until) for r, text in zip(self.requests, self.texts, strict=True)]
+        if self._follow:
+            for collector in found:
+                collector.news = []
+        return found
 
     # ---- the reader's side -----------------------------------------------------------------------
 
@@ -122,6 +147,8 @@ class Call:
         if not self._closed:
             self._closed = True
             self.client.forget(self)
+            if self.key is not None:
+                self.key.leave(sum(len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs) for c in self.collectors))
 
     # ---- the engine's side -----------------------------------------------------------------------
 
@@ -205,25 +232,21 @@ class EngineClient:
         texts: list[str | None],
         *,
         follow: bool,
-        owner: str = "",
-        priority: int = 0,
+        key: Key | None = None,
         timeout: float | None = None,
         structure: str | None = None,
         until: Until | None = None,
     ) -> Call:
-        """Send requests to the engine. `follow`: the caller wants pieces as they come. `structure`: see Call; `until`:
-        Collector."""
+        """Send requests to the engine. `follow`: the caller wants pieces as they come. `key`: whose they are, and who hears
+        when they are over; `structure`: see Call; `until`: Collector."""
         self.model  # noqa: B018  (raises unless ready)
-        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), priority)
+        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), key.priority if key is not None else 0)
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
-        collectors = [Collector(r, text, self.tokenizer, until) for r, text in zip(requests, texts, strict=True)]
-        call = Call(self, id, collectors, follow, owner, priority)
+        call = Call(self, id, requests, texts, until, follow, key)
         call.structure = structure
-        for i, (request, collector) in enumerate(zip(requests, collectors, strict=True)):
-            if follow:
-                collector.news = []
+        for i, request in enumerate(requests):
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
             self.supervisor.send(
@@ -236,39 +259,47 @@ class EngineClient:
                     request.priority,
                     request.deadline,
                     request.key,
-                    time.monotonic(),
-                    not follow and collector.later,
+                    whole=not follow and made_later(request.params, until),
                 )
             )
         if not self.calls:
             self.supervisor.progress = time.monotonic()  # from now on there is work
         self.calls[id] = call
-        self._set_deadlines(call, timeout)
+        asyncio.get_running_loop().call_soon(self._opened, call, timeout)  # the engine need not wait for that
         return call
 
-    def _set_deadlines(self, call: Call, timeout: float | None) -> None:
+    def _opened(self, call: Call, timeout: float | None) -> None:
+        """One timer: until the request should have begun, and then until it should have ended."""
+        if call.id not in self.calls:
+            return
+        _ = call.collectors
         loop, spent = asyncio.get_running_loop(), time.monotonic() - call.arrival
         total = min(timeout or self.config.request_timeout, self.config.request_timeout)
         waiting = self.config.queue_timeout
-        call.timers = [loop.call_later(max(total - spent, 0), lambda: call.fail(errors.deadline_exceeded(total)))]
-        if waiting < total:
-            call.timers.append(loop.call_later(max(waiting - spent, 0), self._check_queue, call, waiting))
 
-    def _check_queue(self, call: Call, seconds: float) -> None:
-        if any(c.request.id in self.queue.waiting for c in call.collectors):
-            call.fail(errors.queue_timeout(seconds, self.queue.retry_after()))
+        def late() -> None:
+            call.fail(errors.deadline_exceeded(total))
+
+        def begun() -> None:
+            if any(r.id in self.queue.waiting for r in call.requests):
+                call.fail(errors.queue_timeout(waiting, self.queue.retry_after()))
+            else:
+                call.timer = loop.call_later(total - waiting, late)
+
+        first = begun if waiting < total else late
+        call.timer = loop.call_later(max(min(waiting, total) - spent, 0), first)
 
     def abandon(self, call: Call) -> None:
         """Take a call's requests from the engine."""
-        ids = [c.request.id for c in call.collectors if self.open_requests.pop(c.request.id, None)]
+        ids = [r.id for r in call.requests if self.open_requests.pop(r.id, None)]
         for id in ids:
             self.queue.leave(id, begun=False)
         if ids:
             self.supervisor.send(Abort(ids))
 
     def forget(self, call: Call) -> None:
-        for timer in call.timers:
-            timer.cancel()
+        if call.timer is not None:
+            call.timer.cancel()
         self.abandon(call)
         if self.calls.pop(call.id, None):
             self.ended[call.id] = call.owner
@@ -367,6 +398,7 @@ class EngineClient:
         self.tokenizer = await asyncio.to_thread(read_tokenizer, loaded)
         gc.collect()
         gc.freeze()  # a vocabulary's objects stay, and are not looked through again and again
+        gc.set_threshold(OBJECTS)
 
 
 def read_tokenizer(loaded: Loaded) -> Tokenizer:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,31 +24,26 @@ from octavo.types import SamplingParams
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Iterator[Call]:
+def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Call:
     """A call within the limits of the caller's key. Every transport generates through here."""
-    if caller.key is not None:
-        caller.key.enter()
-    tokens = 0
+    key = caller.key
+    if key is not None:
+        key.enter()
     try:
-        with front.client.open(
+        return front.client.open(
             caller.id,
             prepared.requests,
             prepared.texts,
             follow=follow,
-            owner=caller.owner,
-            priority=caller.priority,
+            key=key,
             timeout=prepared.timeout,
             structure=prepared.structure,
             until=prepared.until,
-        ) as call:
-            try:
-                yield call
-            finally:
-                tokens = sum(len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs) for c in call.collectors)
-    finally:
-        if caller.key is not None:
-            caller.key.leave(tokens)
+        )
+    except BaseException:
+        if key is not None:
+            key.leave(0)
+        raise
 
 
 # ---- the two routes -------------------------------------------------------------------------------------
@@ -199,15 +192,16 @@ def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
 async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     front, caller = exchange.front, exchange.caller
     with open_call(front, caller, prepared, follow=shape.stream) as call:
-        async with exchange.watching(call):
-            if shape.stream:
-                await call.taken()  # what is refused is an HTTP error still, and no event
-                await asyncio.sleep(0)  # requests that came with this one are handed to the engine before headers are written
-                await stream(exchange, call, prepared, shape)
-            else:
-                await call.done()
-                reply = replies.whole(reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape)
-                await exchange.reply(reply, prepared.headers)
+        exchange.watch(call)
+        if shape.stream:
+            await call.taken()  # what is refused is an HTTP error still, and no event
+            for _ in range(2):  # turns of the loop until the engine has been told of this one and those that came with it
+                await asyncio.sleep(0)  # (supervisor.py): headers, a write each, come after that
+            await stream(exchange, call, prepared, shape)
+        else:
+            await call.done()
+            reply = replies.whole(reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape)
+            await exchange.reply(reply, prepared.headers)
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ class Link:
             self._in = context.socket(zmq.PULL)
             self._in.setsockopt(zmq.RCVHWM, 0)
             self._in.bind(f"{address}.engine")
+            self._parts: deque[bytes] = deque()  # come together, each a message
 
     def send(self, message: ToFront) -> None:
         self._out.send(encode(message))
@@ -83,11 +85,13 @@ class Link:
     def receive(self, seconds: float | None) -> ToEngine | None:
         """The next message; None if none comes for so long. `seconds` None: there is time."""
         while True:
-            if seconds and not self._in.poll(seconds * 1000):
-                return None
-            if seconds == 0 and not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return None  # asked once a step: an exception would take longer
-            data = self._in.recv()
+            if not self._parts:
+                if seconds and not self._in.poll(seconds * 1000):
+                    return None
+                if seconds == 0 and not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    return None  # asked once a step: an exception would take longer
+                self._parts.extend(self._in.recv_multipart())
+            data = self._parts.popleft()
             try:
                 return decode_to_engine(data)
             except msgspec.ValidationError as error:  # the front checks first, so this is its mistake and not the client's

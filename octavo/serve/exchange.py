@@ -1,23 +1,22 @@
 """One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one function.
 
-The client's leaving is noticed from the first byte on, whether it streams or not: `watching` listens while a call runs.
+The client's leaving is noticed from the first byte on, whether it streams or not: `watch` ties a call to the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from octavo.serve import body
 from octavo.serve.client import Call
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Caller, Front
+from octavo.serve.wire import Line
 
 T = TypeVar("T", bound=msgspec.Struct)
 Headers = dict[str, str]
@@ -31,16 +30,15 @@ def client_gone() -> ApiError:
 class Exchange:
     def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send):
         self.front, self.scope = front, scope
-        self.request = Request(scope, receive)
         self.caller: Caller = scope["octavo.caller"]
         self.path: dict[str, str] = scope.get("path_params", {})
         self._receive, self._send = receive, send
-        self._abort: Callable[[], None] = scope.get("octavo.abort", lambda: None)  # wire.py puts these there
-        self._paused: Callable[[], bool] = scope.get("octavo.paused", lambda: True)
+        self._line: Line = scope["octavo.line"]  # wire.py puts it there
 
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
         """See octavo.serve.body.read."""
-        return await body.read(self.request, kind, self.front.config.limits)
+        headers = self.scope["octavo.headers"]
+        return await body.read(headers, self._receive, self._line.whole, kind, self.front.config.limits)
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
         await self.send(_encode(value), "application/json", headers, status)
@@ -59,28 +57,17 @@ class Exchange:
 
     async def write(self, data: bytes, last: bool = False) -> None:
         """Waits while the client is slow to read, but not for ever: then the connection is cut."""
-        if not self._paused():
+        if not self._line.paused:
             return await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        timer = asyncio.get_running_loop().call_later(self.front.config.limits.send_seconds, self._abort)
+        timer = asyncio.get_running_loop().call_later(self.front.config.limits.send_seconds, self._line.abort)
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         finally:
             timer.cancel()
 
-    @asynccontextmanager
-    async def watching(self, call: Call) -> AsyncIterator[None]:
-        """While in here, the client's leaving ends the call."""
-
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            call.fail(client_gone())
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
+    def watch(self, call: Call) -> None:
+        """From now on the client's leaving ends the call."""
+        self._line.watch(lambda: call.fail(client_gone()))
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -11,10 +11,10 @@ import binascii
 import ipaddress
 import logging
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,19 +38,19 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        caller = scope["octavo.caller"] = Caller()
-        headers = Headers(scope=scope)
-        label = headers.get("x-request-id")
+        line = scope.get("octavo.line")  # a WebSocket has none
+        caller = scope["octavo.caller"] = Caller() if line is None else Caller(arrival=line.arrival)
+        headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))  # of two by one name the first
         status = 0
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
-                found = MutableHeaders(scope=message)
-                found["x-request-id"] = caller.id
+                found = message["headers"] = [*message["headers"], (b"x-request-id", caller.id.encode())]
+                label = text(headers, b"x-request-id")
                 if label and len(label) <= self.front.config.limits.label_chars and LABEL.fullmatch(label):
-                    found["x-client-request-id"] = label
+                    found.append((b"x-client-request-id", label.encode()))
             elif message["type"] == "websocket.accept":
                 status = 101
             await send(message)
@@ -74,16 +74,16 @@ class Guard:
             log.info("%s %s %s %d %.1f ms%s", caller.id, scope.get("method", "WS"), known_path(scope), status,
                      (time.monotonic() - caller.arrival) * 1000, f" {caller.owner}" if caller.owner else "")  # fmt: skip
 
-    def check(self, scope: Scope, headers: Headers, caller: Caller) -> None:
-        host = headers.get("host", "")
+    def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:
+        host = text(headers, b"host") or ""
         if not self.host_allowed(host):
             raise ApiError(421, "this server does not answer under that host name (--allowed-host adds one)", "wrong_host")
         if scope["type"] == "websocket":
-            self.check_origin(headers.get("origin"), host)
+            self.check_origin(text(headers, b"origin"), host)
         if scope["path"] not in OPEN:
             address = scope["client"][0] if scope.get("client") else ""
-            caller.key = self.front.keys.check(headers.get("authorization") or offered_key(scope), address)
-        if (timeout := headers.get("x-request-timeout")) is not None:
+            caller.key = self.front.keys.check(text(headers, b"authorization") or offered_key(scope), address)
+        if (timeout := text(headers, b"x-request-timeout")) is not None:
             try:
                 caller.timeout = float(timeout)
             except ValueError:
@@ -108,12 +108,17 @@ def offered_key(scope: Scope) -> str | None:
     """The key of a WebSocket that comes from a browser, as the header that it could not send."""
     for name in scope.get("subprotocols", ()):
         if name.startswith(KEY_PROTOCOL):
-            text = name.removeprefix(KEY_PROTOCOL)
+            key = name.removeprefix(KEY_PROTOCOL)
             try:
-                return "Bearer " + base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode("ascii")
+                return "Bearer " + base64.urlsafe_b64decode(key + "=" * (-len(key) % 4)).decode("ascii")
             except (binascii.Error, ValueError):
                 return "Bearer"
     return None
+
+
+def text(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    found = headers.get(name)
+    return None if found is None else found.decode("latin-1")
 
 
 def is_loopback(host: str) -> bool:

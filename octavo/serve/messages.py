@@ -28,7 +28,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     priority: int = 0
     deadline: float | None = None  # on the same clock
     key: str = ""
-    submitted: float = 0.0  # on the same clock
+    submitted: float = 0.0  # when it left the front, on the same clock
     whole: bool = False  # nobody follows it: after its first token the front wants to hear of it when it has ended
 
 

@@ -158,9 +158,9 @@ def check_prompts(front: Front, prompts: list[str] | None) -> list[str]:
 
 async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:
     with open_call(exchange.front, exchange.caller, prepared, follow=False) as call:
-        async with exchange.watching(call):
-            await call.done()
-            return [collector.best[0].text for collector in call.collectors]
+        exchange.watch(call)
+        await call.done()
+        return [collector.best[0].text for collector in call.collectors]
 
 
 # ---- about the server -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ guided_json, ...      the same, as older clients say it
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from octavo.errors import InvalidRequest
@@ -24,8 +25,14 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
+_values = attrgetter(*FIELDS)
+_NONE = (None,) * len(FIELDS)
+
+
 def field(body: Common) -> str | None:
     """The field that asks for a structure."""
+    if _values(body) == _NONE:  # most
+        return None
     return next((name for name in FIELDS if _asks(name, getattr(body, name))), None)
 
 
@@ -34,6 +41,8 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def read(body: Common, limits: Limits) -> StructuredOutputs | None:
+    if _values(body) == _NONE:
+        return None
     given = [name for name in FIELDS if _asks(name, getattr(body, name))]
     if not given:
         return None

@@ -23,6 +23,7 @@ import zmq
 from octavo.errors import ModelError
 from octavo.serve.config import ServeConfig
 from octavo.serve.messages import (
+    Add,
     Beat,
     Failed,
     Loaded,
@@ -41,12 +42,17 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
+LONGEST_WAIT = 0.002  # seconds since its arrival for which a request waits at most for others to go with it
 GRACE = 3.0  # seconds an engine has to end by itself
 
 
 class FrontLink:
     """The front's end of the two sockets, in a directory that nobody else may enter. A new one for every engine process,
-    so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected."""
+    so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected.
+
+    What is said in turns of the event loop that follow each other goes out as one message of several parts, once a turn brings
+    nothing more. Requests that came together then reach the engine together: else it would begin with the first alone, the
+    others would wait for that step, and on few cores the front would share them with it while it still reads."""
 
     def __init__(self, deliver: Callable[[ToFront], None]):
         self.directory: str | None = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
@@ -59,10 +65,37 @@ class FrontLink:
         self._in.bind(f"{self.address}.front")
         self._out.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between tries while the engine is not there yet
         self._out.connect(f"{self.address}.engine")  # which the engine binds: what is connected can be sent to before
-        asyncio.get_running_loop().add_reader(self._in.fileno(), self._readable)
+        self._said: list[ToEngine] = []
+        self._since = 0.0  # when the first of those came
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._in.fileno(), self._readable)
 
     def send(self, message: ToEngine) -> None:
-        self._out.send(encode(message), zmq.NOBLOCK)
+        now = time.monotonic()
+        if not self._said:
+            self._since = message.arrival if type(message) is Add else now
+        self._said.append(message)
+        if now - self._since > LONGEST_WAIT:
+            self._flush()
+        elif len(self._said) == 1:
+            self._loop.call_soon(self._turn, 0)
+
+    def _turn(self, before: int) -> None:
+        """A turn is over, at whose beginning so much had been said."""
+        if len(self._said) > before:
+            self._loop.call_soon(self._turn, len(self._said))
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._said or self._out.closed:
+            return
+        said, self._said = self._said, []
+        now = time.monotonic()
+        for message in said:
+            if type(message) is Add:
+                message.submitted = now
+        self._out.send_multipart([encode(message) for message in said], zmq.NOBLOCK)
 
     def _readable(self) -> None:
         # The descriptor tells of changes only, so everything has to be read, and the events looked at again, until nothing
@@ -71,7 +104,7 @@ class FrontLink:
             if not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             self._deliver(decode_to_front(self._in.recv(zmq.NOBLOCK)))
-        asyncio.get_running_loop().call_soon(self._readable)
+        self._loop.call_soon(self._readable)
 
     def connected(self) -> None:
         """The paths are not needed any more. (Removed too early, a connection would be tried for ever, in silence.)"""
@@ -80,7 +113,7 @@ class FrontLink:
             self.directory = None
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._in.fileno())
+        self._loop.remove_reader(self._in.fileno())
         self._context.destroy(linger=0)
         self.connected()
 

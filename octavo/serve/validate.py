@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from octavo.collect import Until
@@ -32,6 +33,7 @@ SAMPLING = (
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "skip_special_tokens",
     "use_beam_search", "length_penalty", "early_stopping",
 )  # fmt: skip
+_sampling = attrgetter(*SAMPLING)
 
 
 @dataclass
@@ -72,7 +74,7 @@ def check_fields(front: Front, unknown: Mapping[str, Any]) -> dict[str, str]:
 
 def sampling(body: Common, limits: Limits) -> SamplingParams:
     """The parameters, all but the length. Ranges are SamplingParams' own where the API has no narrower ones."""
-    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    given = {name: value for name, value in zip(SAMPLING, _sampling(body), strict=True) if value is not None}
     if body.use_beam_search and (name := structure.field(body)) is not None:
         raise unsupported(name, "beam search follows no structure")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

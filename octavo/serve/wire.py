@@ -1,29 +1,67 @@
 """HTTP connections with bounds: uvicorn's protocol, which has none on headers and none on how long they take.
 
-Overrides what it documents as its parser's callbacks, and adds to each request's scope how to cut its connection and whether
-writing to it would wait.
+Overrides what it documents as its parser's callbacks, and adds to each request's scope a Line: what an exchange wants to know
+of its connection beyond ASGI.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import time
+from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from octavo.serve.errors import ApiError
 from octavo.serve.front import new_id
 from octavo.serve.limits import Limits
 
 
+class Line:
+    """One request's connection."""
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self.cycle, self.arrival = cycle, time.monotonic()
+        self._left: Callable[[], None] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """The request's body has come, all of it."""
+        return not self.cycle.more_body
+
+    @property
+    def paused(self) -> bool:
+        """Writing would wait."""
+        return self.cycle.flow.write_paused
+
+    def abort(self) -> None:
+        self.cycle.transport.abort()
+
+    def watch(self, left: Callable[[], None]) -> None:
+        """`left` is called when the client leaves, now if it has left. A task that listens would cost ten times as much."""
+        self._left = left
+        if self.cycle.disconnected:
+            left()
+        else:
+            self.cycle.flow.resume_reading()  # a large body may have stopped it, and who does not read sees nobody leave
+
+    def lost(self) -> None:
+        if not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self._left is not None:
+                self._left()
+
+
 def bounded(limits: Limits) -> type[HttpToolsProtocol]:
     class Bounded(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None
+        _timer: asyncio.TimerHandle | None = None  # while headers are awaited
+        _in_head = True
         _head = 0  # bytes of the request line and headers so far
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._cycles: list[Any] = []
+            self._lines: list[Line] = []
             if len(self.connections) > limits.connections:
                 self._refuse(ApiError(503, "too many connections", "too_many_connections", retry_after=1.0))
                 return
@@ -32,46 +70,39 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             # With pipelined requests uvicorn tells only the last of the client's leaving; the one that runs is an earlier.
-            for cycle in self._cycles:
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                    cycle.message_event.set()
-            self._cycles.clear()
+            for line in self._lines:
+                line.lost()
+            self._lines.clear()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            if self._timer is not None:
+            if self._in_head:
                 self._head += len(data)
             super().data_received(data)
-            if self._timer is not None and self._head > limits.header_bytes and not self.transport.is_closing():
-                self._refuse(_headers_too_large())
+            if self._in_head and not self.transport.is_closing():
+                if self._head > limits.header_bytes:
+                    self._refuse(_headers_too_large())
+                elif self._timer is None:  # most requests come whole, and need none
+                    self._await_headers()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self.scope["octavo.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
-            self.scope["octavo.paused"] = self._paused  # type: ignore[typeddict-unknown-key]
-            self._size = 0
-            if self._timer is None:
-                self._await_headers()
-
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            self._size += len(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            super().on_header(name, value)
-            self._size += len(name) + len(value)
+            if not self._in_head:
+                self._in_head, self._head = True, 0
 
         def on_headers_complete(self) -> None:
             self._stop_timer()
-            if self._size > limits.header_bytes or len(self.headers) > limits.headers:
+            self._in_head = False
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > limits.header_bytes or len(self.headers) > limits.headers:
                 self._refuse(_headers_too_large())
                 return
             super().on_headers_complete()
             if self.cycle is not None:
-                self._cycles = [c for c in self._cycles if not c.response_complete] + [self.cycle]
+                line = self.scope["octavo.line"] = Line(self.cycle)  # type: ignore[typeddict-unknown-key]
+                self._lines = [*(one for one in self._lines if not one.cycle.response_complete), line]
 
         def on_body(self, body: bytes) -> None:
             if self.cycle is not None:
@@ -81,11 +112,7 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             if self.cycle is not None:
                 super().on_message_complete()
 
-        def _paused(self) -> bool:
-            return self.flow is not None and self.flow.write_paused
-
         def _await_headers(self) -> None:
-            self._head = 0
             self._timer = self.loop.call_later(limits.header_seconds, self._too_slow)
 
         def _stop_timer(self) -> None:

@@ -33,6 +33,21 @@ def free_port() -> int:
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 512, "max_num_seqs": 64}
 
 
+PROBE = """
+import select, socket, sys, time
+times = []
+print("begun", flush=True)
+end = time.monotonic() + 60
+while not select.select([sys.stdin], [], [], 0.005)[0] and time.monotonic() < end:
+    begun = time.monotonic()
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5) as c:
+        c.sendall(b"GET /livez HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
+        assert c.recv(100).startswith(b"HTTP/1.1 200")
+    times.append(time.monotonic() - begun)
+print(*times)
+"""
+
+
 class Running:
     def __init__(self, process: subprocess.Popen[str], port: int, log: Path, temporary: Path):
         self.process, self.port, self.log, self.temporary = process, port, log, temporary
@@ -158,3 +173,17 @@ def check_error(reply: httpx.Response, status: int, param: str | None = ..., cod
     if code is not ...:
         assert error["code"] == code, error
     return error
+
+
+@contextlib.contextmanager
+def alive(running: Running) -> Iterator[None]:
+    """While in here /livez is asked again and again, by a process of its own: every answer is yes, and comes within 100 ms. One
+    may take longer, for the asking process too has to wait for a core now and then."""
+    argv = [sys.executable, "-c", PROBE, str(running.port)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
+        assert probe.stdout is not None and probe.stdin is not None
+        probe.stdout.readline()
+        yield
+        probe.stdin.close()
+        times = sorted(map(float, probe.stdout.readline().split()))
+    assert len(times) > 5 and times[-2] < 0.1 and times[-1] < 1, times[-5:]

@@ -23,33 +23,10 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.messages import Beat, Phase
 from octavo.serve.supervisor import Supervisor
 from tests import tiny
-from tests.serve.running import ROOT, Running, check_error, children, events, free_port, server
+from tests.serve.running import ROOT, Running, alive, check_error, children, events, free_port, server
 from tests.serve.test_streams import settled
 
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-
-
-class Probing:
-    """Asks /livez all the time; every answer must be 200, and quick."""
-
-    def __init__(self, running: Running):
-        self.url, self.over, self.slowest, self.bad = f"{running.url}/livez", threading.Event(), 0.0, 0
-        self.thread = threading.Thread(target=self.probe)
-
-    def probe(self) -> None:
-        with httpx.Client() as http:
-            while not self.over.wait(0.01):
-                begun = time.monotonic()
-                self.bad += http.get(self.url).status_code != 200
-                self.slowest = max(self.slowest, time.monotonic() - begun)
-
-    def __enter__(self) -> Probing:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
 
 
 def gone(pid: int, seconds: float = 5) -> bool:
@@ -98,7 +75,7 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
     (engine,) = mortal.children()
     files = mortal.open_files()
     sockets = mortal.sockets()
-    with Probing(mortal) as probing:
+    with alive(mortal):
         texts = asyncio.run(streams(mortal, 32, lambda: os.kill(engine, signal.SIGKILL)))
         died = time.monotonic()
         for text in texts:
@@ -109,7 +86,6 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
         assert state.status_code == 503 and state.json()["state"] == "restarting"
         mortal.wait("/readyz", 20)
         assert time.monotonic() - died < 10
-    assert probing.bad == 0 and probing.slowest < 0.5
     assert mortal.complete()["usage"]["completion_tokens"] == 4
     assert gone(engine) and len(mortal.children()) == 1 and mortal.children() != [engine]
     time.sleep(0.2)
@@ -287,6 +263,16 @@ def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "octavo", *argv], cwd=ROOT, capture_output=True, text=True, timeout=30)
 
 
+def told(argv: tuple[str, ...]) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """Seconds until a server has said why it cannot start. What takes long is tried again: the cores may be shared."""
+    for _ in range(3):
+        begun = time.monotonic()
+        done = octavo("serve", *argv)
+        if (took := time.monotonic() - begun) < 5:
+            break
+    return took, done
+
+
 def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "keys.toml").write_text("")
@@ -320,13 +306,12 @@ def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running,
         ("--port", str(free_port()), str(tmp_path / "lacking")): "model.norm.weight",
         ("--port", str(free_port()), str(tmp_path / "cut")): "model.safetensors",
     }.items():
-        begun = time.monotonic()
-        done = octavo("serve", *argv)
+        took, done = told(argv)
         assert done.returncode not in (0, None), argv
         line, *more = done.stderr.strip().splitlines()
         assert line.startswith("error: ") and says in done.stderr, done.stderr
         assert not more or ("lacking" in argv[-1] and "Traceback" not in done.stderr), "one line, or a list of tensors"
-        assert time.monotonic() - begun < 10, (argv, time.monotonic() - begun)
+        assert took < 5, (argv, took)
 
 
 def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
