@@ -375,12 +375,13 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
-        tokens = max(1, min(64, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
         recorder, self.engine.scheduler.recorder = self.engine.scheduler.recorder, None
-        self.generate([[0] * tokens], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
+        for tokens in (64, 128):  # few tokens and many may take kernels of their own
+            prompt = [0] * max(1, min(tokens, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
+            self.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
+            self.reset_prefix_cache()
         self.engine.scheduler.recorder = recorder
         self.runner.capture()
-        self.reset_prefix_cache()
 
     # ---- the loop ----------------------------------------------------------------------------------
 

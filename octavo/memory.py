@@ -19,7 +19,7 @@ from octavo.model.base import CausalLM, build
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
-STAGING = {"cuda": 2**27, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
+STAGING = {"cuda": 2**29, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
 DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
 DISK_GIB = 16.0  # of a disk, likewise
 KV_BUDGET = 1024  # positions of a sequence whose cache is bounded, likewise

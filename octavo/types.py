@@ -374,6 +374,12 @@ class Sequence:
         """Leading tokens that are the prompt's."""
         return self.prompt_len + self.dropped - self.dropped_prompt
 
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Asked for and not all there: every prompt position but the last must be computed, not found in the cache."""
+        wanted = self.prompt_logprobs
+        return wanted is not None and len(wanted) > 1 and wanted[-1] is None
+
 
 # ---- one step -----------------------------------------------------------------------------------
 
@@ -485,6 +491,7 @@ class StepResult:
     seconds: float = 0.0  # the device took for the items; 0: nobody measured
     load_seconds: float = 0.0  # and for the loads
     news: list[DiskNews] = field(default_factory=list)
+    spoilt: set[int] = field(default_factory=set)  # host slots that came from disk: what was loaded is not what was once saved
 
 
 # ---- what comes out -------------------------------------------------------------------------------

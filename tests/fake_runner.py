@@ -2,8 +2,8 @@
 so any mistake in blocks, copies, rows or order changes the tokens. Its results are computed at launch and read later.
 
 Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as many steps as its dice say,
-and may fail, lose a record or never answer: then the fetch is reported late. A step may fail before it does anything, or
-after all of it; one that is too large for the memory does nothing."""
+and may fail, lose a record, spoil it or never answer: then the fetch is reported late. A step may fail before it does anything,
+or after all of it; one that is too large for the memory does nothing."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class FakeDisk:
     missing: float = 0.0
     never: float = 0.0
     unwritable: float = 0.0
+    spoilt: float = 0.0  # of what comes
     lists: float = 0.1  # part of the steps after which it tells what it has
 
 
@@ -62,6 +63,7 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.empty: Entries = [None] * block_size
         self.host: list[Entries] = [self.empty for _ in range(host_slots)]
+        self.spoilt: set[int] = set()  # slots
         self.owner = [0] * host_slots  # who came into the slot last: late work for others is not done
         self.disk, self.dice = disk, random.Random(seed)
         self.ticks = 0
@@ -113,7 +115,9 @@ class FakeRunner:
                 after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
                 prompt_logprobs[i] = [TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)]
         self._ask_disk(plan)
-        result = StepResult(tokens, logprobs, prompt_logprobs, mass)
+        result = StepResult(
+            tokens, logprobs, prompt_logprobs, mass, spoilt={slot for slot, _ in plan.loads if slot in self.spoilt}
+        )
         if self.host:
             result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
 
@@ -131,6 +135,7 @@ class FakeRunner:
 
     def _own(self, slot: int) -> int:
         self.host[slot] = self.empty
+        self.spoilt.discard(slot)
         self.owner[slot] += 1
         return self.owner[slot]
 
@@ -170,6 +175,9 @@ class FakeRunner:
             else:
                 if self.owner[fetch.slot] == owner:  # not so if the step that asked for it failed
                     self.host[fetch.slot] = list(entries)
+                    if self.dice.random() < self.disk.spoilt:  # type: ignore[union-attr]
+                        self.host[fetch.slot] = [(7, 7)] * self.size
+                        self.spoilt.add(fetch.slot)
                 news.append(DiskNews("fetched", fetch.hash, fetch.ticket, seconds=self.dice.random() / 4))
         return news
 

@@ -72,7 +72,7 @@ def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
         return host, None
     sound = g.random() < 0.5
     rate = 0.0 if sound else g.choice([0.25, 0.5])
-    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, g.choice([0.1, 1.0]))
+    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, rate, g.choice([0.1, 1.0]))
 
 
 def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:
@@ -221,7 +221,7 @@ def trial(
         scheduler.check()
         for seq in scheduler.running:
             assert epochs.get(seq.id, seq.epoch) == seq.epoch, "a victim came straight back, in the plan that it gave way to"
-        if scheduler.form is not None:
+        if scheduler.batches.form is not None:
             begun = {seq.request.id for seq in scheduler.live.values() if seq.row >= 0 or seq.preemptions or seq.index}
             most = {"none": 1, "window": max(rows, scheduler.schedule.max_batch)}.get(batching, scheduler.schedule.max_batch)
             assert len(begun) <= most, "more batches at once than there may be"
@@ -234,7 +234,7 @@ def trial(
         assert steps < 20_000, "no progress"
     run_dry(engine)
     scheduler.pool.check([])
-    assert len(scheduler.rows) == rows and not scheduler.live and not scheduler.requests
+    assert len(scheduler.queues.rows) == rows and not scheduler.live and not scheduler.requests
 
     for r in requests.values():
         if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":

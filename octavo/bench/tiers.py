@@ -25,7 +25,7 @@ import torch
 from octavo.bench.batching import spread
 from octavo.core.blocks import chain
 from octavo.core.engine import Handle, Runner
-from octavo.core.tiers import Costs
+from octavo.core.links import Links
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.ops.pages import area
@@ -36,7 +36,7 @@ OUTPUT = 8  # tokens, compared
 SETTLE = 0.5  # seconds without a new record, after which all are written
 
 
-class Eager(Costs):
+class Eager(Links):
     """Loads whatever can be loaded."""
 
     def pays(self, disk: bool = False) -> bool:
@@ -131,14 +131,14 @@ def ask(llm: LLM, prompt: list[int]) -> Answer:
     return Answer(seconds, tokens, llm.engine.scheduler.count.cached_tokens - before, parts, lifted)
 
 
-def eager(llm: LLM) -> Costs:
+def eager(llm: LLM) -> Links:
     """Make it load whatever it can. The costs it goes on measuring."""
     tiers = llm.engine.scheduler.tiers
     if tiers is None:
         raise OctavoError("this engine has no second tier: page-locked memory was refused, or no room was given")
-    old = tiers.costs
-    tiers.costs = Eager(old.size, old.load, old.fetch, old.tokens, old.seconds)
-    return tiers.costs
+    old = tiers.links
+    tiers.links = Eager(old.size, old.load, old.fetch, old.tokens, old.seconds)
+    return tiers.links
 
 
 def measure(
@@ -188,7 +188,7 @@ def measure(
         "load_bytes_s": rate,
         "link_bytes_s": link,
         "of_link": rate / link,
-        "chooses_host": Costs.pays(costs),
+        "chooses_host": Links.pays(costs),
         "stores": tiers.stores,
     }
     llm.close()
@@ -239,7 +239,7 @@ def measure(
         "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
         "disk_records": records,
         "disk_misses": dict(count.misses),
-        "chooses_disk": Costs.pays(costs, disk=True),
+        "chooses_disk": Links.pays(costs, disk=True),
         "same_tokens": all(len({tuple(a.tokens) for a in each}) == 1 for each in zip(device, host, disk, paged, strict=True)),
         "same_as_computed": all(c.tokens == d.tokens for c, d in zip(cold, device, strict=True)),
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import takewhile
 
 from octavo.config import ScheduleConfig
@@ -49,6 +49,26 @@ def former(schedule: ScheduleConfig) -> Form | None:
     if schedule.batching == "static":
         return collected(schedule.max_batch, LAST_CALL)
     return one if schedule.batching == "none" else None
+
+
+class Batches:
+    """Which requests may begin, where batches form: all, where they do not."""
+
+    def __init__(self, schedule: ScheduleConfig):
+        self.schedule, self.form = schedule, former(schedule)
+        self.latest: set[str] = set()  # requests of the batches that may run
+
+    def look(self, waiting: list[Sequence], live: Container[str], now: float) -> None:
+        """Let the next batch begin if it is time: alone, or under `window` beside others that leave it rows."""
+        assert self.form is not None
+        running = {id for id in self.latest if id in live}
+        beside = self.schedule.batching == "window" and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
+        if not running or beside:
+            fresh = [seq for seq in waiting if seq.request.id not in running]
+            self.latest = running | {seq.request.id for seq in fresh[: self.form(fresh, now) if fresh else 0]}
+
+    def formed(self, seq: Sequence) -> bool:
+        return self.form is None or seq.request.id in self.latest
 
 
 class Pace:

@@ -11,6 +11,7 @@ A token's position is its place in the cache: what stands behind a block that le
 
 from __future__ import annotations
 
+import sys
 from itertools import zip_longest
 
 from octavo.config import CacheConfig
@@ -20,6 +21,11 @@ from octavo.types import Sequence
 POLICIES = ("none", "sinks", "heavy")
 LOOKS = 4  # how often attention is looked at in a block's time: a look may cost a pass over the keys in float32
 DECAY = 0.9  # what a look counts for at the next one
+
+
+def most_positions(cache: CacheConfig) -> int:
+    """Positions that one sequence keeps; where nothing leaves, more than there will ever be."""
+    return sys.maxsize if cache.eviction == "none" else cache.budget
 
 
 def check_eviction(cache: CacheConfig, max_model_len: int) -> None:

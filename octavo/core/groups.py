@@ -7,8 +7,8 @@ A step of a search of width 2 (scores are sums of logprobs; "." ends a text):
                                                                                         B+x -2.0   goes on
                                                                                         B+z -2.3 ...
 
-What it gives equals transformers' beam search: scores, texts and their order. Knows sequences and logprobs, no blocks: the
-scheduler forks whoever goes on twice and ends whoever does not.
+What it gives equals transformers' beam search: scores, texts and their order. Knows sequences and logprobs, no blocks:
+families.py forks whoever goes on twice, and the scheduler ends whoever does not.
 """
 
 from __future__ import annotations
@@ -41,13 +41,8 @@ class BeamSearch:
     def __init__(self, root: Sequence):
         self.root, self.params = root, root.params  # the sequence that computes the prompt: later one of the beams
         self.width, self.longest = root.params.width, root.limit - root.prompt_len
+        self.candidates = candidates(root)
         self.ended: list[Hypothesis] = []  # best first, at most `width`
-
-    @property
-    def candidates(self) -> int:
-        """How many of the likeliest tokens a beam must report: as many as may go on, and all that could end it. Then there
-        are always `width` that go on."""
-        return self.width + len(self.root.stop_ids)
 
     def step(self, beams: list[Sequence]) -> list[Step]:
         """All beams have reported, in the order of their scores: those that go on, best first. None: the search is over."""
@@ -99,6 +94,17 @@ class BeamSearch:
             out.cached_tokens, out.prompt_logprobs = self.root.cached, self.root.prompt_logprobs
             found.append(out)
         return found
+
+
+def candidates(seq: Sequence) -> int:
+    """How many of the likeliest tokens a beam must report: as many as may go on, and all that could end it. Then there are
+    always `width` that go on."""
+    return seq.params.width + len(seq.stop_ids)
+
+
+def reported(seq: Sequence) -> bool:
+    """A beam that has said what it may go on with, and waits for its siblings to have done so."""
+    return seq.beam is not None and seq.beam.report is not None
 
 
 def go_on(seq: Sequence, step: Step) -> None:

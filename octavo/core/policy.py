@@ -15,13 +15,10 @@ A policy of your own is a subclass with a `rank`, given by name: --policy packag
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from octavo.errors import InvalidRequest
 from octavo.types import Sequence
-
-if TYPE_CHECKING:
-    from octavo.core.scheduler import Scheduler
 
 
 class Policy:
@@ -48,8 +45,8 @@ class Policy:
         """Who of these gives way. All rank after the one that needs room; any choice is safe."""
         return max(weaker, key=lambda s: s.rank)
 
-    def look(self, scheduler: Scheduler) -> None:
-        """Before ranks that are not fixed are asked for."""
+    def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
+        """Before ranks that are not fixed are asked for. `cached`: how much of a prompt the cache has, or is about to have."""
 
     def arrived(self, seq: Sequence) -> None: ...
 
@@ -134,12 +131,12 @@ class Fair(Policy):
     def _given(self, seq: Sequence, upto: int) -> int:
         return max(upto + seq.dropped - seq.shared, 0)  # a request's completions share its prompt, its beams more
 
-    def look(self, scheduler: Scheduler) -> None:
+    def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
         counter = dict(self.served)
-        for seq in scheduler.running:
+        for seq in running:
             counter[seq.request.key] += self._given(seq, seq.planned)
         self._turn.clear()
-        for seq in sorted(scheduler.waiting, key=lambda s: s.rank[1:]):  # by arrival: each adds to its key's counter
+        for seq in sorted(waiting, key=lambda s: s.rank[1:]):  # by arrival: each adds to its key's counter
             self._turn[seq.id] = counter[seq.request.key]
             counter[seq.request.key] += len(seq.tokens)
 
@@ -154,8 +151,8 @@ class Prefix(Policy):
     fixed = False
     ageing = 0.01
 
-    def look(self, scheduler: Scheduler) -> None:
-        self._cached = scheduler.cached_tokens
+    def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
+        self._cached = cached
 
     def rank(self, seq: Sequence) -> float:
         return seq.request.arrival - self.ageing * self._cached(seq)

@@ -10,22 +10,23 @@ Knows hashes and slots, no bytes: the runner moves those. A host slot is in exac
     device block <--admission-- host slot <--asked for-- disk              loads, fetches
 
 A store counts once its step is committed, so a step that failed leaves nothing behind. A sequence asks the disk once in a
-life, waits while that pays, and is then admitted with what has come: whatever the disk does, it gets on. While it waits, what
-has come is lifted to the device, into blocks that nobody uses: the link works beside the disk, and not after it.
+life, waits while that pays, and is then admitted with what has come: whatever the disk does, it gets on. What has come is
+lifted to the device at once, into blocks that nobody uses: the link works beside the disk, and not after it, and bytes are
+checked where that is fast. Nothing that came from disk is read by anybody before the step that lifted it found it whole.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
+from octavo.core.links import DISK_RATE, LINK_RATE, Links
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
-
-LINK_RATE = DISK_RATE = 10e9  # bytes a second, until something was measured: hope is put right by the first block, fear by none
-SMOOTH = 0.2  # weight of the newest measurement
-PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
 
 
 @dataclass(slots=True)
@@ -49,47 +50,17 @@ class TierCounters:
         self.misses[why] = self.misses.get(why, 0) + 1
 
 
-@dataclass(slots=True)
-class Costs:
-    """Load or recompute? Seconds for a block over each link against seconds to compute it, as measured while running."""
+class Lift(NamedTuple):
+    """A content on its way up, for nobody in particular."""
 
-    size: int  # tokens in a block
-    load: float
-    fetch: float
-    tokens: float = 0.0  # of recent steps that computed prompts, later ones weighing more,
-    seconds: float = 0.0  # and what those took
-    refused: int = 0
-
-    def pays(self, disk: bool = False) -> bool:
-        return not self.tokens or self.load + disk * self.fetch < self.size * self.seconds / self.tokens
-
-    def try_it(self, disk: bool = False) -> bool:
-        if self.pays(disk):
-            return True
-        self.refused += 1
-        return self.refused % PROBE == 0
-
-    def in_tokens(self, loads: int) -> int:
-        """How many tokens could be computed while these blocks are loaded."""
-        return int(loads * self.load * self.tokens / self.seconds) if loads and self.seconds else 0
-
-    def learn(self, plan: Plan, result: StepResult) -> None:
-        if plan.loads and result.load_seconds:
-            self.load += SMOOTH * (result.load_seconds / len(plan.loads) - self.load)
-        if result.seconds:
-            prompt, total = sum(item.num for item in plan.items if item.start is not None), plan.num_tokens
-            if prompt >= 2 * self.size and 2 * prompt > total:  # shorter ones tell what a step costs, not what a token does
-                self.tokens = (1 - SMOOTH) * self.tokens + total
-                self.seconds = (1 - SMOOTH) * self.seconds + result.seconds
-
-    def learn_fetch(self, seconds: float) -> None:
-        self.fetch += SMOOTH * (seconds - self.fetch)
+    content: Content
+    slot: int
+    owner: str  # the key of who asked for it
 
 
 class Tiers:
     def __init__(self, slots: int, block_size: int, block_bytes: int, disk: bool = False):
-        self.slots, self.size, self.disk = slots, block_size, disk
-        self.block_bytes = block_bytes
+        self.slots, self.size, self.block_bytes, self.disk = slots, block_size, block_bytes, disk
         self.hash: list[bytes | None] = [None] * slots
         self.tokens: list[array[int] | None] = [None] * slots  # compared on a hit
         self.pins = [0] * slots  # who fills the slot, and loads in flight that read it
@@ -97,13 +68,13 @@ class Tiers:
         self.ready: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self.filling: dict[bytes, int] = {}
         self.fetching: dict[int, Fetch] = {}  # by ticket
-        self.fetched: set[int] = set()  # slots whose content came from disk and was not used yet
+        self.fetched: set[int] = set()  # slots whose content came from disk and was not lifted yet
         self.on_disk: set[bytes] = set()
-        self.lifted: dict[int, list[tuple[Content, str]]] = {}  # by step in flight: contents on their way up, and whose they are
+        self.lifted: dict[int, list[Lift]] = {}  # by step in flight
         self.rising: dict[bytes, int] = {}  # of those that nothing forgot: the block
         self.news = 1  # how often a slot was settled: who waits looks again when this has moved
         self.count = TierCounters()
-        self.costs = Costs(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
+        self.links = Links(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
         self._tickets = 0
 
     # ---- up: what admission finds ------------------------------------------------------------------
@@ -126,7 +97,7 @@ class Tiers:
                 slot = self.find(h, part)
                 if slot is None or h in computing or h in self.rising:  # by another: it is in the pool soon
                     break
-                if pays is None and not (pays := self.costs.try_it()):
+                if pays is None and not (pays := self.links.try_it()):
                     self.count.refused += 1
                 if not pays:
                     break
@@ -154,10 +125,10 @@ class Tiers:
                 break
         if wanted:
             del wanted[max(self._room() - here, 0) :]  # never at the cost of its own blocks that are here already
-            if not self.costs.try_it(disk=True):
+            if not self.links.try_it(disk=True):
                 self.count.refused += 1
                 wanted, coming = [], 0
-        elif seq.asked > 0 and not self.costs.pays(disk=True):
+        elif seq.asked > 0 and not self.links.pays(disk=True):
             coming = 0  # slower than it seemed: what has come is enough
         for j in wanted:
             slot = self._take()
@@ -174,37 +145,46 @@ class Tiers:
 
     def load(self, slot: int, block: int, plan: Plan) -> None:
         """Nothing else may come into the slot before the step that reads it is over."""
+        assert slot not in self.fetched, "a content that nobody has checked"
+        self._load(slot, block, plan)
+        self.count.host_tokens += self.size
+
+    def _load(self, slot: int, block: int, plan: Plan) -> None:
         self.pins[slot] += 1
         plan.loads.append((slot, block))
         self.count.loads += 1
-        if slot in self.fetched:
-            self.fetched.remove(slot)
-            self.count.disk_tokens += self.size
-        else:
-            self.count.host_tokens += self.size
 
-    def lift(self, seq: Sequence, loads: list[tuple[int, int]], pool: BlockPool, plan: Plan, spare: int) -> int:
-        """What came from the disk for a sequence that waits for more of it goes up at once, each block once, as long as so many
-        `spare` ones are left to those who run. How many."""
-        lifted = list[tuple[Content, str]]()
-        for j, slot in loads:
+    def lift(self, seq: Sequence, pool: BlockPool, plan: Plan, spare: int) -> int:
+        """What came from the disk of a sequence's text goes up, each block once and in whatever order, as long as so many `spare`
+        ones are left to those who run. How many."""
+        lifted, size = list[Lift](), self.size
+        for j in range((len(seq.tokens) - 1) // size if self.fetched else 0):
+            h, tokens = seq.hashes[j], seq.tokens[j * size : (j + 1) * size]
+            slot = self.find(h, tokens)
             if slot in self.fetched and len(pool.free) > spare:
-                tokens, parent = self.tokens[slot], seq.hashes[j - 1] if j else b""
-                assert tokens is not None
-                self.load(slot, block := pool.take(), plan)
-                self.rising[seq.hashes[j]] = block
-                lifted.append((Content(block, seq.hashes[j], tokens, parent), seq.request.key))
+                self.fetched.remove(slot)
+                self._load(slot, block := pool.take(), plan)
+                self.rising[h] = block
+                lifted.append(Lift(Content(block, h, tokens, seq.hashes[j - 1] if j else b""), slot, seq.request.key))
         if lifted:
             self.lifted.setdefault(plan.step, []).extend(lifted)
+            seq.asked = self.news
         return len(lifted)
 
-    def land(self, plan: Plan, pool: BlockPool, loaded: bool) -> None:
-        """What the step lifted is cached content now, if it was loaded and nothing was forgotten meanwhile."""
-        for (block, h, tokens, parent), owner in reversed(self.lifted.pop(plan.step, [])):  # tail first, as ever
+    def land(self, plan: Plan, pool: BlockPool, loaded: bool, spoilt: Collection[int] = ()) -> None:
+        """What the step lifted is cached content now, if it was loaded whole and nothing was forgotten meanwhile. What was not
+        is not tried again."""
+        for (block, h, tokens, parent), slot, owner in reversed(self.lifted.pop(plan.step, [])):  # tail first, as ever
             if self.rising.get(h) == block:
                 del self.rising[h]
-                if loaded:
+                if loaded and slot not in spoilt:
                     pool.publish(block, h, tokens, parent, owner)
+                    self.count.disk_tokens += self.size
+                else:
+                    self._discard(slot)
+            if slot in spoilt:
+                self.count.miss("corrupt")
+                self.on_disk.discard(h)
             pool.drop(block)
             self.news += 1
 
@@ -248,7 +228,7 @@ class Tiers:
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         self._end(plan, True)
-        self.costs.learn(plan, result)
+        self.links.learn(plan, result)
         self.count.load_seconds += result.load_seconds
         for news in result.news:
             self._hear(news)
@@ -278,7 +258,7 @@ class Tiers:
         elif fetch := self.fetching.pop(news.ticket, None):
             arrived = news.kind == "fetched"
             if news.seconds:
-                self.costs.learn_fetch(news.seconds)
+                self.links.learn_fetch(news.seconds)
                 self.count.fetch_seconds += news.seconds
             if not arrived:
                 self.count.miss(news.why)
@@ -332,9 +312,21 @@ class Tiers:
                 self.hash[slot] = self.tokens[slot] = None
         self._free_if_unused(slot)
 
+    def _discard(self, slot: int) -> None:
+        """Its content is not to be found any more."""
+        h = self.hash[slot]
+        if h is not None and self.ready.get(h) == slot:
+            del self.ready[h]
+            self.hash[slot] = self.tokens[slot] = None
+            self._free_if_unused(slot)
+
     def _free_if_unused(self, slot: int) -> None:
         if self.hash[slot] is None and not self.pins[slot]:
             self.free.append(slot)
+
+    def ups(self) -> Iterator[Lift]:
+        """All that is on its way up."""
+        return chain.from_iterable(self.lifted.values())
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state."""
@@ -349,4 +341,4 @@ class Tiers:
         assert all(self.pins[f.slot] for f in self.fetching.values()), "a slot was given away while the disk fills it"
         assert self.fetched <= set(ready), "a slot is said to come from disk and holds nothing"
         assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
-        assert self.rising.items() <= {(c.hash, c.block) for each in self.lifted.values() for c, _ in each}, "nothing lifts it"
+        assert self.rising.items() <= {(up.content.hash, up.content.block) for up in self.ups()}, "nothing lifts it"

@@ -1,12 +1,13 @@
 """Blocks as files: one directory, shared by whoever serves the same model, kept over restarts, bounded in bytes.
 
     DIRECTORY/kv-<fingerprint>/<hash>.kv       one record a block
-    header | tokens [n] int32 | zeros | KV bytes     the header names the model, the format, the content and a checksum of it all
+    header | tokens [n] int32 | zeros | KV bytes     the header names the model, the format and the content
 
 The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
 file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
-and the checksum: what is odd in any way is a miss, with its reason, and never wrong bytes. KV begins on a page of its own: the
-system copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
+and the checksums of KV and of the rest: what is odd in any way is a miss, with its reason, and never wrong bytes. Who adds up
+KV faster than this leaves that out and gets what it should come to, KV's `seal`. KV begins on a page of its own: the system
+copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import numpy as np
 
 from octavo.errors import InvalidRequest
 
-MAGIC, VERSION = b"OCTAVOKV", 3
-HEADER = struct.Struct("<8sII16s16s48sQI")  # magic, version, tokens, hash, fingerprint, format, bytes of KV, checksum
+MAGIC, VERSION = b"OCTAVOKV", 4
+HEADER = struct.Struct("<8sII16s16s48sQII")  # magic, version, tokens, hash, fingerprint, format, bytes of KV, seal, checksum
 FOLDER, RECORD, HALF = re.compile(r"kv-[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}\.kv"), re.compile(r"\.\d+-\d+\.tmp")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STALE = 600.0  # seconds after which a half-written file is nobody's any more
@@ -82,11 +83,16 @@ class Disk:
 
     def read(self, h: bytes, tokens: array[int], into: memoryview) -> None:
         """The KV of this content, or Miss. `into` [block_bytes] holds anything after a miss."""
-        path = self._path(h)
+        if self.read_sealed(h, tokens, into) != _seal_of(into):
+            self.remove(h)
+            raise Miss("corrupt", "checksum of KV")
+
+    def read_sealed(self, h: bytes, tokens: array[int], into: memoryview) -> int:
+        """As `read`, but KV is not compared with its checksum, which this returns."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = os.open(self._path(h), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                self._read(file, h, tokens, into)
+                return self._read(file, h, tokens, into)
             finally:
                 os.close(file)
         except FileNotFoundError as error:
@@ -95,15 +101,18 @@ class Disk:
             raise Miss("io", error) from error
         except Miss as miss:
             if miss.why == "corrupt":
-                _remove(path)
+                self.remove(h)
             raise
+
+    def remove(self, h: bytes) -> None:
+        _remove(self._path(h))
 
     def touch(self, h: bytes) -> None:
         """It was used now: others are removed first. Not a part of `read`, whose caller has somebody waiting."""
         with suppress(OSError):
             os.utime(self._path(h))
 
-    def _read(self, file: int, h: bytes, tokens: array[int], into: memoryview) -> None:
+    def _read(self, file: int, h: bytes, tokens: array[int], into: memoryview) -> int:
         words = tokens.tobytes()
         start = _start(len(words))
         length = start + self.block_bytes
@@ -113,7 +122,7 @@ class Disk:
         at = os.readv(file, [head, into])  # all of it, as a rule
         if at < start:
             raise Miss("corrupt", "it ends in the header")
-        *fields, checksum = HEADER.unpack_from(head)
+        *fields, sealed, checksum = HEADER.unpack_from(head)
         expected = [MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes]
         if fields != expected:
             raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
@@ -122,18 +131,20 @@ class Disk:
             if not count:
                 raise Miss("corrupt", f"it ends after {at} bytes")
             at += count
-        if checksum != _checksum(memoryview(head), into):
-            raise Miss("corrupt", "checksum")
+        if checksum != _checksum(head):
+            raise Miss("corrupt", "checksum of the header")
         if head[HEADER.size : HEADER.size + len(words)] != words:
             raise Miss("collision", "other tokens of the same hash")
+        return sealed
 
     def write(self, h: bytes, tokens: array[int], data: memoryview) -> None:
         """Keep the KV of this content, or Miss. Removes the records unused for longest when there are too many."""
         words = tokens.tobytes()
         head = bytearray(_start(len(words)))
-        HEADER.pack_into(head, 0, MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes, 0)
+        names = MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes
+        HEADER.pack_into(head, 0, *names, _seal_of(data), 0)
         head[HEADER.size : HEADER.size + len(words)] = words
-        head[HEADER.size - 4 : HEADER.size] = struct.pack("<I", _checksum(memoryview(head), data))
+        struct.pack_into("<I", head, HEADER.size - 4, _checksum(head))
         length = len(head) + len(data)
         if self.used + length > self.limit:
             self.sweep(length)
@@ -201,13 +212,20 @@ def _start(words: int) -> int:
     return -(-(HEADER.size + words) // PAGE) * PAGE
 
 
-def _checksum(head: memoryview, data: memoryview) -> int:
-    """CRC of all before KV but the checksum itself, and of the sums of each 4 KiB of KV as 64-bit numbers: no flipped bit, no
-    lost or moved page goes unnoticed, at ten times the speed of a CRC of it all."""
+def _checksum(head: bytearray) -> int:
+    """Of all before KV but the checksum itself."""
+    return zlib.crc32(memoryview(head)[HEADER.size :], zlib.crc32(memoryview(head)[: HEADER.size - 4]))
+
+
+def _seal_of(data: memoryview) -> int:
     whole = len(data) // PAGE * PAGE
-    sums = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64)
-    crc = zlib.crc32(head[HEADER.size :], zlib.crc32(head[: HEADER.size - 4]))
-    return zlib.crc32(data[whole:], zlib.crc32(sums.tobytes(), crc))
+    return seal(np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64), data[whole:])
+
+
+def seal(sums: np.ndarray, tail: memoryview | bytes = b"") -> int:
+    """CRC of the sums of each 4 KiB of KV as 64-bit numbers, and of what is left: no flipped bit, no lost or moved page goes
+    unnoticed, at ten times the speed of a CRC of it all."""
+    return zlib.crc32(tail, zlib.crc32(sums.tobytes()))
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:

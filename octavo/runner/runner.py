@@ -19,9 +19,10 @@ from octavo.ops import ForwardBatch, Span
 from octavo.runner.batch import gather, lay_out, only_last, watch
 from octavo.runner.canary import Canary
 from octavo.runner.kvstore import KVStore
+from octavo.runner.link import Lap
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
-from octavo.runner.tiers import Lap, Tiers
+from octavo.runner.tiers import Tiers
 from octavo.runner.transfer import Download, Upload
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
@@ -113,10 +114,13 @@ class Runner:
         tiers.begin(plan)
         lap = Lap(self.device)
         handle = self._launch(plan, lap)
+        check = tiers.take_check()
         lap.mark()
 
         def finish(result: StepResult) -> None:
             result.load_seconds, result.seconds = lap.seconds()
+            if check is not None:
+                result.spoilt = tiers.spoilt(check)
             result.news = tiers.news(wait=not plan.items)
 
         handle.finish = finish

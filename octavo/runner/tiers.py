@@ -5,41 +5,40 @@
     plan.saves    slot -> disk      by a thread, some time later, if the slot still holds the same
     plan.fetches  disk -> slot      by threads; news says when it is there, or that it will not be
 
-On a GPU a store is two copies: into a staging buffer on the step's own stream, at the speed of device memory, and from there
-to the host on a stream of its own, while the step computes. A load waits for the store that filled its slot and then runs on
-the step's stream. A slot changes owner with everything that comes into it, under the slot's lock; a thread touches a slot only
-under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one row of host memory, and every reader
-has a row besides: it reads into its own and then changes rows with the slot, so nothing is copied, and a read that never returns
-keeps no slot. Threads never call CUDA, which would break a graph that is being captured: they are told of a slot once its
-store is over. Knows slots and hashes; who wants them, core knows.
+On a GPU a store goes on after its step (link.py). A slot changes owner with everything that comes into it, under the slot's
+lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
+row of host memory, and every reader has a row besides: it reads into its own and then changes rows with the slot, so nothing
+is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being
+captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads do (seals.py).
+Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from octavo.errors import NotEnoughMemory
 from octavo.ops.pages import area
-from octavo.runner.disk import Disk, Miss
+from octavo.runner.disk import PAGE, Disk, Miss
 from octavo.runner.kvstore import KVStore
+from octavo.runner.link import Stage, page_lock, page_unlock
+from octavo.runner.seals import Check, Seals
 from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-READERS = 16  # threads, and no more than cores
+READERS = 16  # threads at most
+BUSY = 0.6  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
 SWEEP = 60.0  # seconds between looks at what others put into the directory
@@ -48,28 +47,32 @@ QUIET = 60.0  # seconds between two warnings of one kind
 
 
 class Tiers:
-    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0):
-        """`staging`: bytes of device memory for stores on their way; a block each way is the least."""
+    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0, sealed: bool | None = None):
+        """`staging`: bytes of device memory for stores on their way; a block each way is the least. `sealed`: what comes from
+        the disk is checked when it is loaded, and not by who reads it; as a rule on a GPU."""
         self.kv, self.disk, self.slots = kv.tensor, disk, slots
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
-        readers = min(READERS, os.cpu_count() or 1) if disk is not None else 0
+        readers = min(READERS, math.ceil(BUSY * (os.cpu_count() or 1))) if disk is not None else 0
         plain = area((slots + readers) * self.block_bytes)
         self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])  # [slots + readers, ...]: rows
         if cuda:
-            _page_lock(plain)
+            page_lock(plain)
         self._bytes = plain.view(-1, self.block_bytes).numpy()
         self.row = list(range(slots))  # of each slot; the readers have the others
         self._owner = [0] * slots
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
-        self._stage = _Stage(self, staging) if cuda else None
+        self._stage = Stage(self.kv, self.host, self.row, staging) if cuda else None
+        sealed = cuda if sealed is None else sealed
+        self.seals = Seals(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
+        self._check: Check | None = None  # of what was loaded last
         self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
         self._bell = threading.Event()
         self._pending: dict[int, Fetch] = {}  # fetches that have no news yet
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | None] = queue.SimpleQueue()
+        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | bytes | None] = queue.SimpleQueue()  # or what to remove
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
@@ -108,6 +111,21 @@ class Tiers:
             self._stage.await_stores([slot for slot, _ in loads])
         for slot, block in loads:
             self.kv[block].copy_(self.host[self.row[slot]], non_blocking=True)
+        if self.seals is not None:
+            self._check = self.seals.check(loads)
+
+    def take_check(self) -> Check | None:
+        """Of the step that was just launched, if it loaded what came from disk."""
+        check, self._check = self._check, None
+        return check
+
+    def spoilt(self, check: Check) -> set[int]:
+        """Slots whose records were not what they once were. They are removed. The step must be over."""
+        found = check.spoilt()
+        for h in found.values():
+            self._warn("corrupt", "KV on disk: corrupt: checksum of KV")
+            self._fetches.put(h)
+        return set(found)
 
     def news(self, wait: bool) -> list[DiskNews]:
         """What the disk did since the last call, each fetch once. `wait`: a moment, if there is none yet."""
@@ -147,6 +165,8 @@ class Tiers:
     def _own(self, slot: int) -> int:
         """Something new comes into the slot. Waits for a thread that is copying out of it: a millisecond."""
         with self._locks[slot]:
+            if self.seals is not None:
+                self.seals.drop(slot)
             self._owners += 1
             self._owner[slot] = self._owners
             return self._owners
@@ -156,15 +176,21 @@ class Tiers:
     def _fetch_all(self, row: int) -> None:
         assert self.disk is not None
         while (job := self._fetches.get()) is not None:
+            if isinstance(job, bytes):
+                self.disk.remove(job)
+                continue
             fetch, owner = job
             if self._owner[fetch.slot] != owner:
                 continue
             start = time.monotonic()
-            why = self._tried(self.disk.read, fetch.hash, fetch.tokens, self._bytes[row].data)
+            read = self.disk.read if self.seals is None else self.disk.read_sealed
+            why, sealed = self._tried(read, fetch.hash, fetch.tokens, self._bytes[row].data)
             if not why:
                 with self._locks[fetch.slot]:
                     if self._owner[fetch.slot] == owner:
                         self.row[fetch.slot], row = row, self.row[fetch.slot]
+                        if self.seals is not None and sealed is not None:
+                            self.seals.put(fetch.slot, fetch.hash, sealed)
             kind = "missed" if why else "fetched"
             self._tell(DiskNews(kind, fetch.hash, fetch.ticket, why, 0.0 if why else time.monotonic() - start))
             if not why:
@@ -180,7 +206,7 @@ class Tiers:
             if now - swept > SWEEP:
                 swept = now
                 self._tell(DiskNews("listed", hashes=self.disk.sweep()))
-            why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)
+            why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)[0]
             if why in ("full", "io", "error"):
                 paused = time.monotonic() + PAUSE
             self._tell(DiskNews("unsaved" if why else "saved", save.hash, why=why))
@@ -193,18 +219,17 @@ class Tiers:
             buffer[:] = self._bytes[self.row[save.slot]]
         self.disk.write(save.hash, save.tokens, buffer.data)
 
-    def _tried(self, work: Callable[..., None], *arguments: object) -> str:
-        """In a word why the work failed; empty if it did not."""
+    def _tried(self, work: Callable[..., int | None], *arguments: object) -> tuple[str, int | None]:
+        """In a word why the work failed, empty if it did not; and what it gave."""
         try:
-            work(*arguments)
+            return "", work(*arguments)
         except Miss as miss:
             if miss.why not in ("gone", "overtaken"):  # those happen where several servers share a directory, or a slow disk
                 self._warn(miss.why, f"KV on disk: {miss}")
-            return miss.why
+            return miss.why, None
         except Exception as error:
             self._warn("error", f"KV on disk: {type(error).__name__}: {error}")
-            return "error"
-        return ""
+            return "error", None
 
     def _tell(self, news: DiskNews) -> None:
         self._news.append((time.monotonic(), news))
@@ -230,77 +255,5 @@ class Tiers:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._threads = []
         if self._stage is not None and self.host.numel():
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
+            page_unlock(self.host)
             self.host = self.host[:0]
-
-
-class _Stage:
-    """The way from the device to page-locked memory, in two halves: one is filled while the other drains."""
-
-    def __init__(self, tiers: Tiers, staging: int):
-        kv = tiers.kv
-        self.kv, self.host, self.row = kv, tiers.host, tiers.row
-        self.half = max(staging // 2 // tiers.block_bytes, 1)  # blocks
-        self.buffers = [torch.empty((self.half, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
-        self.drained = [torch.cuda.Event() for _ in range(2)]  # the half may be filled again
-        self.stream = torch.cuda.Stream(kv.device)
-        self.stored: dict[int, torch.cuda.Event] = {}  # slot -> its content is there
-        self.turn = 0
-
-    def store(self, stores: list[tuple[int, int]]) -> None:
-        main = torch.cuda.current_stream()
-        for first in range(0, len(stores), self.half):
-            part = stores[first : first + self.half]
-            buffer, drained = self.buffers[self.turn], self.drained[self.turn]
-            self.turn = 1 - self.turn
-            main.wait_event(drained)
-            for k, (block, _) in enumerate(part):
-                buffer[k].copy_(self.kv[block], non_blocking=True)
-            self.stream.wait_stream(main)
-            stored = torch.cuda.Event()
-            with torch.cuda.stream(self.stream):
-                for k, (_, slot) in enumerate(part):
-                    self.host[self.row[slot]].copy_(buffer[k], non_blocking=True)
-                    self.stored[slot] = stored
-                drained.record()
-                stored.record()
-
-    def await_stores(self, slots: list[int]) -> None:
-        """The step's stream waits; the host does not."""
-        main = torch.cuda.current_stream()
-        for event in {self.stored[slot] for slot in slots if slot in self.stored}:
-            main.wait_event(event)
-
-
-class Lap:
-    """How long a step's loads and the rest of it take on the device, known when the step is over."""
-
-    def __init__(self, device: torch.device):
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
-        self.times: list[float] = []
-        self.mark()
-
-    def mark(self) -> None:
-        """Called at the start, after the loads and at the end."""
-        if self.events:
-            self.events[len(self.times)].record()
-        self.times.append(time.perf_counter())
-
-    def seconds(self) -> tuple[float, float]:
-        """(loads, the rest)"""
-        if self.events:
-            start, loaded, end = self.events
-            end.synchronize()
-            return start.elapsed_time(loaded) / 1e3, loaded.elapsed_time(end) / 1e3
-        start_s, loaded_s, end_s = self.times
-        return loaded_s - start_s, end_s - loaded_s
-
-
-def _page_lock(memory: Tensor) -> None:
-    """The GPU can read and write it by itself. Exactly this much: torch's own allocator takes the next power of two."""
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if code:
-        with suppress(RuntimeError):  # CUDA tells the next kernel of this too: let it be one that nobody needs
-            torch.zeros(1, device="cuda")
-        raise NotEnoughMemory(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code})")

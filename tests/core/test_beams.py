@@ -112,7 +112,7 @@ def test_an_aborted_search_ends_as_often_as_it_was_asked_for(steps: int, depth: 
         assert engine.step() == []
     engine.scheduler.check()
     engine.scheduler.pool.check([])
-    assert not engine.scheduler.searches and not engine.scheduler.plan().work
+    assert not engine.scheduler.families.searches and not engine.scheduler.plan().work
 
 
 def test_a_step_that_fails_ends_the_search_and_no_other() -> None:
@@ -171,4 +171,4 @@ def test_what_cannot_go_on_in_so_many_ways_is_refused(fields: dict[str, Any]) ->
     engine = make_engine(60, 4, rows=8, budget=16, depth=1)
     with pytest.raises(InvalidRequest, match="4 beams are not possible") as caught:
         engine.add(asked)
-    assert caught.value.code == "unsupported_parameter" and engine.idle and not engine.scheduler.searches
+    assert caught.value.code == "unsupported_parameter" and engine.idle and not engine.scheduler.families.searches

@@ -135,7 +135,7 @@ def test_a_prompt_that_several_ask_for_at_once_is_computed_once(depth: int) -> N
         tuple(oracle.generate(asked.prompt, asked.params, 1))
     }
     assert got["other", 0] == oracle.generate(other.prompt, other.params, 1)
-    assert not engine.scheduler.computing
+    assert not engine.scheduler.prefix.computing
 
 
 def test_short_requests_do_not_starve_a_long_prompt() -> None:
@@ -280,7 +280,7 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
 @pytest.mark.parametrize("host", [0, 20])
 def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are compared: what another prompt left under the same hash is a miss."""
-    monkeypatch.setattr("octavo.core.scheduler.chain", lambda parent, tokens: b"the same for all")
+    monkeypatch.setattr("octavo.core.prefix.chain", lambda parent, tokens: b"the same for all")
     engine = make_engine(20, 4, rows=3, budget=24, depth=depth, host=host)
     asked = [request(f"r{i % 5}", 14, max_tokens=6) for i in range(15)]
     for i, r in enumerate(asked):

@@ -10,8 +10,9 @@ import pytest
 
 from octavo.core.blocks import BlockPool, chain
 from octavo.core.engine import Engine
+from octavo.core.links import PROBE, Links
 from octavo.core.scheduler import Scheduler
-from octavo.core.tiers import PROBE, Costs, Tiers
+from octavo.core.tiers import Tiers
 from octavo.types import DiskNews, Item, Plan, Request, SamplingParams, Sequence, StepResult
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
@@ -268,16 +269,41 @@ def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     scheduler, seq, (first, second, third, fourth) = asked(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first, second, fourth))
     plan = scheduler.plan()
-    assert len(plan.loads) == 2 and plan.work and not plan.items, "those without a gap before them"
+    assert len(plan.loads) == 3 and plan.work and not plan.items, "with gaps between them or not"
     scheduler.check()
     ahead = scheduler.plan()
     assert not ahead.loads and ahead.waits, "each once"
     scheduler.commit(plan, StepResult([]))
-    assert scheduler.pool.num_cached == 2 and len(scheduler.pool.free) == 6, "cached, and nobody's"
+    assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free) == 6, "cached, and nobody's"
     scheduler.commit(ahead, fetched(third))
     plan = scheduler.plan()
-    assert [item.num for item in plan.items] == [1] and len(plan.loads) == 2 and seq.cached == 16
+    assert not plan.items and len(plan.loads) == 1, "nobody reads what came from disk before it was found whole"
+    scheduler.commit(plan, StepResult([]))
+    plan = scheduler.plan()
+    assert [item.num for item in plan.items] == [1] and not plan.loads and seq.cached == 16
     scheduler.check()
+
+
+def test_what_is_spoilt_is_computed() -> None:
+    scheduler, seq, tickets = asked(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*tickets))
+    plan = scheduler.plan()
+    assert len(plan.loads) == 4 and scheduler.tiers is not None
+    scheduler.commit(plan, StepResult([], spoilt={plan.loads[2][0]}))
+    assert scheduler.tiers.find(seq.hashes[2], seq.tokens[8:12]) is None and seq.hashes[2] not in scheduler.tiers.on_disk
+    assert scheduler.tiers.count.misses == {"corrupt": 1}
+    plan = scheduler.plan()
+    assert [item.num for item in plan.items] == [9] and seq.cached == 8, "all that follows the gap"
+    scheduler.check()
+
+
+def test_what_cannot_go_up_is_done_without() -> None:
+    scheduler, seq, tickets = asked(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*tickets))
+    assert scheduler.tiers is not None
+    match = scheduler.prefix.match(seq)
+    assert match is not None and len(match.loads) == 4
+    assert scheduler.prefix.ask_disk(seq, match, Plan(9), spare=6) is None and match == ([], [])
 
 
 def test_nothing_goes_up_into_blocks_that_others_need() -> None:
@@ -307,7 +333,7 @@ def test_what_was_to_go_up_is_given_back(how: str) -> None:
     scheduler.check()
 
 
-# ---- costs ------------------------------------------------------------------------------------------
+# ---- links ------------------------------------------------------------------------------------------
 
 
 def prefill(tokens: int) -> Plan:
@@ -315,24 +341,24 @@ def prefill(tokens: int) -> Plan:
 
 
 def test_what_is_sooner_computed_is_not_loaded() -> None:
-    costs = Costs(SIZE, load=0.1, fetch=1.0)
-    assert costs.pays() and costs.pays(disk=True), "nothing was measured: loading is the better guess"
-    costs.learn(prefill(100), StepResult([], seconds=10.0))
-    assert costs.pays() and not costs.pays(disk=True), "0.4 s to compute a block"
+    links = Links(SIZE, load=0.1, fetch=1.0)
+    assert links.pays() and links.pays(disk=True), "nothing was measured: loading is the better guess"
+    links.learn(prefill(100), StepResult([], seconds=10.0))
+    assert links.pays() and not links.pays(disk=True), "0.4 s to compute a block"
     for _ in range(20):
-        costs.learn(prefill(100), StepResult([], seconds=1.0))
-    assert not costs.pays(), "0.04 s"
-    assert [costs.try_it() for _ in range(PROBE)].count(True) == 1, "now and then, to see whether it is still so"
+        links.learn(prefill(100), StepResult([], seconds=1.0))
+    assert not links.pays(), "0.04 s"
+    assert [links.try_it() for _ in range(PROBE)].count(True) == 1, "now and then, to see whether it is still so"
     for _ in range(30):
-        costs.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
-    assert costs.pays() and costs.in_tokens(10) == 1
+        links.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
+    assert links.pays() and links.in_tokens(10) == 1
 
 
 def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
-    costs = Costs(SIZE, load=0.1, fetch=1.0)
-    costs.learn(prefill(2), StepResult([], seconds=10.0))
-    costs.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
-    assert not costs.tokens
+    links = Links(SIZE, load=0.1, fetch=1.0)
+    links.learn(prefill(2), StepResult([], seconds=10.0))
+    links.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
+    assert not links.tokens
 
 
 def test_a_slow_disk_is_given_up_while_waiting() -> None:
@@ -343,8 +369,8 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     again = small(host=20, disk=disk)
     tiers = again.scheduler.tiers
     assert tiers is not None
-    tiers.costs.tokens, tiers.costs.seconds = 1e6, 1.0
-    tiers.costs.load = tiers.costs.fetch = 1e-9
+    tiers.links.tokens, tiers.links.seconds = 1e6, 1.0
+    tiers.links.load = tiers.links.fetch = 1e-9
     again.add(request("a"))
     again.scheduler.plan()
     (seq,) = again.scheduler.waiting
@@ -352,7 +378,9 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     first = min(tiers.fetching)
     tiers.commit(Plan(2), StepResult([], news=[DiskNews("fetched", ticket=first, seconds=1.0)]))
     plan = again.scheduler.plan()
-    assert seq.asked == 0 and [item.num for item in plan.items] == [13], "the one that came is loaded, the rest computed"
+    assert not plan.items and len(plan.loads) == 1, "the one that came goes up"
+    again.scheduler.commit(plan, StepResult([]))
+    assert [item.num for item in again.scheduler.plan().items] == [13] and seq.asked == 0, "the rest is computed"
 
 
 # ---- the index itself -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tests.ops.test_reference import BATCHES, draw, filled
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
+from octavo.ops.triton.attention import FEW, LONG
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
@@ -45,6 +46,17 @@ def test_attention_in_long_sequences(block: int, window: int) -> None:
     """Several tiles, several splits, a prompt's tail after a long past, decoding rows beside it."""
     batch, kv = filled([(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)], 1, 16, DEVICE, block=block)
     q = random(len(batch.ids), 2, 16)
+    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("spans", [[(20, 1030)], [(20, 1780)], [(1, 1100), (1, 3), (20, 700), (3, 0), (12, 64)]])
+def test_a_few_tokens_behind_a_long_context_are_split(spans: list[tuple[int, int]], window: int) -> None:
+    """Parts that no token of a row lies in, or none of a whole sequence, count for nothing."""
+    batch, kv = filled(spans, 1, 16, DEVICE, block=64)
+    assert batch.block_table.shape[1] * 64 >= LONG
+    q = random(len(batch.ids), 2, 16)
+    assert len(q) <= FEW
     close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
 
 

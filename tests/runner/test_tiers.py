@@ -19,7 +19,8 @@ from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tiers as module
 from octavo.runner.disk import Disk, Miss
 from octavo.runner.kvstore import KVStore
-from octavo.runner.tiers import Lap, Tiers
+from octavo.runner.link import Lap
+from octavo.runner.tiers import Tiers
 from octavo.types import DiskNews, Fetch, Plan, Save
 from tests.conftest import DEVICE
 
@@ -124,6 +125,34 @@ def test_what_is_saved_can_be_fetched_by_another_server(kv: KVStore, make: Make)
     other.load([(2, 8)])
     synchronize()
     assert value(kv, 8) == 3
+
+
+def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
+    kv = KVStore(MODEL, CacheConfig(128, BLOCKS), DTYPE, torch.device(DEVICE))  # two pages a block
+    disk = Disk(tmp_path, 2**20, b"f" * 16, "test", kv.tensor[0].nbytes)
+    for i in (3, 4, 5):
+        fill(kv, i, i)
+        disk.write(name(i), tokens(i), memoryview(kv.tensor[i].cpu().view(torch.uint8).numpy().reshape(-1)))
+    record = disk.folder / f"{name(4).hex()}.kv"
+    data = bytearray(record.read_bytes())
+    data[-5000] ^= 1
+    record.write_bytes(data)
+    tiers = Tiers(kv, 4, disk, sealed=True)
+    tiers.begin(Plan(1, fetches=[Fetch(i, i - 3, name(i), tokens(i)) for i in (3, 4, 5)]))
+    assert {news.kind for news in until(tiers, 3)} == {"fetched"}
+    tiers.load([(0, 6), (1, 7)])
+    check = tiers.take_check()
+    assert check is not None and tiers.spoilt(check) == {1} and value(kv, 6) == 3
+    tiers.load([(0, 6)])
+    assert tiers.take_check() is None, "once is enough"
+    tiers.begin(Plan(2, stores=[(6, 2)]))
+    tiers.load([(2, 8)])
+    assert tiers.take_check() is None and value(kv, 8) == 3, "what the device stored needs none"
+    deadline = time.monotonic() + 10
+    while record.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not record.exists()
+    tiers.close(patience=0.2)
 
 
 def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ themselves are multiplied: a key's scale goes into its score, a value's into its
 
     decode    one program a (sequence, key head, split): all of it is reading KV, so the split count only serves to
               occupy every multiprocessor; with several splits a second kernel joins their partial results
-    prefill   one program a (tile of query tokens, key head), longest first: mostly matrix products
+    prefill   one program a (tile of query tokens, key head), longest first: mostly matrix products. A few tokens behind a long
+              context, as after a hit in the prefix cache, are too few programs: they are split like decoding rows
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ LOG2E = 1.4426950408889634
 SHARED_MEMORY = 196608
 if torch.cuda.is_available():
     SHARED_MEMORY = int(0.85 * getattr(torch.cuda.get_device_properties(0), "shared_memory_per_block_optin", 232448))
+# They begin anywhere in what was sent to the device: a kernel for each way they may be aligned would be compiled amid the work.
+LISTS = ["table_rows", "query_start", "seq_lens"]
 PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with sequences of different lengths
+FEW, LONG, SPLITS = 64, 1024, 8  # so few tokens of sequences that may be so long are split: always alike, so one kernel more
 
 
 @triton.jit
-def _weigh(score, scale, column, position, own, peak, total, WINDOW: tl.constexpr, EDGE: tl.constexpr):
-    """Scores [rows, N] become weights; `scale` is one for all rows or [rows], `column` the same as it meets a score. Returns
-    the weights, what earlier sums must be multiplied by, and the new peak and total."""
+def _weigh(score, scale, column, position, own, peak, total, WINDOW: tl.constexpr, EDGE: tl.constexpr, BLIND: tl.constexpr):
+    """Scores [rows, N] become weights; `scale` is one for all rows or [rows], `column` the same as it meets a score. BLIND: a row
+    may have seen nothing yet. Returns the weights, what earlier sums must be multiplied by, and the new peak and total."""
     if EDGE:
         score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
     if WINDOW > 0:
         score = tl.where(position[None, :] > own[:, None] - WINDOW, score, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
     shift = new_peak
-    if WINDOW > 0:  # all of the tile may lie before a row's window, which leaves its maximum at -inf
+    if BLIND:  # all of the tile lies before its window or behind its position, which leaves its maximum at -inf
         shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     p = tl.exp2(score * column - shift[:, None])
     shrink = tl.exp2(peak - shift)
@@ -54,7 +58,7 @@ def _weigh(score, scale, column, position, own, peak, total, WINDOW: tl.constexp
 def _attend(
     queries, keys, values, key_scales, value_scales, table, low, high, own, peak, total, acc, scale, s_block, s_token, s_scales,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr, LARGEST: tl.constexpr,
+    BLIND: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Take in the positions low .. high - 1, tile by tile. `own` [rows]: each row's position, which it sees up to and
     including. Without EDGE the tiles are whole and every row sees all of them, so nothing is masked but by the window.
@@ -84,12 +88,12 @@ def _attend(
             key_scale, value_scale = _scales(key_scales, value_scales, table, start, high, s_scales, B, N, EDGE)
             score = tl.dot(queries, codes.numbers(k, queries.dtype), input_precision=PRECISION)
             score *= key_scale[None, :]
-            p, shrink, peak, total = _weigh(score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE)
+            p, shrink, peak, total = _weigh(score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE, BLIND)
             p = (p * (value_scale * LARGEST)[None, :]).to(queries.dtype)
             acc = tl.dot(p, codes.numbers(v, queries.dtype), acc * shrink[:, None], input_precision=PRECISION)
         else:
             score = tl.dot(queries, k, input_precision=PRECISION)
-            p, shrink, peak, total = _weigh(score, scale, scale, position, own, peak, total, WINDOW, EDGE)
+            p, shrink, peak, total = _weigh(score, scale, scale, position, own, peak, total, WINDOW, EDGE, BLIND)
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return peak, total, acc
@@ -142,7 +146,7 @@ def _attend_words(
         score = tl.dot(q2, k2, score, input_precision=PRECISION)
         score = tl.dot(q3, k3, score, input_precision=PRECISION)
         score *= key_scale[None, :]
-        p, shrink, peak, total = _weigh(score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE)
+        p, shrink, peak, total = _weigh(score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE, WINDOW > 0)
         p = (p * (value_scale * LARGEST)[None, :]).to(q0.dtype)
         v0, v1, v2, v3 = codes.quarters(v, q0.dtype, LARGEST)
         a0 = tl.dot(p, v0, a0 * shrink[:, None], input_precision=PRECISION)
@@ -152,7 +156,7 @@ def _attend_words(
     return peak, total, a0, a1, a2, a3
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def decode_kernel(
     q, kv, scales, table, table_rows, seq_lens, out, part, part_max, part_sum, scale,
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
@@ -208,21 +212,27 @@ def decode_kernel(
         acc = tl.zeros([GP, DP], tl.float32)
         peak, total, acc = _attend(
             queries, keys, values, key_scales, value_scales, table, low, whole, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, LARGEST,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, WINDOW > 0, PRECISION, LARGEST,
         )  # fmt: skip
         peak, total, acc = _attend(
             queries, keys, values, key_scales, value_scales, table, whole, high, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, LARGEST,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, WINDOW > 0, PRECISION, LARGEST,
         )  # fmt: skip
     if LARGEST > 0:
         acc *= 1.0 / LARGEST
     if SPLITS == 1:
         tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
     else:
-        at = rows * SPLITS + split
-        tl.store(part + at[:, None] * D + d[None, :], acc, mask=mask)
-        tl.store(part_max + at, peak, mask=g < G)
-        tl.store(part_sum + at, total, mask=g < G)
+        _keep(part, part_max, part_sum, rows * SPLITS + split, peak, total, acc, g < G, D)
+
+
+@triton.jit
+def _keep(part, part_max, part_sum, at, peak, total, acc, inside, D: tl.constexpr):
+    """What a split has found out about its rows, for join_kernel."""
+    d = tl.arange(0, acc.shape[1])
+    tl.store(part + at[:, None] * D + d[None, :], acc, mask=inside[:, None] & (d[None, :] < D))
+    tl.store(part_max + at, peak, mask=inside)
+    tl.store(part_sum + at, total, mask=inside)
 
 
 @triton.jit
@@ -253,15 +263,17 @@ def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_items"])
+@triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=LISTS)
 def prefill_kernel(
-    q, kv, scales, table, table_rows, query_start, seq_lens, out, scale, num_items,
+    q, kv, scales, table, table_rows, query_start, seq_lens, out, part, part_max, part_sum, scale, num_items,
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_inputs()
+    BLIND: tl.constexpr = WINDOW > 0 or SPLITS > 1
     BLOCK_Q: tl.constexpr = M // GP
     head = tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a sequence have the most to read: they go first
@@ -274,7 +286,8 @@ def prefill_kernel(
         m, d = tl.arange(0, M), tl.arange(0, DP)
         local, g = token + m // GP, m % GP
         rows = (begin + local).to(tl.int64) * HEADS + head * G + g
-        mask = ((local < end - begin) & (g < G))[:, None] & (d[None, :] < D)
+        inside = (local < end - begin) & (g < G)
+        mask = inside[:, None] & (d[None, :] < D)
         queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
         row_scale = scale
         if LARGEST > 0:
@@ -285,6 +298,11 @@ def prefill_kernel(
             low = tl.maximum(past + token - WINDOW + 1, 0) // N * N
         diagonal = (past + token + 1) // N * N  # before it, every row sees everything
         high = past + tl.minimum(token + BLOCK_Q, end - begin)
+        if SPLITS > 1:
+            each = tl.cdiv(tl.cdiv(high - low, N), SPLITS) * N
+            low += tl.program_id(2) * each
+            high = tl.minimum(low + each, high)
+        diagonal = tl.maximum(tl.minimum(diagonal, high), low)
         table += tl.load(table_rows + item).to(tl.int64) * s_table
         keys, values = kv + head * s_head, kv + head * s_head + s_kind
         key_scales, value_scales = scales, scales
@@ -296,15 +314,18 @@ def prefill_kernel(
         acc = tl.zeros([M, DP], tl.float32)
         peak, total, acc = _attend(
             queries, keys, values, key_scales, value_scales, table, low, diagonal, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, LARGEST,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, BLIND, PRECISION, LARGEST,
         )  # fmt: skip
         peak, total, acc = _attend(
-            queries, keys, values, key_scales, value_scales, table, tl.maximum(low, diagonal), high, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, LARGEST,
+            queries, keys, values, key_scales, value_scales, table, diagonal, high, own, peak, total, acc,
+            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, BLIND, PRECISION, LARGEST,
         )  # fmt: skip
         if LARGEST > 0:
             acc *= 1.0 / LARGEST
-        tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+        if SPLITS == 1:
+            tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+        else:
+            _keep(part, part_max, part_sum, rows * SPLITS + tl.program_id(2), peak, total, acc, inside, D)
 
 
 def attention(q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
@@ -332,39 +353,51 @@ def _tile(kv: KV, dim: int) -> dict[str, int]:
     return {"N": tile, "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.dtype.itemsize)))}
 
 
+def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for what the splits of these queries find out: sums, maxima, totals."""
+    if splits == 1:
+        return q, q, q  # not used
+    part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty(2, *part.shape[:3], dtype=torch.float32, device=q.device).unbind(0)
+    return part, peaks, totals
+
+
+def _join(parts: tuple[Tensor, Tensor, Tensor], out: Tensor, splits: int, shape: dict[str, Any]) -> None:
+    if splits > 1:
+        size = triton.next_power_of_2(splits)
+        join_kernel[out.shape[0] * out.shape[1],](*parts, out, shape["D"], shape["DP"], splits, size, num_warps=4, **LAUNCH)
+
+
 def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
     shape, kv_heads = _shape(q, kv), kv.shape[2]
     tile = _tile(kv, shape["DP"])
     words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
     tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
-    longest = max(span.end for span in batch.spans[:count])
+    longest = batch.block_table.shape[1] * shape["B"]  # that any row may be: what is split alike needs no kernel of its own
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
-    splits = 1 << round(math.log2(splits))  # each number of splits is a kernel to compile: few of them
-    part = part_max = part_sum = out
-    if splits > 1:
-        part = torch.empty(count, q.shape[1], splits, q.shape[2], dtype=torch.float32, device=q.device)
-        part_max = torch.empty(2, count, q.shape[1], splits, dtype=torch.float32, device=q.device)
-        part_max, part_sum = part_max.unbind(0)
+    splits = 1 << round(math.log2(splits))
+    parts = _parts(q[:count], splits)
     decode_kernel[count, kv_heads, splits](
-        q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, part, part_max, part_sum, scale * LOG2E,
+        q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, *parts, scale * LOG2E,
         *strides, batch.block_table.stride(0),
         GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, WORDS=words,
         num_warps=1 if words and shape["DP"] < 128 else 2, **tile, **shape, **LAUNCH,
     )  # fmt: skip
-    if splits > 1:
-        join_kernel[count * q.shape[1],](
-            part, part_max, part_sum, out, shape["D"], shape["DP"], splits, triton.next_power_of_2(splits), num_warps=4, **LAUNCH
-        )
+    _join(parts, out[:count], splits, shape)
 
 
 def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
     shape, kv_heads, (tensors, strides) = _shape(q, kv), kv.shape[2], arguments(kv)
     group = triton.next_power_of_2(shape["G"])
     items, tokens = len(batch.spans) - skip, q.shape[0] - skip
-    rows = max(group, 64 if max(span.num for span in batch.spans[skip:]) * group > 16 else 16)
+    rows = max(group, 64)
     tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
-    prefill_kernel[tiles, kv_heads](
-        q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, scale * LOG2E,
-        items, *strides, batch.block_table.stride(0),
-        GP=group, M=rows, WINDOW=window, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
+    longest = batch.block_table.shape[1] * shape["B"]  # that any item may be: as in _decode
+    splits = SPLITS if tokens <= FEW and longest >= LONG else 1
+    parts = _parts(q, splits)
+    prefill_kernel[tiles, kv_heads, splits](
+        q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, *parts,
+        scale * LOG2E, items, *strides, batch.block_table.stride(0),
+        GP=group, M=rows, SPLITS=splits, WINDOW=window, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
     )  # fmt: skip
+    _join(tuple(part[skip:] for part in parts), out[skip:], splits, shape)  # type: ignore[arg-type]

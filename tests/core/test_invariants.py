@@ -1,0 +1,85 @@
+"""What is broken by hand is noticed, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from octavo.core.scheduler import Scheduler
+from octavo.types import Request, SamplingParams, Status
+from tests.toy_guide import ToyGuide
+from tests.workloads import make_engine
+
+
+def busy(keep: tuple[int, int] | None = None) -> Scheduler:
+    """Two that decode, of which the second is guided, one that prefills and one that waits; nothing in flight."""
+    engine = make_engine(40, 4, rows=3, budget=8, depth=1, keep=keep)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    engine.add(Request("a", [1, 2, 3, 4, 5], params))
+    engine.add(Request("b", [6], params, guide=ToyGuide(1)))
+    engine.step()
+    engine.add(Request("c", list(range(1, 21)), params))
+    engine.add(Request("d", [7, 8], params))
+    engine.step()
+    scheduler = engine.scheduler
+    assert (len(scheduler.decoding), len(scheduler.prefilling), len(scheduler.waiting)) == (2, 1, 1)
+    scheduler.check()
+    return scheduler
+
+
+def share_a_block(s: Scheduler) -> None:
+    s.decoding[1].table[0] = s.decoding[0].table[0]
+
+
+def hash_what_is_written(s: Scheduler) -> None:
+    seq = s.decoding[0]
+    s.pool.publish(seq.table[seq.planned // 4], b"h", seq.tokens[:4])
+
+
+def set_first(**values: object) -> Callable[[Scheduler], None]:
+    def broken(s: Scheduler) -> None:
+        for name, value in values.items():
+            setattr(s.decoding[0], name, value)
+
+    return broken
+
+
+BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
+    "computed beyond planned": (set_first(computed=7), "out of order"),
+    "planned beyond the table": (set_first(planned=99), "out of order"),
+    "planned and nothing in flight": (set_first(computed=2), "drifted"),
+    "too much in flight": (set_first(inflight=2), "in flight"),
+    "beyond its limit": (set_first(limit=6), "limit"),
+    "ahead of a guide": (set_first(guide=ToyGuide(1), tokens=[1]), "decided"),
+    "published and not computed": (set_first(published=2), "not computed"),
+    "a block in two tables": (share_a_block, "reference counts"),
+    "a hash on what is written": (hash_what_is_written, "published block"),
+    "ranks out of order": (lambda s: s.decoding.reverse(), "out of order"),
+    "waiting with a row": (lambda s: setattr(s.waiting[0], "row", 0), "those have that run"),
+    "running without saying so": (set_first(status=Status.WAITING), "not said to"),
+    "a row used twice": (lambda s: s.queues.rows.append(0), "rows lost"),
+    "alive in no queue": (lambda s: s.waiting.clear(), "no queue"),
+    "alive in no family": (lambda s: s.requests.pop("d"), "no family"),
+    "computed by nobody": (lambda s: s.prefix.computing.update({b"h": 99}), "nobody computes"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_noticed(name: str) -> None:
+    scheduler = busy()
+    breaks, says = BROKEN[name]
+    breaks(scheduler)
+    with pytest.raises(AssertionError, match=says):
+        scheduler.check()
+
+
+@pytest.mark.parametrize("values", [dict(table=[1] * 6), dict(dropped=3), dict(dropped=4, tokens=[1] * 30)])
+def test_more_than_a_budget_is_noticed(values: dict[str, object]) -> None:
+    scheduler = busy(keep=(1, 5))
+    if "table" in values:
+        extra = [scheduler.pool.take() for _ in range(4)]
+        values = dict(table=scheduler.decoding[0].table + extra)
+    set_first(**values)(scheduler)
+    with pytest.raises(AssertionError, match="budget"):
+        scheduler.check()

@@ -1,0 +1,103 @@
+"""What is written to is the writer's own; what does not fit changes nothing."""
+
+from __future__ import annotations
+
+from array import array
+
+from octavo.config import CacheConfig
+from octavo.core.blocks import BlockPool, chain
+from octavo.core.tables import NEVER, admission_takes, chunk, evict, reserve
+from octavo.types import Plan, Request, SamplingParams, Sequence
+
+SIZE = 4
+
+
+def sequence(pool: BlockPool, tokens: int, blocks: int) -> Sequence:
+    """All of its tokens are planned."""
+    ids = list(range(1, tokens + 1))
+    seq = Sequence(1, Request("r", ids, SamplingParams()), 0, array("i", ids), tokens, 100, 0, frozenset())
+    seq.table, seq.computed, seq.planned, seq.row = [pool.take() for _ in range(blocks)], tokens, tokens, 0
+    return seq
+
+
+def test_fresh_blocks_are_appended() -> None:
+    pool, plan = BlockPool(4, SIZE), Plan(1)
+    seq = sequence(pool, 3, 1)
+    assert reserve(pool, seq, 6, plan) and seq.table == [1, 2, 3], "positions 3 to 8"
+    assert plan.appends == [(0, 1, 2), (0, 2, 3)] and not plan.copies
+    pool.check([seq.table])
+
+
+def test_a_shared_block_is_copied_before_it_is_written() -> None:
+    pool, plan = BlockPool(4, SIZE), Plan(1)
+    seq = sequence(pool, 6, 2)
+    other = [pool.share(b) for b in seq.table]
+    assert reserve(pool, seq, 1, plan) and seq.table == [1, 3], "what is full stays shared"
+    assert plan.copies == [(2, 3)] and plan.appends == [(0, 1, 3)]
+    pool.check([seq.table, other])
+
+
+def test_all_or_nothing() -> None:
+    pool, plan = BlockPool(3, SIZE), Plan(1)
+    seq = sequence(pool, 6, 2)
+    other = [pool.share(b) for b in seq.table]
+    assert not reserve(pool, seq, 4, plan), "a copy and a fresh one, and one is left"
+    assert seq.table == other == [1, 2] and not plan.copies and not plan.appends
+    pool.check([seq.table, other])
+
+
+def test_what_an_admission_takes() -> None:
+    pool = BlockPool(6, SIZE)
+    held = pool.take()
+    cached = pool.take()
+    pool.publish(cached, b"h", array("i", [1] * SIZE))
+    pool.drop(cached)
+    assert admission_takes(pool, [], 5) == 2
+    assert admission_takes(pool, [held], 5) == 2, "what others hold takes none"
+    assert admission_takes(pool, [held, cached], 5) == 3, "a cached one leaves the free list"
+    assert admission_takes(pool, [held, cached, 0], 5) == 4, "one to load into"
+
+
+def test_forks_stop_one_token_short() -> None:
+    seq = sequence(BlockPool(4, SIZE), 10, 3)
+    assert chunk(seq, 0, 100) == 10 and chunk(seq, 4, 100) == 6 and chunk(seq, 4, 3) == 3
+    seq.forks = 2
+    assert chunk(seq, 0, 100) == 9
+
+
+def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:
+    """A cache of three blocks is full, and so many others are free."""
+    pool = BlockPool(3 + spare, SIZE)
+    return pool, CacheConfig(SIZE, 3 + spare, eviction="sinks", sinks=1, budget=12), sequence(pool, 13, 3)
+
+
+def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
+    pool, cache, seq = full(spare=0)
+    seq.planned = seq.computed = 12
+    plan = Plan(1)
+    assert evict(pool, cache, seq, plan)
+    assert seq.table == [1, 3, 2] and plan.shifts == [(3, SIZE)], "block 2 left, and is the one to write to"
+    assert seq.planned == seq.computed == 8 and list(seq.tokens) == [1, 2, 3, 4, 9, 10, 11, 12, 13] and seq.published == NEVER
+    pool.check([seq.table])
+
+
+def test_what_others_see_is_copied_or_withdrawn() -> None:
+    pool, cache, seq = full(spare=1)
+    seq.planned = seq.computed = 12
+    h = chain(b"", seq.tokens[8:12])
+    pool.publish(3, h, seq.tokens[8:12])
+    plan = Plan(1)
+    assert evict(pool, cache, seq, plan) and h not in pool.index, "moved in place: nobody may find it"
+    pool, cache, seq = full(spare=1)
+    seq.planned = seq.computed = 12
+    other, plan = [pool.share(3)], Plan(1)
+    assert evict(pool, cache, seq, plan) and plan.copies[0][0] == 3 and other == [3]
+    pool.check([seq.table, other])
+
+
+def test_without_room_for_the_copies_nothing_leaves() -> None:
+    pool, cache, seq = full(spare=0)
+    seq.planned = seq.computed = 12
+    other = [pool.share(b) for b in seq.table]
+    assert not evict(pool, cache, seq, plan := Plan(1)) and seq.table == [1, 2, 3] and not plan.shifts
+    pool.check([seq.table, other])
