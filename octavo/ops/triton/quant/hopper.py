@@ -65,8 +65,8 @@ class Hopper(NamedTuple):
 TILES = (Hopper(256, 128, 8, 1, 66), Hopper(128, 128, 4, 2, 75), Hopper(128, 64, 4, 2, 42))
 
 
-def _nibbles(first: int, scaled: str) -> gl.constexpr:
-    """Two words, a scale twice and maybe a summand -> two times two numbers: parts `first` and `first` + 1, less 8, scaled."""
+def _nibbles(first: int) -> gl.constexpr:
+    """Two words and a scale twice -> two times two numbers: parts `first` and `first` + 1, less 8, times the scale."""
     return gl.constexpr(f"""{{
     .reg .b32 a, b, least;
     mov.b32 least, 0x43084308;
@@ -76,29 +76,21 @@ def _nibbles(first: int, scaled: str) -> gl.constexpr:
     lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
     sub.rn.bf16x2 a, a, least;
     sub.rn.bf16x2 b, b, least;
-    {scaled.format(0, "a")};
-    {scaled.format(1, "b")};
+    mul.rn.bf16x2 $0, a, $3;
+    mul.rn.bf16x2 $1, b, $3;
     }}""")
 
 
-LOW, HIGH = (_nibbles(part, "mul.rn.bf16x2 ${}, {}, $3") for part in (0, 2))
-LOW_LEAST, HIGH_LEAST = (_nibbles(part, "fma.rn.bf16x2 ${}, {}, $3, $4") for part in (0, 2))
+LOW, HIGH = _nibbles(0), _nibbles(2)
 
 
 @gluon.jit
-def _weights(words, scale, least, HALF: gl.constexpr, KIND: gl.constexpr, LEAST: gl.constexpr, OPERAND: gl.constexpr):
+def _weights(words, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
     """A block's words [N, 32] -> a step's weights [N, 64]: all of 8-bit codes, the first or second half of 4-bit ones, scaled."""
     if KIND == INT4:
         words, scale = gl.broadcast(words, scale)
-        if LEAST:
-            words, least = gl.broadcast(words, least)
-            CODE: gl.constexpr = HIGH_LEAST if HALF else LOW_LEAST
-            a, b = gl.inline_asm_elementwise(
-                CODE, "=r,=r,r,r,r", [words, scale, least], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-            )
-        else:
-            PLAIN: gl.constexpr = HIGH if HALF else LOW
-            a, b = gl.inline_asm_elementwise(PLAIN, "=r,=r,r,r", [words, scale], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+        CODE: gl.constexpr = HIGH if HALF else LOW
+        a, b = gl.inline_asm_elementwise(CODE, "=r,=r,r,r", [words, scale], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
     else:
         EIGHT: gl.constexpr = E4M3 if KIND == FP8 else BYTES
         a, b = gl.inline_asm_elementwise(EIGHT, "=r,=r,r", [words], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
@@ -125,23 +117,15 @@ def _info(at, block, width, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _half(word):
-    """The low half of a word is a float16."""
-    return word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-
-
-@gluon.jit
-def _scales(info, KIND: gl.constexpr, LEAST: gl.constexpr, OPERAND: gl.constexpr):
-    """Words -> scales and what is added, for codes less 8: [N, 1] bfloat16, each where it is. Words of two scales [N / 16, 8], or
-    of a scale and a least value [N]."""
-    if LEAST:
-        scale, least = _half(info), _half(info >> 16)
-        return scale.to(gl.bfloat16).expand_dims(1), (least + 8 * scale).to(gl.bfloat16).expand_dims(1)
-    elif KIND == INT4:
-        flat = gl.join(_half(info), _half(info >> 16)).to(gl.bfloat16).permute(0, 2, 1).reshape(info.shape[0] * 16)
-        return gl.convert_layout(flat, gl.SliceLayout(1, OPERAND), assert_trivial=True).expand_dims(1), 0
+def _scales(info, KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of two float16 [N / 16, 8] -> [N, 1] bfloat16, each where it is"""
+    if KIND == INT4:
+        low = info.to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
+        high = (info >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
+        flat = gl.join(low, high).permute(0, 2, 1).reshape(info.shape[0] * 16)
+        return gl.convert_layout(flat, gl.SliceLayout(1, OPERAND), assert_trivial=True).expand_dims(1)
     else:
-        return 0, 0
+        return 0
 
 
 @gluon.jit
@@ -172,14 +156,12 @@ def _refill(w, x, ws, xs, there, m0, n0, first, i, count, HALF: gl.constexpr, KI
 
 
 @gluon.jit
-def _made(
-    ws, there, i, scale, least, HALF: gl.constexpr, KIND: gl.constexpr, LEAST: gl.constexpr, OPERAND: gl.constexpr
-):  # fmt: skip
+def _made(ws, there, i, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
     """Step i's weights, once it is there"""
     STAGES: gl.constexpr = there.shape[0]
     mbarrier.wait(there.index(i % STAGES), i // STAGES & 1)
     block = i // 2 if KIND == INT4 else i
-    return _weights(ws.index(block % ws.shape[0]).load(OPERAND), scale, least, HALF, KIND, LEAST, OPERAND)
+    return _weights(ws.index(block % ws.shape[0]).load(OPERAND), scale, HALF, KIND, OPERAND)
 
 
 @gluon.jit
@@ -220,9 +202,8 @@ def _shared(acc, partial, lock, part, M: gl.constexpr, N: gl.constexpr, SPLIT: g
 
 @gluon.jit(do_not_specialize=["rows"])
 def hopper_kernel(
-    x, w, out, info, bias, partial, locks, rows, steps, width, KIND: gl.constexpr, LEAST: gl.constexpr,
-    BIAS: gl.constexpr, ADD: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    SPLIT: gl.constexpr,
+    x, w, out, info, bias, partial, locks, rows, steps, width, KIND: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A tile [N outputs, M rows] of the transposed product, or its share of one. x [rows, inputs], w, out: descriptors."""
     cuda.gdc_launch_dependents()
@@ -244,32 +225,28 @@ def hopper_kernel(
     cuda.gdc_wait()
     for i in gl.static_range(STAGES):
         _fetch_rows(x, xs, there, m0, first, i, i < count)
-    if LEAST:
-        at = info + (first // 2 * width + n0) + gl.arange(0, N, gl.SliceLayout(1, OPERAND))
-    elif KIND == INT4:
+    if KIND == INT4:
         PAIRS: gl.constexpr = _pairs(N, WARPS)
         sixteen = gl.arange(0, N // 16, gl.SliceLayout(1, PAIRS)).expand_dims(1)
         pair = gl.arange(0, 8, gl.SliceLayout(0, PAIRS)).expand_dims(0)
         at = info + (first // 2 * width + n0 // 2) + (sixteen * 8 + pair)
     else:
         at = info
-    scale, least = _scales(_info(at, 0, width, KIND), KIND, LEAST, OPERAND)
-    ahead = _info(at, gl.minimum(1, count // 2 - 1), width, KIND)
-    even = _made(ws, there, 0, scale, least, 0, KIND, LEAST, OPERAND)
+    scale, ahead = _scales(_info(at, 0, width, KIND), KIND, OPERAND), _info(at, gl.minimum(1, count // 2 - 1), width, KIND)
+    even = _made(ws, there, 0, scale, 0, KIND, OPERAND)
     acc = _start(even, xs, 0, gl.zeros([N, M], gl.float32, SUMS))
     acc, even = warpgroup_mma_wait(1, deps=[acc, even])
     for i in range(0, count - 2, 2):
-        odd = _made(ws, there, i + 1, scale, least, 1, KIND, LEAST, OPERAND)
+        odd = _made(ws, there, i + 1, scale, 1, KIND, OPERAND)
         acc = _start(odd, xs, i + 1, acc)
         acc, even = warpgroup_mma_wait(1, deps=[acc, even])
         _refill(w, x, ws, xs, there, m0, n0, first, i + STAGES, count, STAGES % 2, KIND)
-        scale, least = _scales(ahead, KIND, LEAST, OPERAND)
-        ahead = _info(at, gl.minimum(i // 2 + 2, count // 2 - 1), width, KIND)
-        even = _made(ws, there, i + 2, scale, least, 0, KIND, LEAST, OPERAND)
+        scale, ahead = _scales(ahead, KIND, OPERAND), _info(at, gl.minimum(i // 2 + 2, count // 2 - 1), width, KIND)
+        even = _made(ws, there, i + 2, scale, 0, KIND, OPERAND)
         acc = _start(even, xs, i + 2, acc)
         acc, odd = warpgroup_mma_wait(1, deps=[acc, odd])
         _refill(w, x, ws, xs, there, m0, n0, first, i + 1 + STAGES, count, (STAGES + 1) % 2, KIND)
-    odd = _made(ws, there, count - 1, scale, least, 1, KIND, LEAST, OPERAND)
+    odd = _made(ws, there, count - 1, scale, 1, KIND, OPERAND)
     acc = _start(odd, xs, count - 1, acc)
     acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
     gl.thread_barrier()  # from here on the ring holds what is written
@@ -303,8 +280,8 @@ def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def known(form: Format) -> bool:
-    """4 bits in groups of 128 inputs, 8 bits without groups."""
-    return HOPPER and form.group == (128 if form.bits == 4 else 0) and not (form.wide or form.rounds)
+    """Groups of 128 inputs or none, and scales alone."""
+    return HOPPER and form.group == (128 if form.bits == 4 else 0) and not (form.least or form.wide or form.rounds)
 
 
 def fits(dtype: torch.dtype, weight: PackedWeight) -> bool:
@@ -336,7 +313,7 @@ def hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | N
     hopper_kernel[tiles * split,](
         _described(x, how.rows, STEP.value), _described(weight.words, how.outputs, WORDS.value),
         _described(out, how.rows // split, how.outputs), weight.info, bias, partial, weight.locks, rows, inputs // STEP.value,
-        weight.info.shape[-1], weight.kind, weight.form.least, bias is not None, add is not None, how.rows, how.outputs,
-        how.stages(weight.kind), how.warps, split, num_warps=how.warps, **LAUNCH,
+        weight.info.shape[-1], weight.kind, bias is not None, add is not None, how.rows, how.outputs, how.stages(weight.kind),
+        how.warps, split, num_warps=how.warps, **LAUNCH,
     )  # fmt: skip
     return out
