@@ -376,7 +376,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compile and capture everything ahead of the first request: nothing later stalls for it."""
         recorder, self.engine.scheduler.recorder = self.engine.scheduler.recorder, None
-        for tokens in (64, 128):  # few tokens and many may take kernels of their own
+        for tokens in (64, 128, 768, 2048) if self.device.type == "cuda" else (64,):  # which may take kernels of their own
             prompt = [0] * max(1, min(tokens, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
             self.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
             self.reset_prefix_cache()
