@@ -265,7 +265,7 @@ def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProcess[str]]:
-    """Seconds until a server has said why it cannot start: by the clock, and of the CPU, which is the same where it has a core."""
+    """Seconds until a server has said why it cannot start: by the clock, and of the CPU: the same where it has a core."""
     used, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = octavo("serve", *argv)
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
