@@ -67,7 +67,7 @@ class Load:
 
 @dataclass(slots=True)
 class Reply:
-    """One request: when its last byte was sent, when the first byte of the body came and the last, and what came."""
+    """One request: when it was sent, when the first byte of the body came and the last, and what came."""
 
     sent: float
     first: float = 0.0
@@ -93,12 +93,11 @@ class Client(asyncio.Protocol):
     def ask(self, request: bytes) -> None:
         assert self.transport is not None
         self.parts, self.body, self.size, self.have = [], -1, -1, 0
-        self.reply = Reply(0.0)
+        self.reply = Reply(time.monotonic())
         # Straight to the socket, where it is sent when it is said to be: uvloop's transport keeps what it is given until
         # everything else of the loop's turn is done, which of many requests at once is some tenths of a millisecond.
         with contextlib.suppress(BlockingIOError):
             request = request[os.write(self.number, request) :]
-        self.reply.sent = time.monotonic()
         if request:
             self.transport.write(request)
 

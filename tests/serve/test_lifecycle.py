@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -263,14 +264,12 @@ def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "octavo", *argv], cwd=ROOT, capture_output=True, text=True, timeout=30)
 
 
-def told(argv: tuple[str, ...]) -> tuple[float, subprocess.CompletedProcess[str]]:
-    """Seconds until a server has said why it cannot start. What takes long is tried again: the cores may be shared."""
-    for _ in range(3):
-        begun = time.monotonic()
-        done = octavo("serve", *argv)
-        if (took := time.monotonic() - begun) < 5:
-            break
-    return took, done
+def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProcess[str]]:
+    """Seconds until a server has said why it cannot start: by the clock, and of the CPU: the same where it has a core."""
+    used, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = octavo("serve", *argv)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - begun, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime, done
 
 
 def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running, tmp_path: Path) -> None:
@@ -306,12 +305,12 @@ def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running,
         ("--port", str(free_port()), str(tmp_path / "lacking")): "model.norm.weight",
         ("--port", str(free_port()), str(tmp_path / "cut")): "model.safetensors",
     }.items():
-        took, done = told(argv)
+        took, cpu, done = told(argv)
         assert done.returncode not in (0, None), argv
         line, *more = done.stderr.strip().splitlines()
         assert line.startswith("error: ") and says in done.stderr, done.stderr
         assert not more or ("lacking" in argv[-1] and "Traceback" not in done.stderr), "one line, or a list of tensors"
-        assert took < 5, (argv, took)
+        assert took < 5 or (cpu < 4 and took < 10), (argv, took, cpu)  # longer only where others have the cores
 
 
 def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:

@@ -96,11 +96,12 @@ def test_200_clients_leave_at_random_and_every_block_comes_back(running: Running
     assert total == sum(before[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free")) == 512
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_is_noticed_at_once(running: Running, stream: bool) -> None:
+@pytest.mark.parametrize(("stream", "size"), [(False, 1), (True, 1), (False, 200_000)])
+def test_who_leaves_is_noticed_at_once(running: Running, stream: bool, size: int) -> None:
+    """Whatever was asked: of a large body no more is read than is wanted, and who does not read sees nobody leave."""
     before = settled(running)["octavo:engine_steps_total"]
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
-        connection.sendall(http_request("/v1/completions", json.dumps({**LONG, "stream": stream}).encode()))
+        connection.sendall(http_request("/v1/completions", json.dumps({**LONG, "stream": stream, "user": "u" * size}).encode()))
         while (found := running.metrics())["octavo:kv_blocks_used"] == 0 and found["octavo:engine_steps_total"] < before + 800:
             time.sleep(0.005)
     left = time.monotonic()
