@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 READERS = 16  # threads at most
 BUSY = 0.6  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
-LISTEN = 0.002  # seconds to wait for news when there is nothing else to do
+LISTEN = 0.002  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
@@ -128,12 +128,13 @@ class Tiers:
         return set(found)
 
     def news(self, wait: bool) -> list[DiskNews]:
-        """What the disk did since the last call, each fetch once. `wait`: a moment, if there is none yet."""
+        """What the disk did since the last call, each fetch once. `wait`: a moment, unless all that was asked is answered."""
         while self._held and self._held[0][0].query():
             self._held.popleft()[1]()
-        if wait and self._pending and not self._news:
-            self._bell.wait(LISTEN)
-        self._bell.clear()
+        until = time.monotonic() + LISTEN
+        while wait and len(self._news) < len(self._pending) and (left := until - time.monotonic()) > 0:
+            self._bell.wait(left)
+            self._bell.clear()
         out: list[DiskNews] = []
         while self._news:
             when, news = self._news.popleft()
