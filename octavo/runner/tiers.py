@@ -38,9 +38,9 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 log = logging.getLogger(__name__)
 
 READERS = 16  # threads at most
-BUSY = 0.6  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
+BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
-LISTEN = 0.002  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
+LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
