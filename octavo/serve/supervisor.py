@@ -50,14 +50,16 @@ class FrontLink:
     """The front's end of the two sockets, in a directory that nobody else may enter. A new one for every engine process,
     so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected.
 
-    What is said in turns of the event loop that follow each other goes out as one message of several parts, once a turn brings
-    nothing more. Requests that came together then reach the engine together: else it would begin with the first alone, the
-    others would wait for that step, and on few cores the front would share them with it while it still reads."""
+    While the engine has nothing to do, what is said in turns of the event loop that follow each other goes out as one message of
+    several parts, once a turn brings nothing more. Requests that came together then reach the engine together: else it would
+    begin with the first alone, the others would wait for that step, and on few cores the front would share them with it while
+    it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
 
-    def __init__(self, deliver: Callable[[ToFront], None]):
+    def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], int] = lambda: 0):
+        """`asked`: how many requests the engine is to have, those said and not sent among them."""
         self.directory: str | None = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
         self.address = f"ipc://{self.directory}/link"
-        self._deliver = deliver
+        self._deliver, self._asked = deliver, asked
         self._context = zmq.Context()
         self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         self._in.setsockopt(zmq.RCVHWM, 0)
@@ -75,7 +77,7 @@ class FrontLink:
         if not self._said:
             self._since = message.arrival if type(message) is Add else now
         self._said.append(message)
-        if now - self._since > LONGEST_WAIT:
+        if self._asked() > len(self._said) or now - self._since > LONGEST_WAIT:
             self._flush()
         elif len(self._said) == 1:
             self._loop.call_soon(self._turn, 0)
@@ -190,7 +192,7 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
-        link = self._link = FrontLink(self._take)
+        link = self._link = FrontLink(self._take, lambda: len(self.work()))
         with tempfile.TemporaryFile() as stacks:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command, link.address, str(stacks.fileno()), pass_fds=[stacks.fileno()], start_new_session=True,

@@ -21,14 +21,14 @@ def add(id: str, **params: Any) -> Add:
     return Add(id, [1, 2, 3], SamplingParams(**params), time.monotonic(), "")
 
 
-def talk(say: Callable[[FrontLink], Any]) -> tuple[list[ToEngine], list[int], list[ToFront]]:
+def talk(say: Callable[[FrontLink], Any], asked: int = 0) -> tuple[list[ToEngine], list[int], list[ToFront]]:
     """What the engine's end hears, how many parts each message had, and what the front's end hears."""
     heard: list[ToEngine] = []
     sizes: list[int] = []
     answers: list[ToFront] = []
 
     async def run() -> None:
-        front, context = FrontLink(answers.append), zmq.Context()
+        front, context = FrontLink(answers.append, lambda: asked), zmq.Context()
         engine = Link(context, front.address)
         receive = engine._in.recv_multipart
 
@@ -59,6 +59,12 @@ def test_what_is_said_in_one_turn_goes_as_one_message_in_order() -> None:
     said: list[ToEngine] = [add("a"), add("b"), Abort(["a"]), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said])
     assert heard == said and sizes == [4]
+
+
+def test_an_engine_at_work_is_told_at_once() -> None:
+    said: list[ToEngine] = [add("a"), add("b"), add("c")]
+    heard, sizes, _ = talk(lambda front: [front.send(message) for message in said], asked=5)
+    assert heard == said and sizes == [1, 1, 1]
 
 
 def test_turns_are_not_joined() -> None:
