@@ -26,7 +26,7 @@ from octavo.collect import Collector
 from octavo.config import CacheConfig, ModelConfig, ScheduleConfig
 from octavo.core.batching import former
 from octavo.core.engine import Engine
-from octavo.core.eviction import check_eviction
+from octavo.core.eviction import check_eviction, most_positions
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Recorder
@@ -374,13 +374,22 @@ class LLM:
         self.engine.scheduler.forget()
 
     def warm_up(self) -> None:
-        """Compile and capture everything ahead of the first request: nothing later stalls for it."""
-        recorder, self.engine.scheduler.recorder = self.engine.scheduler.recorder, None
-        for tokens in (64, 128, 768, 2048) if self.device.type == "cuda" else (64,):  # which may take kernels of their own
-            prompt = [0] * max(1, min(tokens, self.schedule.max_model_len - 2, self.memory.kv_tokens - 1))
-            self.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
-            self.reset_prefix_cache()
-        self.engine.scheduler.recorder = recorder
+        """Compile and capture ahead of the first request, so that what comes later does not stall for it."""
+        scheduler, observers = self.engine.scheduler, self.engine.observers
+        recorder, scheduler.recorder = scheduler.recorder, None
+        self.engine.observers = []  # nobody is to learn from steps that compile
+        links = None if scheduler.tiers is None else replace(scheduler.tiers.links)
+        most = min(self.schedule.max_model_len, self.memory.kv_tokens, most_positions(self.cache)) - 2
+        sizes = (64, 128, 768, 2048, self.schedule.max_num_batched_tokens) if self.device.type == "cuda" else (64,)
+        try:
+            for tokens in sorted({max(1, min(size, most)) for size in sizes}):  # which may take kernels of their own
+                params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+                self.generate([[0] * tokens], params, use_tqdm=False)
+                self.reset_prefix_cache()
+        finally:
+            scheduler.recorder, self.engine.observers = recorder, observers
+            if scheduler.tiers is not None and links is not None:
+                scheduler.tiers.links = links
         self.runner.capture()
 
     # ---- the loop ----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Client(asyncio.Protocol):
         self.reply = Reply(time.monotonic())
         # Straight to the socket, where it is sent when it is said to be: uvloop's transport keeps what it is given until
         # everything else of the loop's turn is done, which of many requests at once is some tenths of a millisecond.
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # full, or gone: the transport waits, or tells
             request = request[os.write(self.number, request) :]
         if request:
             self.transport.write(request)

@@ -78,7 +78,7 @@ class PrefixCache:
         tiers = self.tiers
         if tiers is None or not self._may_match(seq):
             return None
-        waits, lifted = tiers.ask(seq, *found, self.pool, plan), tiers.lift(seq, self.pool, plan, spare)
+        waits, lifted = tiers.ask(seq, *found, self.pool, plan, spare), tiers.lift(seq, self.pool, plan, spare)
         if waits or lifted:
             return self.load_tokens(lifted)
         for k, (j, slot) in enumerate(found.loads):

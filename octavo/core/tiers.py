@@ -106,7 +106,7 @@ class Tiers:
             hits.append(block)
         return loads
 
-    def ask(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], pool: BlockPool, plan: Plan) -> bool:
+    def ask(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], pool: BlockPool, plan: Plan, spare: int) -> bool:
         """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
         if not self.disk:
             return False
@@ -125,6 +125,7 @@ class Tiers:
                 break
         if wanted:
             del wanted[max(self._room() - here, 0) :]  # never at the cost of its own blocks that are here already
+            del wanted[max(len(pool.free) - spare, 0) :]  # nor more than can be lifted
             if not self.links.try_it(disk=True):
                 self.count.refused += 1
                 wanted, coming = [], 0

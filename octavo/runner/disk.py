@@ -13,6 +13,7 @@ copies pages that lie alike up to twice as fast as others. Knows no device, star
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
 import re
@@ -59,8 +60,9 @@ class Disk:
 
     def __init__(self, directory: Path, limit: int, fingerprint: bytes, form: str, block_bytes: int):
         self.root, self.limit, self.block_bytes = directory, limit, block_bytes
-        self.fingerprint, self.form = fingerprint, form.encode()[:48].ljust(48, b"\0")
-        self.folder = directory / f"kv-{fingerprint.hex()}"
+        # Of the records' own version too: those of another are not looked at, and give way as they age.
+        self.fingerprint = hashlib.blake2b(fingerprint + bytes([VERSION]), digest_size=16).digest()
+        self.form, self.folder = form.encode()[:48].ljust(48, b"\0"), directory / f"kv-{self.fingerprint.hex()}"
         self._count = itertools.count()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ class Tiers:
         self._check: Check | None = None  # of what was loaded last
         self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
         self._bell = threading.Event()
-        self._pending: dict[int, Fetch] = {}  # fetches that have no news yet
+        self._pending: dict[int, tuple[Fetch, int]] = {}  # fetches that have no news yet, and who owns their slots
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
         self._fetches: queue.SimpleQueue[tuple[Fetch, int] | bytes | None] = queue.SimpleQueue()  # or what to remove
@@ -103,8 +103,8 @@ class Tiers:
         if plan.fetches and not self._pending:
             self._progress = time.monotonic()
         for fetch in plan.fetches:
-            self._pending[fetch.ticket] = fetch
-            self._when_stored(fetch.slot, partial(self._fetches.put, (fetch, self._own(fetch.slot))))
+            self._pending[fetch.ticket] = fetch, (owner := self._own(fetch.slot))
+            self._when_stored(fetch.slot, partial(self._fetches.put, (fetch, owner)))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
@@ -149,8 +149,9 @@ class Tiers:
             out.append(news)
         if self._pending and time.monotonic() - self._progress > PATIENCE:
             self._warn("late", f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead")
-            for fetch in self._pending.values():
-                self._own(fetch.slot)  # who has not begun to read it need not
+            for fetch, owner in self._pending.values():
+                if self._owner[fetch.slot] == owner:
+                    self._own(fetch.slot)  # who has not begun to read it need not
                 out.append(DiskNews("missed", fetch.hash, fetch.ticket, "late", PATIENCE))
             self._pending.clear()
         return out
@@ -182,6 +183,7 @@ class Tiers:
                 continue
             fetch, owner = job
             if self._owner[fetch.slot] != owner:
+                self._tell(DiskNews("missed", fetch.hash, fetch.ticket, "overtaken"))
                 continue
             start = time.monotonic()
             read = self.disk.read if self.seals is None else self.disk.read_sealed

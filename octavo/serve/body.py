@@ -17,6 +17,7 @@ from octavo.serve.limits import Limits
 
 T = TypeVar("T", bound=msgspec.Struct)
 BIG = 256 * 2**10  # bytes: parsing more than this takes milliseconds, and is done in a thread
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PATIENCE = 0.5  # seconds of an oversized body that are read, and thrown away, so that the client comes to see why
 
 
@@ -100,6 +101,8 @@ def parse(data: bytes) -> dict[str, Any]:
     """A JSON object, strictly: no duplicate names, no NaN, no integer beyond 64 bits."""
     try:
         value = _decoder.decode(data.decode())
+        if SURROGATE.search(data):  # half of a pair is no character, and no reply or message could hold it
+            json.dumps(value, ensure_ascii=False).encode()
     except ApiError:
         raise
     except (ValueError, RecursionError) as error:

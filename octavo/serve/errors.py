@@ -46,6 +46,8 @@ class ApiError(Exception):
         allow: str | None = None,
     ):
         """`allow`: the methods that a route takes."""
+        # They may quote what was sent, and half of a surrogate pair can be quoted to nobody.
+        message, param = message.encode(errors="replace").decode(), param and param.encode(errors="replace").decode()
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.type = type or TYPES[status]

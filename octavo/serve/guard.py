@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -71,6 +72,9 @@ class Guard:
             else:
                 raise
         finally:
+            scope.pop("octavo.line", None)  # which knows the scope: they would wait for each other, and for the collector
+            if line is not None:
+                line.answered()
             log.info("%s %s %s %d %.1f ms%s", caller.id, scope.get("method", "WS"), known_path(scope), status,
                      (time.monotonic() - caller.arrival) * 1000, f" {caller.owner}" if caller.owner else "")  # fmt: skip
 
@@ -92,15 +96,18 @@ class Guard:
     def _host_allowed(self, host: str) -> bool:
         """A web page can make a browser send requests here under a name of its own: only ours are answered."""
         allowed = self.front.config.allowed_hosts
-        name = urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
+        name = None
+        with suppress(ValueError):  # brackets that do not fit
+            name = urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
         if name is None:
             return False
         return name in allowed or (self.local and (name == "localhost" or is_loopback(name))) or not (allowed or self.local)
 
     def check_origin(self, origin: str | None, host: str) -> None:
         """Browsers always send it with a WebSocket, and do not apply any rule of their own."""
-        if origin is None or origin in self.front.config.allowed_origins or urlsplit(origin).netloc == host:
-            return
+        with suppress(ValueError):  # brackets that do not fit
+            if origin is None or origin in self.front.config.allowed_origins or urlsplit(origin).netloc == host:
+                return
         raise ApiError(403, "web pages of this origin may not use this server (--allowed-origin adds one)", "wrong_origin")
 
 

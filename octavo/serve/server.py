@@ -132,6 +132,7 @@ class Server:
                 http=bounded(limits),
                 ws="websockets-sansio",
                 ws_max_size=limits.body_bytes,
+                ws_per_message_deflate=False,  # a millisecond a frame of the live page, for each who watches
                 lifespan="off",
                 log_config=None,
                 access_log=False,

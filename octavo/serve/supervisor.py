@@ -29,6 +29,7 @@ from octavo.serve.messages import (
     Loaded,
     Phase,
     Ready,
+    Refused,
     Shutdown,
     Start,
     ToEngine,
@@ -97,7 +98,16 @@ class FrontLink:
         for message in said:
             if type(message) is Add:
                 message.submitted = now
-        self._out.send_multipart([encode(message) for message in said], zmq.NOBLOCK)
+        parts: list[bytes] = []
+        for message in said:
+            try:
+                parts.append(encode(message))
+            except Exception:  # one that cannot be said takes no other with it
+                log.exception("a message to the engine could not be encoded")
+                if type(message) is Add:
+                    self._loop.call_soon(self._deliver, Refused(message.id, "this request cannot be told to the engine"))
+        if parts:
+            self._out.send_multipart(parts, zmq.NOBLOCK)
 
     def _readable(self) -> None:
         # The descriptor tells of changes only, so everything has to be read, and the events looked at again, until nothing
@@ -211,7 +221,10 @@ class Supervisor:
                 self.stalled = False
                 if self._lost is None:
                     self._lost = time.monotonic()
-                self.on_loss()
+                try:
+                    self.on_loss()
+                except Exception:  # whatever it is, an engine must be started again
+                    log.exception("what the engine worked on could not be ended")
 
     def _take(self, message: ToFront) -> None:
         now = time.monotonic()

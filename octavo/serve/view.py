@@ -21,7 +21,7 @@ from octavo.types import Output, Plan, Sequence
 CELLS = 1024  # of the picture of the pool
 SEQUENCES, STEPS, ENDED, ENTRIES = 256, 128, 128, 8  # in a view; ENTRIES: in each list of a step
 OWNERS = 8192  # entries of tables that are looked at to say whose a cell is: half a millisecond
-FORGOTTEN = 3.0  # seconds after which nobody watches any more
+FORGOTTEN = 30.0  # seconds after which nobody watches any more: longer than a step takes
 MOVES = ("stores", "loads", "copies", "shifts", "saves", "fetches")
 
 

@@ -62,6 +62,9 @@ class WatchEndpoint:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = scope["octavo.caller"].key
+        if key is not None and not key.admin:  # it would see what other keys' requests do
+            raise ApiError(403, "only an administrator's key opens this", "admin_only")
         if len(self.watchers) >= (most := self.front.config.limits.watchers):
             raise ApiError(429, f"{most} others watch already: close one of the pages", "too_many_watchers", retry_after=5)
         socket, watcher = WebSocket(scope, receive, send), Watcher()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -15,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from octavo.serve.errors import ApiError
 from octavo.serve.front import new_id
 from octavo.serve.limits import Limits
+
+PIPELINED = 32  # requests that one connection may have sent before the first is answered
 
 
 class Line:
@@ -45,6 +48,10 @@ class Line:
         else:
             self.cycle.flow.resume_reading()  # a large body may have stopped it, and who does not read sees nobody leave
 
+    def answered(self) -> None:
+        """Nobody need hear of the client any more."""
+        self._left = None
+
     def lost(self) -> None:
         if not self.cycle.response_complete:
             self.cycle.disconnected = True
@@ -61,7 +68,8 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._lines: list[Line] = []
+            self._lines: deque[Line] = deque()  # of requests that are not answered yet, as far as that was seen
+            self._trailing = 0  # bytes of headers after a body
             if len(self.connections) > limits.connections:
                 self._refuse(ApiError(503, "too many connections", "too_many_connections", retry_after=1.0))
                 return
@@ -81,16 +89,28 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             if self._in_head:
                 self._head += len(data)
             super().data_received(data)
-            if self._in_head and not self.transport.is_closing():
-                if self._head > limits.header_bytes:
-                    self._refuse(_headers_too_large())
-                elif self._timer is None:  # most requests come whole, and need none
-                    self._await_headers()
+            if self.transport.is_closing():
+                return
+            if self._in_head and self._head > limits.header_bytes:
+                self._refuse(_headers_too_large())
+            elif self._timer is None and (self._in_head or (self._idle() and self.timeout_keep_alive_task is None)):
+                self._await_headers()  # most requests come whole and need none; an empty line begins none and ends the wait
+
+        def _idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
             if not self._in_head:
-                self._in_head, self._head = True, 0
+                self._in_head, self._head, self._trailing = True, 0, 0
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:
+                super().on_header(name, value)
+                return
+            self._trailing += len(name) + len(value)  # behind a body: nobody reads them
+            if self._trailing > limits.header_bytes and not self.transport.is_closing():
+                self._refuse(_headers_too_large())
 
         def on_headers_complete(self) -> None:
             self._stop_timer()
@@ -99,10 +119,16 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             if size > limits.header_bytes or len(self.headers) > limits.headers:
                 self._refuse(_headers_too_large())
                 return
+            while self._lines and self._lines[0].cycle.response_complete:
+                self._lines.popleft()
+            if len(self._lines) >= PIPELINED:
+                if not self.transport.is_closing():
+                    self._refuse(_too_many_at_once())
+                return
             super().on_headers_complete()
             if self.cycle is not None:
                 line = self.scope["octavo.line"] = Line(self.cycle)  # type: ignore[typeddict-unknown-key]
-                self._lines = [*(one for one in self._lines if not one.cycle.response_complete), line]
+                self._lines.append(line)
 
         def on_body(self, body: bytes) -> None:
             if self.cycle is not None:
@@ -147,3 +173,7 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
 
 def _headers_too_large() -> ApiError:
     return ApiError(431, "the request's headers are too large or too many", "headers_too_large")
+
+
+def _too_many_at_once() -> ApiError:
+    return ApiError(429, f"a connection may ask {PIPELINED} things at a time", "too_many_at_once", retry_after=1.0)

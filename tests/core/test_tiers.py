@@ -297,6 +297,17 @@ def test_what_is_spoilt_is_computed() -> None:
     scheduler.check()
 
 
+def test_no_more_is_asked_for_than_can_go_up() -> None:
+    scheduler, seq, _ = asked(FakeDisk(slowest=1))
+    assert scheduler.tiers is not None
+    for spare, wanted in ((6, 0), (4, 2), (0, 4)):
+        scheduler.tiers.forget()
+        scheduler.tiers.fetching.clear()
+        plan, seq.asked = Plan(9), -1
+        scheduler.tiers.ask(seq, [], [], scheduler.pool, plan, spare)
+        assert len(plan.fetches) == wanted
+
+
 def test_what_cannot_go_up_is_done_without() -> None:
     scheduler, seq, tickets = asked(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(*tickets))

@@ -243,6 +243,19 @@ def test_the_same_fault_is_logged_once_in_a_while(make: Make, caplog: pytest.Log
     assert len([r for r in caplog.records if "corrupt" in r.getMessage()]) == 1
 
 
+def test_a_fetch_that_was_overtaken_is_answered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be awaited, and what came into its slot meanwhile be given up with it."""
+    monkeypatch.setattr(module, "READERS", 1)
+    tiers, gate, real = make(), threading.Event(), Disk.read
+    tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
+    until(tiers, 1)
+    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
+    tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
+    tiers.begin(Plan(3, stores=[(5, 2)]))  # the step that asked had failed
+    gate.set()
+    assert [(n.ticket, n.kind, n.why) for n in until(tiers, 2)] == [(1, "fetched", ""), (2, "missed", "overtaken")]
+
+
 def test_a_directory_removed_under_way_is_a_miss_and_then_used_again(make: Make, tmp_path: Path) -> None:
     tiers = make()
     tiers.begin(Plan(1, stores=[(1, 0)], saves=[Save(0, name(1), tokens(1))]))

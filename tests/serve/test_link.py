@@ -61,6 +61,13 @@ def test_what_is_said_in_one_turn_goes_as_one_message_in_order() -> None:
     assert heard == said and sizes == [4]
 
 
+def test_what_cannot_be_said_takes_nothing_else_with_it() -> None:
+    said: list[ToEngine] = [add("a"), add("b", stop="\ud800"), add("c")]
+    heard, _, answers = talk(lambda front: [front.send(message) for message in said])
+    assert [m.id for m in heard if isinstance(m, Add)] == ["a", "c"]
+    assert [m.id for m in answers if isinstance(m, Refused)] == ["b"]
+
+
 def test_an_engine_at_work_is_told_at_once() -> None:
     said: list[ToEngine] = [add("a"), add("b"), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said], asked=5)

@@ -34,6 +34,8 @@ NOT_JSON = {
     "an integer of 400 digits": b'{"prompt": "a", "seed": 1%b}' % (b"0" * 400),
     "an integer beyond 64 bits": b'{"prompt": "a", "seed": 18446744073709551616}',
     "100,000 brackets": b'{"prompt": ' + b"[" * 100_000,
+    "half of a surrogate pair": b'{"prompt": "a", "stop": "\\ud800"}',
+    "half of a pair, in names": b'{"\\udFFF": 1, "\\udFFF": 2}',
 }
 
 
@@ -122,7 +124,9 @@ def test_a_wrong_method(running: Running, method: str, path: str) -> None:
     assert {"GET", "POST"} & set(reply.headers["allow"].split(", "))
 
 
-@pytest.mark.parametrize("host", ["evil.com", "127.0.0.1.evil.com", "localhost@evil.com", "", "evil.com:80", "[::ffff:8.8.8.8]"])
+@pytest.mark.parametrize(
+    "host", ["evil.com", "127.0.0.1.evil.com", "localhost@evil.com", "", "evil.com:80", "[::ffff:8.8.8.8]", "["]
+)
 def test_another_host_name_on_the_loopback(running: Running, host: str) -> None:
     reply = raw(running.port, http_request(CHAT, b"{}", "Connection: close", host=host))
     assert reply.startswith(b"HTTP/1.1 421"), reply[:100]
@@ -161,6 +165,38 @@ def test_the_client_of_pipelined_requests_leaves(running: Running) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("a request stayed open")
+
+
+def test_a_whole_surrogate_pair_is_a_character(running: Running) -> None:
+    body = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
+    assert running.http.post("/v1/completions", content=body, headers=JSON).status_code == 200
+
+
+def test_thousands_of_pipelined_requests_hold_up_nobody(running: Running) -> None:
+    """Answered up to a bound, and then the connection is closed: a list of them would be gone through for each."""
+    begun = time.monotonic()
+    reply = raw(running.port, http_request("/livez", b"", method="GET") * 10_000, 2)
+    assert b'"code":"too_many_at_once"' in reply and time.monotonic() - begun < 2
+    assert running.get("/livez").status_code == 200
+
+
+def test_headers_behind_a_body_have_an_end(running: Running) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reply = raw(running.port, head + b"2\r\n{}\r\n0\r\n" + b"x-b: ccccccccc\r\n" * 50_000, 3)
+    assert b"HTTP/1.1 431" in reply
+
+
+def test_an_empty_line_keeps_no_connection_open(tmp_path: Path) -> None:
+    with (
+        server(tmp_path, ready=False, limits={"header_seconds": 0.3}) as quick,
+        socket.create_connection(("127.0.0.1", quick.port), timeout=3) as connection,
+    ):
+        connection.sendall(http_request("/livez", b"", method="GET"))
+        found = b""
+        while not found.endswith(b"}"):
+            found += connection.recv(65536)
+        connection.sendall(b"\r\n")
+        assert b" 408 " in connection.recv(65536)
 
 
 def test_slow_headers_and_slow_bodies_are_cut_off(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from octavo.serve.config import ServeConfig
-from octavo.serve.front import Front
+from octavo.serve.front import Caller, Front
 from octavo.serve.limits import Limits
 from octavo.serve.page import FOLDER, PAGE
 from octavo.serve.watch import WatchEndpoint, Watcher
 from tests.serve.running import ROOT, Running, check_error, http_request, raw, server
 
 KEY = "alice-0123456789abcdef"
+USER = "user-0123456789abcdef"
 LONG = {"prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 
 
@@ -102,15 +103,15 @@ def test_the_package_contains_the_page() -> None:
 
 def test_a_frame_is_a_whole_picture(running: Running) -> None:
     with watch(running) as socket, generating(running, 3, n=2):
-        for frame in frames(socket):
-            view = frame["view"]
+        for frame in frames(socket):  # until the picture and the metrics agree: a newer beat may have come with an older view
+            view, beat = frame["view"], frame["beat"]
             if view and view["decoding"] >= 4:
-                break
+                used, cached = sum(view["used"]), sum(view["cached"])
+                if (used, cached) == (beat["blocks_used"], beat["blocks_cached"]):
+                    break
         assert set(frame) == {"gap", "time", "server", "model", "numbers", "beat", "view"}
         assert frame["server"]["state"] == "ready" and frame["server"]["name"] == "tiny"
-        model, beat = frame["model"], frame["beat"]
-        used, cached = sum(view["used"]), sum(view["cached"])
-        assert (used, cached) == (beat["blocks_used"], beat["blocks_cached"]), "the picture and the metrics agree"
+        model = frame["model"]
         assert used + cached + beat["blocks_free"] == model["num_blocks"]
         assert len(view["used"]) == len(view["owner"]) == len(view["cached"]) == -(-model["num_blocks"] // view["blocks"])
         ids = {sequence[0] for sequence in view["sequences"]}
@@ -201,7 +202,7 @@ def test_a_watcher_that_reads_nothing_holds_up_nobody_and_is_left() -> None:
                         await asyncio.Event().wait()
                     gaps.append(json.loads(message["text"])["gap"])
 
-            await endpoint({"type": "websocket", "subprotocols": []}, receive, send)
+            await endpoint({"type": "websocket", "subprotocols": [], "octavo.caller": Caller()}, receive, send)
 
         begun = time.monotonic()
         reading = asyncio.create_task(connection(full=False))
@@ -245,7 +246,9 @@ def test_a_page_of_another_origin_may_not_watch(running: Running) -> None:
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("locked")
-    (folder / "keys.toml").write_text(f'[[keys]]\nname = "alice"\nkey = "{KEY}"\n')
+    (folder / "keys.toml").write_text(
+        f'[[keys]]\nname = "alice"\nkey = "{KEY}"\nadmin = true\n[[keys]]\nname = "bob"\nkey = "{USER}"\n'
+    )
     with server(folder, keys_file=str(folder / "keys.toml")) as found:
         yield found
 
@@ -264,6 +267,9 @@ def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
         with pytest.raises((InvalidStatus, Exception)) as refused, watch(locked, **options):
             pass
         assert refused.value.response.status_code == 401  # type: ignore[union-attr]
+    with pytest.raises((InvalidStatus, Exception)) as refused, watch(locked, subprotocols=offer(USER)):
+        pass
+    assert refused.value.response.status_code == 403, "others' requests are not for every key"  # type: ignore[union-attr]
     reply = raw(locked.port, http_request(f"/ws/watch?key={KEY}", b"", "Connection: close", method="GET"))
     assert reply.startswith(b"HTTP/1.1 401"), "a key in the URL opens nothing"
 
