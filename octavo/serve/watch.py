@@ -27,6 +27,7 @@ from octavo.serve.messages import Look
 
 PROTOCOL = "octavo-watch"  # what the server chooses of a browser's subprotocols, of which another may be a key
 INTERVAL = 0.2  # seconds
+FORBIDDEN = 4403  # a WebSocket's own 403
 SHARE = 0.02  # of the engine's time, at most, goes into views
 MODEL = ("architecture", "dtype", "device", "max_model_len", "max_num_seqs", "max_batched_tokens", "block_size", "num_blocks")
 _encode = msgspec.json.Encoder().encode
@@ -63,11 +64,13 @@ class WatchEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope["octavo.caller"].key
-        if key is not None and not key.admin:  # it would see what other keys' requests do
-            raise ApiError(403, "only an administrator's key opens this", "admin_only")
         if len(self.watchers) >= (most := self.front.config.limits.watchers):
             raise ApiError(429, f"{most} others watch already: close one of the pages", "too_many_watchers", retry_after=5)
         socket, watcher = WebSocket(scope, receive, send), Watcher()
+        if key is not None and not key.admin:  # it would see what other keys' requests do; a browser learns why from a code alone
+            await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
+            await socket.close(FORBIDDEN, "only an administrator's key opens this")
+            return
         self.watchers.add(watcher)
         try:
             await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)

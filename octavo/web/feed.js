@@ -14,14 +14,16 @@ const visible = () =>
     document.addEventListener("visibilitychange", () => done(), { once: true });
   });
 
-function askForKey(wrong) {
+const FORBIDDEN = 4403; // how the server closes what an administrator's key would have opened
+
+function askForKey(why) {
   const dialog = document.getElementById("ask");
-  if (wrong) document.getElementById("ask-why").textContent = "That key is not valid here. It stays in this tab.";
+  if (why) document.getElementById("ask-why").textContent = `${why} It stays in this tab.`;
   dialog.showModal();
   return new Promise((done) => {
     document.getElementById("ask-form").onsubmit = (event) => {
       event.preventDefault();
-      key = document.getElementById("key").value.trim();
+      key = document.getElementById("key").value.replace(/[^!-~]/g, ""); // a header can hold nothing else
       sessionStorage.setItem(STORE, key);
       dialog.close();
       done();
@@ -37,7 +39,7 @@ async function admitted(say) {
     if (reply.ok) return;
     if (reply.status === 401) {
       say("key", "a key is needed");
-      await askForKey(key !== "");
+      await askForKey(key && "That key is not valid here.");
     } else {
       say("gone", reply.status === 429 ? "too many wrong keys: waiting" : `refused: ${reply.status}`);
       await pause(Number(reply.headers.get("retry-after")) || 5);
@@ -57,9 +59,10 @@ function watch(show) {
       frames += 1;
       show(JSON.parse(event.data));
     };
-    socket.onclose = () => {
+    socket.onclose = async (event) => {
       document.removeEventListener("visibilitychange", leave);
-      done(frames);
+      if (event.code === FORBIDDEN) await askForKey("That key is not an administrator's, and others' requests are shown here.");
+      done(frames || event.code === FORBIDDEN);
     };
   });
 }

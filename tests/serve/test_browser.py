@@ -94,10 +94,13 @@ def test_a_prompt_is_watched_and_the_page_comes_back_after_the_engine(tmp_path: 
 
 
 def test_the_page_asks_for_a_key_and_sends_it_with_everything(tmp_path: Path) -> None:
-    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "alice"\nkey = "alice-0123456789abcdef"\n')
+    keys = '[[keys]]\nname = "alice"\nkey = "alice-0123456789abcdef"\nadmin = true\n'
+    keys += '[[keys]]\nname = "bob"\nkey = "bob-0123456789abcdef"\n'
+    (tmp_path / "keys.toml").write_text(keys)
     with server(tmp_path, keys_file=str(tmp_path / "keys.toml")) as running, tab(tmp_path / "browser") as page:
         page.call("Page.navigate", url=running.url)
         for key, then in (("wrong-0123456789abcdef", "document.body.innerText.includes('not valid')"),
+                          ("bob-0123456789abcdef", "document.body.innerText.includes('not an administrator')"),
                           ("alice-0123456789abcdef", status("ready"))):  # fmt: skip
             page.wait("document.getElementById('ask').open")
             page.ask(f"{type_in('key', key)}; document.querySelector('#ask button').click()")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from octavo.serve.config import ServeConfig
@@ -267,9 +267,9 @@ def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
         with pytest.raises((InvalidStatus, Exception)) as refused, watch(locked, **options):
             pass
         assert refused.value.response.status_code == 401  # type: ignore[union-attr]
-    with pytest.raises((InvalidStatus, Exception)) as refused, watch(locked, subprotocols=offer(USER)):
-        pass
-    assert refused.value.response.status_code == 403, "others' requests are not for every key"  # type: ignore[union-attr]
+    with watch(locked, subprotocols=offer(USER)) as socket, pytest.raises(ConnectionClosed) as closed:
+        socket.recv(timeout=5)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 4403, "others' requests are not for every key"
     reply = raw(locked.port, http_request(f"/ws/watch?key={KEY}", b"", "Connection: close", method="GET"))
     assert reply.startswith(b"HTTP/1.1 401"), "a key in the URL opens nothing"
 
