@@ -20,6 +20,7 @@ from octavo.types import Output, Plan, Sequence
 
 CELLS = 1024  # of the picture of the pool
 SEQUENCES, STEPS, ENDED, ENTRIES = 256, 128, 128, 8  # in a view; ENTRIES: in each list of a step
+LOOKED = 256  # blocks of who waits, at which it is looked for what it waits for
 OWNERS = 8192  # entries of tables that are looked at to say whose a cell is: half a millisecond
 FORGOTTEN = 30.0  # seconds after which nobody watches any more: longer than a step takes
 MOVES = ("stores", "loads", "copies", "shifts", "saves", "fetches")
@@ -102,7 +103,7 @@ def shown(seq: Sequence, state: str, scheduler: Scheduler) -> Shown:
 
 
 def waits_for(seq: Sequence, s: Scheduler) -> str:
-    first = next((h for h in seq.hashes if h not in s.pool.index), None)
+    first = next((h for h in islice(seq.hashes, LOOKED) if h not in s.pool.index), None) if s.prefix.computing else None
     if s.prefix.waits(seq):
         return "its prefix is being read from disk"
     if first is not None and first in s.prefix.computing:
