@@ -55,7 +55,8 @@ def talk(say: Callable[[FrontLink], Any], asked: int = 0) -> tuple[list[ToEngine
     return heard, sizes, answers
 
 
-def test_what_is_said_in_one_turn_goes_as_one_message_in_order() -> None:
+def test_what_is_said_in_one_turn_goes_as_one_message_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT", 10.0)
     said: list[ToEngine] = [add("a"), add("b"), Abort(["a"]), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said])
     assert heard == said and sizes == [4]
