@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,6 +79,8 @@ HARMLESS = {
 }  # fmt: skip
 # Others are taken at the value that changes nothing.
 DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
+# Tokens of prompts that warm_up computes, as far as they fit: steps of such sizes may take kernels of their own.
+WARM_UP = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
 
 
 class LLM:
@@ -380,9 +383,9 @@ class LLM:
         self.engine.observers = []  # nobody is to learn from steps that compile
         links = None if scheduler.tiers is None else replace(scheduler.tiers.links)
         most = min(self.schedule.max_model_len, self.memory.kv_tokens, most_positions(self.cache)) - 2
-        sizes = (64, 128, 768, 2048, self.schedule.max_num_batched_tokens) if self.device.type == "cuda" else (64,)
         try:
-            for tokens in sorted({max(1, min(size, most)) for size in sizes}):  # which may take kernels of their own
+            most = max(1, min(most, self.schedule.max_num_batched_tokens))
+            for tokens in sorted({min(size, most) for size in WARM_UP[self.device.type]}):
                 params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
                 self.generate([[0] * tokens], params, use_tqdm=False)
                 self.reset_prefix_cache()

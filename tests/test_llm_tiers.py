@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.core.engine import Engine, Handle
 from octavo.errors import InvalidRequest, NotEnoughMemory
+from octavo.llm import WARM_UP
 from octavo.runner.disk import Disk
 from octavo.runner.tiers import Tiers
 from octavo.types import Plan, Request
@@ -275,3 +277,14 @@ def test_emptying_the_cache_leaves_the_disk(tmp_path: Path) -> None:
     llm.reset_prefix_cache()
     assert not tiers.ready and tiers.on_disk == on_disk and llm.engine.scheduler.pool.num_cached == 0
     llm.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_eviction": "sinks", "kv_budget": 96, "swap_space": 0}])
+def test_warming_up_fits_any_cache_and_teaches_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps compile: what they take says nothing of what a prompt takes."""
+    monkeypatch.setitem(WARM_UP, "cpu", (64, sys.maxsize))
+    llm = make(scheduling_policy="priority", **options)
+    observers = llm.engine.observers
+    llm.warm_up()
+    assert llm.engine.observers is observers and observers and llm.engine.scheduler.pool.num_cached == 0
+    assert llm.engine.scheduler.tiers is None or not llm.engine.scheduler.tiers.links.tokens

@@ -94,8 +94,7 @@ def write(
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A tile acc [N, M] of the transposed product to out [rows, outputs]. ADD: to what is there. SHARED: it is one of `split`
-    parts, which all go to
-    memory; the program that comes last adds them, in their order."""
+    parts, which all go to memory; the program that comes last adds them, in their order."""
     if not SHARED:
         _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
     else:
