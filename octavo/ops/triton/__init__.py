@@ -40,7 +40,7 @@ class TritonOps(ReferenceOps):
         return add if bias is None else add.add_(bias)
 
     def logits(self, x: Tensor, weight: Any) -> Tensor:
-        """Rows that begin on 16 bytes: for those that begin anywhere (GPT-2 has 50,257 tokens) cuBLAS has one old kernel alone."""
+        """Rows that begin on 16 bytes: for those that begin anywhere (GPT-2 has 50,257 tokens) cuBLAS has an old kernel alone."""
         if not isinstance(weight, Tensor) or weight.shape[0] % 8 == 0 or x.shape[0] == 1:
             return self.linear(x, weight)
         rows, vocab = x.shape[0], weight.shape[0]
