@@ -141,7 +141,7 @@ class Decoder(CausalLM):
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+        return self.ops.logits(hidden, (self.head or self.embed).weight)
 
     def weight_map(self) -> dict[str, Slot]:
         slots = {"model.embed_tokens.weight": self.embed.slot(), "model.norm.weight": norm_slot(self.norm, self.config)}

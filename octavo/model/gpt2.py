@@ -75,7 +75,7 @@ class GPT2(CausalLM):
         return self.norm(x if batch.last is None else x[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self.tokens.weight) if self.head is None else self.head(hidden)
+        return self.ops.logits(hidden, (self.head or self.tokens).weight)
 
     def weight_map(self) -> dict[str, Slot]:
         slots = {"transformer.wte.weight": self.tokens.slot(), "transformer.wpe.weight": self.positions.slot()}

@@ -83,6 +83,10 @@ class Ops(Protocol):
         memory may hold the result."""
         ...
 
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        """As linear, for a head: the result's rows may lie further apart than they are long."""
+        ...
+
     def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         """ids [T], weight [vocab, hidden] -> [T, hidden], times scale (rounded to the weight's dtype, as Gemma does).
         A quantised weight gives float32."""

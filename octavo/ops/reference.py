@@ -44,6 +44,9 @@ class ReferenceOps:
         out = F.linear(x, dense(weight, x.dtype), bias)
         return out if add is None else out + add
 
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        return self.linear(x, weight)
+
     def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         if isinstance(weight, QuantWeight):
             ids, weight = torch.arange(len(ids), device=ids.device), weight[ids].dequantize()

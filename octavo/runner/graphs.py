@@ -4,7 +4,7 @@ A step launches some 250 kernels; from Python that takes longer than a small ste
 one decode step takes 1. A graph has a fixed size, so there is a ladder of sizes and a step takes the next larger one:
 
     decode   every item is one token; sampled in the graph. What is left over is the padding row, at position 0 of block 0
-    mixed    up to 512 tokens of any items. What is left over is one more item, of the padding row
+    mixed    up to 512 tokens of any items, sampled in the graph too. What is left over is one more item, of the padding row
 
 Attention lengths, tokens and tables are read from device memory when the graph runs.
 """
@@ -15,7 +15,9 @@ import bisect
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.base import CausalLM
@@ -46,7 +48,7 @@ class Captured:
     inputs: Tensor  # what the host says, int32
     logits: Tensor  # [items, vocab]
     lengths: Tensor  # [items]
-    tokens: Tensor | None  # [items], where the graph samples
+    tokens: Tensor  # [items]
 
 
 class StepGraphs:
@@ -84,7 +86,6 @@ class StepGraphs:
         host = torch.tensor(rows + [self.rows.padding] * pad + blocks + [0] * pad, dtype=torch.int32, pin_memory=True)
         captured.inputs.copy_(host, non_blocking=True)
         captured.graph.replay()
-        assert captured.tokens is not None
         return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
 
     def decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,26 +118,32 @@ class StepGraphs:
             return None
         return next((s for s in self.mixed_sizes if s >= tokens and min(s, MIXED_ITEMS) > len(items)), None)
 
-    def lay_out(self, items: list[Item], size: int) -> Any:
-        return lay_out_padded(items, self.rows.padding, min(size, MIXED_ITEMS), size)
+    def lay_out(self, items: list[Item], size: int) -> NDArray[np.int32]:
+        """As in batch.py, and then for each item whether it is sampled."""
+        count = min(size, MIXED_ITEMS)
+        sampled = np.zeros(count, np.int32)
+        sampled[: len(items)] = [item.sample for item in items]
+        return np.concatenate([lay_out_padded(items, self.rows.padding, count, size), sampled])
 
-    def mixed(self, size: int, laid_out: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Launch the step. (rows, logits, lengths) of the items at `index`."""
+    def mixed(self, size: int, laid_out: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Launch the step. (rows, logits, lengths, tokens) of its items; tokens of those that are not sampled mean nothing."""
         captured = self._get("mixed", size)
         captured.inputs.copy_(laid_out)
         captured.graph.replay()
-        return captured.inputs[: min(size, MIXED_ITEMS)][index], captured.logits[index], captured.lengths[index]
+        return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
 
-    def mixed_step(self, laid_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """(logits, lengths) of every item's last token."""
+    def mixed_step(self, inputs: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, lengths, tokens) of every item's last token. inputs: lay_out()'s."""
         count = min(size, MIXED_ITEMS)
+        laid_out, sampled = inputs[:-count], inputs[-count:]
         spans = [Span(0, size, self.max_len)] + [Span(size, 0, self.max_len)] * (count - 1)  # no item is taken for decoding
         batch = gather(laid_out, count, self.rows, self.kv.block_size, spans)
         batch.last = only_last(batch, torch.arange(count, device=laid_out.device), spans)
         hidden = self.model(batch, self.kv.view)
         self.rows.computed[batch.rows.long()] = batch.seq_lens
         self.rows.computed[self.rows.padding :].zero_()
-        return self.model.logits(hidden), batch.seq_lens
+        logits = self.model.logits(hidden)
+        return logits, batch.seq_lens, choose(logits, batch.rows, batch.seq_lens, self.rows, self.model.ops, sampled)
 
     # ---- capture -----------------------------------------------------------------------------------
 
@@ -154,8 +161,8 @@ class StepGraphs:
         else:
             inputs = torch.from_numpy(self.lay_out([], size)).to(device)
 
-        def step() -> tuple[Tensor, Tensor, Tensor | None]:
-            return self.decode_step(inputs) if kind == "decode" else (*self.mixed_step(inputs, size), None)
+        def step() -> tuple[Tensor, Tensor, Tensor]:
+            return self.decode_step(inputs) if kind == "decode" else self.mixed_step(inputs, size)
 
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         step()  # once as it is: compiles kernels, lets libraries allocate

@@ -41,15 +41,26 @@ def _plain(row: NewRow) -> bool:
 
 
 class Rows:
+    """One array [rows, columns] of int32, so that a step's changes are one copy and one scatter; the rest are views of it:
+
+    ints | floats | table | tokens        each begins on 16 bytes
+    """
+
     def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device, evicting: bool = False):
         self.device = device
         self.evicting = evicting  # tokens may leave a row: its positions are then not the text's
         self.padding = max_rows  # a row of nobody's, for batches of a fixed size: position 0 of block 0
         max_rows += 1
-        self.tokens = torch.zeros(max_rows, max_len + 1, dtype=torch.int32, device=device)
-        self.table = torch.zeros(max_rows, -(-max_len // block_size), dtype=torch.int32, device=device)
-        self.ints = torch.zeros(max_rows, len(INT_FIELDS), dtype=torch.int32, device=device)
-        self.floats = torch.zeros(max_rows, len(FLOAT_FIELDS), device=device)
+        blocks = -(-max_len // block_size)
+        self._floats, self._table = len(INT_FIELDS), _aligned(len(INT_FIELDS) + len(FLOAT_FIELDS))
+        self._tokens = _aligned(self._table + blocks)
+        self.columns = _aligned(self._tokens + max_len + 1)
+        state = torch.zeros(max_rows, self.columns, dtype=torch.int32, device=device)
+        self.flat = state.view(-1)
+        self.ints = state[:, : self._floats]
+        self.floats = state.view(torch.float32)[:, self._floats : self._floats + len(FLOAT_FIELDS)]
+        self.table = state[:, self._table : self._table + blocks]
+        self.tokens = state[:, self._tokens : self._tokens + max_len + 1]
         self.host: list[NewRow | None] = [None] * max_rows  # what the host knows of each row: its parameters
         self.special: set[int] = set()  # rows that ask for more than a temperature
 
@@ -57,36 +68,40 @@ class Rows:
     def computed(self) -> Tensor:
         return self.ints[:, 0]
 
-    def stage(self, plan: Plan, up: Upload) -> list[slice]:
-        """Put the plan's changes into the step's upload."""
-        rows = plan.rows
-        for r in rows:
+    def stage(self, plan: Plan, up: Upload) -> tuple[slice, slice]:
+        """Put the plan's changes into the step's upload: where, and what."""
+        tables: dict[int, list[int]] = {}
+        places: list[tuple[int, int]] = []  # first place and how many
+        values: list[NDArray[np.int32]] = []
+        for r in plan.rows:
             self.host[r.row] = r
             (self.special.discard if _plain(r) else self.special.add)(r.row)
-        return [
-            up.ints([r.row for r in rows]),
-            up.ints([_ints(r) for r in rows]),
-            up.floats([_floats(r) for r in rows]),
-            *self._stage_ragged([(r.row, np.frombuffer(r.tokens, np.int32)) for r in rows], up),
-            *self._stage_ragged([(r.row, np.array(r.table, np.int32)) for r in rows], up),
-            *(up.ints([a[k] for a in plan.appends]) for k in range(3)),
-        ]
+            tables[r.row] = list(r.table)
+            first = r.row * self.columns
+            places += [(first, self._floats), (first + self._floats, len(FLOAT_FIELDS)), (first + self._tokens, len(r.tokens))]
+            values += [
+                np.array(_ints(r), np.int32),
+                np.array(_floats(r), np.float32).view(np.int32),
+                np.frombuffer(r.tokens, np.int32),
+            ]
+        grown = []
+        for row, at, block in plan.appends:
+            if at < len(table := tables.get(row, [])):
+                table[at] = block  # of a row born in the same plan: no place may be written to twice
+            else:
+                grown.append((row * self.columns + self._table + at, block))
+        places += [(row * self.columns + self._table, len(table)) for row, table in tables.items()]
+        values += [np.array(table, np.int32) for table in tables.values()]
+        where = [np.arange(first, first + count) for first, count in places] + [np.array([at for at, _ in grown], np.int64)]
+        values.append(np.array([block for _, block in grown], np.int32))
+        return up.longs(np.concatenate(where)), up.ints(np.concatenate(values))
 
-    @staticmethod
-    def _stage_ragged(lists: list[tuple[int, NDArray[np.int32]]], up: Upload) -> tuple[slice, slice, slice]:
-        """Arrays that go to the start of rows, as (row, column, value)."""
-        lengths = [len(values) for _, values in lists]
-        rows = np.repeat(np.array([row for row, _ in lists], dtype=np.int32), lengths)
-        columns = np.concatenate([np.arange(n) for n in lengths]) if lists else []
-        return up.ints(rows), up.ints(columns), up.ints(np.concatenate([values for _, values in lists]) if lists else [])
+    def apply(self, staged: tuple[slice, slice], shipped: Tensor) -> None:
+        """Make the changes on the device."""
+        where, values = (shipped[s] for s in staged)
+        if len(values):
+            self.flat[where.view(torch.int64)] = values
 
-    def apply(self, staged: list[slice], shipped: Tensor) -> None:
-        """Make the changes on the device. Appends come last: one may replace a block of a row born in the same plan."""
-        rows, ints, floats, token_row, token_at, token, block_row, block_at, block, *appends = (shipped[s] for s in staged)
-        if len(rows):
-            self.ints[rows.long()] = ints.view(-1, len(INT_FIELDS))
-            self.floats[rows.long()] = floats.view(torch.float32).view(-1, len(FLOAT_FIELDS))
-            self.tokens[token_row.long(), token_at.long()] = token
-            self.table[block_row.long(), block_at.long()] = block
-        if len(appends[0]):
-            self.table[appends[0].long(), appends[1].long()] = appends[2]
+
+def _aligned(columns: int) -> int:
+    return -(-columns // 4) * 4

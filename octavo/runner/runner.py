@@ -37,21 +37,24 @@ class StepHandle:
     """A launched step. Results are laid out for the host only when it asks for them."""
 
     items: list[Item]
-    tokens: Download
+    tokens: Download  # one an item, or one a sampled item
     logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
     prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
     mass: Download | None = None  # of the items that asked, in order: a row each, all layers together
     finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
-        (sampled,) = self.tokens.wait()
-        values = iter(sampled.tolist())
-        result = StepResult([[next(values)] if item.sample else [] for item in self.items])
+        (tokens,) = self.tokens.wait()
+        values = tokens.tolist()
+        if len(values) < len(self.items):  # only of those that are sampled
+            sampled = iter(values)
+            values = [next(sampled) if item.sample else 0 for item in self.items]
+        result = StepResult([[value] if item.sample else [] for item, value in zip(self.items, values, strict=True)])
         if self.logprobs is not None:
             which, wanted, download = self.logprobs
             result.logprobs = [[] for _ in self.items]
-            tokens = [result.tokens[i][0] for i in which]
-            for i, record in zip(which, as_records(tokens, download.wait(), wanted), strict=True):
+            chosen = [result.tokens[i][0] for i in which]
+            for i, record in zip(which, as_records(chosen, download.wait(), wanted), strict=True):
                 result.logprobs[i] = [record]
         if self.prompt_logprobs:
             gathered: dict[int, list[TokenLogprobs]] = {}
@@ -142,7 +145,7 @@ class Runner:
         size = graphs.mixed_size(items) if graphs is not None and items and not watched else None
         laid_out = up.ints(lay_out(items) if graphs is None or size is None else graphs.lay_out(items, size))
         sampled = [i for i, item in enumerate(items) if item.sample]
-        sampled_at, watched_at = up.ints(sampled), up.ints(watched)
+        sampled_at, watched_at = up.ints(sampled if size is None else []), up.ints(watched)
         shipped = up.ship(self.device)
 
         if plan.copies:
@@ -159,11 +162,12 @@ class Runner:
             self.canary.step(plan, self.rows)
         if not items:
             return StepHandle([], Download(shipped[:0]), None, [])
-        index = shipped[sampled_at].long()
         prompt_logprobs: list[tuple[int, int, Download]] = []
+        chosen = None
         if graphs is not None and size is not None:
-            rows, logits, lengths = graphs.mixed(size, shipped[laid_out], index)
+            rows, logits, lengths, chosen = graphs.mixed(size, shipped[laid_out], len(items))
         else:
+            index = shipped[sampled_at].long()
             spans, first = [], 0
             for item in items:
                 spans.append(Span(first, item.num, item.end))
@@ -184,7 +188,7 @@ class Runner:
             rows, lengths = batch.rows[index], batch.seq_lens[index]
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
-        handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs)
+        handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs, chosen)
         if watched:
             assert batch.watched is not None
             handle.mass = Download(batch.watched.mass / self.model.config.num_layers)
@@ -209,8 +213,8 @@ class Runner:
         prompt_logprobs: list[tuple[int, int, Download]],
         chosen: Tensor | None = None,
     ) -> StepHandle:
-        """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs, `chosen` [R] what a graph
-        has drawn already, going by temperature alone."""
+        """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs. Of a graph they are
+        those of all items, and `chosen` [R] what it has drawn already, going by temperature alone."""
         items = plan.items
         host_rows = [items[i].row for i in sampled]
         if not plan.masks and self.rows.special.isdisjoint(host_rows):
@@ -221,8 +225,11 @@ class Runner:
         masks = {k: plan.masks[i] for k, i in enumerate(sampled) if i in plan.masks}
         job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up, masks)
         asked = self._asked_logprobs(host_rows)
-        asked_at = up.ints([k for k, _ in asked])
+        asked_at, sampled_at = up.ints([k for k, _ in asked]), up.ints(sampled)
         shipped = up.ship(self.device)
+        if len(sampled) < len(rows):
+            index = shipped[sampled_at].long()
+            rows, logits, lengths = rows[index], logits[index], lengths[index]
         which = shipped[asked_at].long()
         raw = logits[which] if asked else None  # as the model gave them
         adjusted = adjust(logits.float(), rows, lengths, job, self.rows, shipped)

@@ -62,12 +62,13 @@ class SampleJob:
         return SampleJob(max_len, penalised, filtered, allowed, list(masks), slices)
 
 
-def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops) -> Tensor:
+def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops, wanted: Tensor | None = None) -> Tensor:
     """Tokens [R] (int32) for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens that each row holds,
-    so the new one's position."""
+    so the new one's position. wanted [R] (int32), where given: 0 for a row whose next token is known, which stays as it is."""
     place = lengths + state.ints[rows.long(), 6] if state.evicting else lengths  # in the text: or its noise would repeat
     tokens = ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], place)
-    state.tokens[rows.long(), lengths.long()] = tokens
+    at = rows.long(), lengths.long()
+    state.tokens[at] = tokens if wanted is None else torch.where(wanted > 0, tokens, state.tokens[at])
     return tokens
 
 

@@ -25,6 +25,12 @@ class Upload:
     def floats(self, values: ArrayLike) -> slice:
         return self._add(np.asarray(values, dtype=np.float32).reshape(-1).view(np.int32))
 
+    def longs(self, values: ArrayLike) -> slice:
+        """On 8 bytes, as `.view(torch.int64)` wants it."""
+        if self._size % 2:
+            self.ints([0])
+        return self._add(np.asarray(values, dtype=np.int64).reshape(-1).view(np.int32))
+
     def _add(self, part: NDArray[np.int32]) -> slice:
         self._parts.append(part)
         self._size += len(part)

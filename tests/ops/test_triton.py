@@ -149,3 +149,13 @@ def test_choose_gives_an_id_that_exists_whatever_the_logits() -> None:
     for heat in (0.0, 1.0):
         got = TRITON.choose(logits, rows, torch.full((2,), heat, device=DEVICE), zeros, zeros, zeros)
         assert all(0 <= t < 97 for t in got.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [96, 97, 131])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_logits_of_any_vocabulary(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, 32, dtype=dtype), random(vocab, 32, seed=1, dtype=dtype)
+    logits = TRITON.logits(x, weight)
+    close(logits, REFERENCE.logits(x, weight))
+    assert logits.shape == (rows, vocab) and (rows == 1 or logits.stride(0) % 8 == 0)

@@ -38,16 +38,21 @@ def make_runner(graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
 
 
 def plans() -> list[Plan]:
-    """Two prompts, then decoding; each row crosses into a new block at another step."""
-    prompts, tables = {0: [5, 6, 7], 2: [9, 8, 7, 6, 5, 4]}, {0: [3], 2: [7, 5]}
+    """Two prompts and the beginning of a third, whose end comes with the others' first decoding; then all decode. Each row
+    crosses into a new block at another step."""
+    prompts, tables = {0: [5, 6, 7], 2: [9, 8, 7, 6, 5, 4], 1: [4, 3, 2, 9, 7]}, {0: [3], 2: [7, 5], 1: [8, 9]}
     params = SamplingParams(temperature=0.8, seed=3, ignore_eos=True)
     new = [NewRow(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params) for r, p in prompts.items()]
-    first = Plan(1, rows=new, items=[Item(r, 0, r, 0, len(p), True, len(p)) for r, p in prompts.items()])
+    whole = [Item(r, 0, r, 0, len(prompts[r]), True, len(prompts[r])) for r in (0, 2)]
+    first = Plan(1, rows=new, items=[*whole, Item(1, 0, 1, 0, 2, False, 2)])
     steps, length = [first], {r: len(p) for r, p in prompts.items()}
     blocks = iter(range(10, 40))
     for step in range(2, 9):
         plan = Plan(step)
         for row in prompts if step != 5 else (2,):
+            if (row, step) == (1, 2):
+                plan.items.append(Item(1, 0, 1, 2, 3, True, 5))
+                continue
             if length[row] % BLOCK == 0:
                 plan.appends.append((row, length[row] // BLOCK, next(blocks)))
             length[row] += 1
@@ -60,7 +65,7 @@ class WithoutCapture(StepGraphs):
     """Runs the steps that a graph would hold, directly."""
 
     def _capture(self, kind: str, size: int) -> Captured:
-        captured = Captured(None, torch.zeros(0), torch.zeros(0), torch.zeros(0), None)  # type: ignore[arg-type]
+        captured = Captured(None, torch.zeros(0), torch.zeros(0), torch.zeros(0), torch.zeros(0))  # type: ignore[arg-type]
         captured.inputs = torch.zeros(
             2 * size if kind == "decode" else len(self.lay_out([], size)), dtype=torch.int32, device=DEVICE
         )
@@ -70,7 +75,7 @@ class WithoutCapture(StepGraphs):
                 if kind == "decode":
                     captured.logits, captured.lengths, captured.tokens = self.decode_step(captured.inputs)
                 else:
-                    captured.logits, captured.lengths = self.mixed_step(captured.inputs, size)
+                    captured.logits, captured.lengths, captured.tokens = self.mixed_step(captured.inputs, size)
 
         captured.graph = Replay()  # type: ignore[assignment]
         return captured
@@ -112,7 +117,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(monkeypatch: pytest
     for plan in (first, second, third):
         results = [runner.launch(plan).wait() for runner in runners]
         assert results[0].tokens == results[1].tokens
-    assert ("decode", 2) in runners[1].graphs.captured
+    assert ("decode", 4) in runners[1].graphs.captured
     for runner in runners:
         assert runner.tiers is not None
         if DEVICE == "cuda":
