@@ -180,7 +180,8 @@ class Runner:
             self.rows.computed[batch.rows.long()] = batch.seq_lens
             if asked:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-            logits = self.model.logits(hidden if batch.last is not None else hidden[batch.logit_rows]) if sampled else hidden
+                hidden = hidden[batch.logit_rows]  # else the model returned these alone: `last`, or all tokens are sampled
+            logits = self.model.logits(hidden) if sampled else hidden
             rows, lengths = batch.rows[index], batch.seq_lens[index]
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
