@@ -441,14 +441,15 @@ def embed(me: int, job: int) -> None:
 
 @inner
 def choose(me: int, job: int) -> None:
-    """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER]."""
+    """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER], where it is hot."""
     rows, vocabulary = load_i64(job + 8 * ROWS), load_i64(job + 8 * INNER)
     r = team.take(me, rows)
     while r >= 0:
         at = load_i64(job + 8 * Y) + 8 * r
         heat, key = load_f32(load_i64(job + 8 * HEAT) + 4 * r), load_i64(load_i64(job + 8 * IDS) + 8 * r)
         logits = load_i64(job + 8 * X) + 4 * r * vocabulary
-        store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
+        if heat != 0:
+            store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
         r = team.take(me, rows)
     team.finish(me, rows)
 
