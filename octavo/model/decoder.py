@@ -133,8 +133,7 @@ class Decoder(CausalLM):
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
         if self.fused is not None:
-            hidden = self.fused(hidden, batch, kv)
-            return hidden if batch.last is None else hidden[batch.logit_rows]
+            return self.fused(hidden, batch, kv)
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
             hidden = layer(hidden, batch, kv[:, i], self.angles(i), last)

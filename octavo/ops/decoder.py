@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from octavo.ops import ForwardBatch
     from octavo.ops.kv import KV
 
-# (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden]. x may be overwritten.
-# What a watched batch asks for is added to its mass, as ops.block_mass() would.
+# (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden], or where the batch has a
+# `last` those of its logit_rows, [R, hidden]. x may be overwritten. What a watched batch asks for is added to its mass, as
+# ops.block_mass() would.
 Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor]"
 
 

@@ -180,12 +180,14 @@ class Runner:
             if watched:
                 width = -(-max(items[i].end for i in watched) // self.kv.block_size)
                 batch.watched = watch(batch, shipped[watched_at].long(), self.rows, width)
-            hidden = self.model(batch, self.kv.view)
+            # Between layers and head nothing is left to do: a CPU's threads would fall asleep over it.
+            rows, lengths = batch.rows[index], batch.seq_lens[index]
             self.rows.computed[batch.rows.long()] = batch.seq_lens
+            hidden = self.model(batch, self.kv.view)
             if asked:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-            logits = self.model.logits(hidden if batch.last is not None else hidden[batch.logit_rows]) if sampled else hidden
-            rows, lengths = batch.rows[index], batch.seq_lens[index]
+                hidden = hidden[batch.logit_rows]  # else the model returned these alone: `last`, or all tokens are sampled
+            logits = self.model.logits(hidden) if sampled else hidden
         if not sampled:
             return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
         handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs, chosen)

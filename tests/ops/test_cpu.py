@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from octavo.config import ModelConfig
 from octavo.model import build, quant, registry
+from octavo.model.embedded import INSTALL, PACKAGE
 from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
 from octavo.ops.cpu.layout import PackedWeight
@@ -269,6 +271,27 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )
+
+
+@needs_kernels
+@pytest.mark.skipif(find_spec(PACKAGE) is None, reason=INSTALL)
+def test_steps_leave_torchs_threads_asleep() -> None:
+    """One that torch wakes for a small copy spins for milliseconds on a core that the team needs, if torch was imported before
+    octavo could ask it not to."""
+    done = run(
+        "import os, threading, time, torch\nfrom octavo import LLM, SamplingParams\ntorch.set_num_threads(2)\n"
+        "def runs():\n"
+        "    ours = {t.native_id for t in threading.enumerate()}\n"
+        "    others = [t for t in os.listdir('/proc/self/task') if int(t) not in ours]\n"
+        "    return {t: open(f'/proc/self/task/{t}/schedstat').read().split()[2] for t in others}\n"
+        "llm = LLM(num_gpu_blocks_override=64, max_num_seqs=16, max_model_len=256, progress=False)\n"
+        "torch.ones(1 << 20).sum(), time.sleep(0.1), (before := runs())\n"
+        "params = [SamplingParams(temperature=i % 2, max_tokens=4, ignore_eos=True) for i in range(16)]\n"
+        "llm.generate([[1 + i] * (6 + i) for i in range(16)], params, use_tqdm=False)\n"
+        "assert before, 'torch has no threads of its own'\n"
+        "assert runs() == before, 'they were woken'"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_kernels_the_reference_computes_and_says_why() -> None:

@@ -98,21 +98,19 @@ class CpuOps(ReferenceOps):
     def choose(
         self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
     ) -> Tensor:
-        """Noise is computed only for rows that want it, and in those for the tokens that may win."""
+        """Noise is computed only for rows that want it, and in those for the tokens that may win. Logits are read where they lie:
+        torch copies rows with threads of its own, which then spin where ours should work."""
         if logits.dtype != torch.float32:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
         chosen = torch.from_numpy(logits.numpy().argmax(1))
         at = rows.long()
-        hot = temperature[at].nonzero()[:, 0]
-        if not len(hot):
-            return chosen.int()
-        if len(hot) < len(rows):
-            chosen[hot] = self.choose(logits[hot], rows[hot], temperature, seed_low, seed_high, position[hot]).long()
+        heat = temperature[at]
+        if not heat.any():
             return chosen.int()
         team = workers()
         if team is None:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
-        keys, heat = noise_key(seed_low[at], seed_high[at], position).long(), temperature[at]
+        keys = noise_key(seed_low[at], seed_high[at], position).long()
         step, logits = team.step, logits.contiguous()
         job = np.zeros(step.FIELDS, dtype=np.int64)
         job[step.KIND], job[step.ROWS], job[step.INNER] = step.CHOOSE, *logits.shape

@@ -130,7 +130,8 @@ class FusedDecoder:
         """x [T, hidden] is overwritten."""
         spec, workers, step = self.spec, self.workers, self.workers.step
         rows, wide = len(x), spec.heads * spec.dim
-        out = torch.empty_like(x)
+        last = None if batch.last is None else batch.logit_rows
+        out = torch.empty(rows if last is None else len(last), self.hidden)
         watched = None if batch.watched is None else numbered(batch, batch.watched, spec.kv_heads)
         with workers.lock:
             record = attention_record(workers, batch, spec.heads, kv, spec.scale, watched)
@@ -141,6 +142,7 @@ class FusedDecoder:
             job[step.HIDDEN], job[step.INNER], job[step.GELU] = self.hidden, self.inner, int(spec.gelu)
             job[step.BATCH], job[step.LAST_NORM] = record.ctypes.data, spec.norm.data_ptr()
             job[step.POSITIONS], job[step.SLOTS] = batch.positions.data_ptr(), batch.kv_slots.data_ptr()
+            job[step.LAST], job[step.LAST_COUNT] = address(last), len(out)
             write_float(job, step.EPS, spec.eps)
             job[step.QUANTIZED] = workers.memory("quantized", rows * self.row_bytes)
             job[step.SPARE], job[step.SPARE_SIZE] = workers.memory("spare", self.spare * workers.threads), self.spare

@@ -212,7 +212,7 @@ def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
 # A job: a record of int64.
 KIND, ROWS, WEIGHT, X, QUANTIZED, SPARE, SPARE_SIZE, Y = range(8)  # of a product
 LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)  # of a decoder, beside most of the above
-DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, IDS, FACTOR, WINDOW_OF, HEAT, FIELDS = range(16, 27)
+DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, IDS, FACTOR, WINDOW_OF, HEAT, LAST, LAST_COUNT, FIELDS = range(16, 29)
 PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT = range(6)
 
 # A layer: four weights' records, then these.
@@ -300,10 +300,10 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
 @inner
 def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: int) -> None:
     """Add what the last product gave to the hidden states (`first`: there is none yet; post: normalised before), then norm
-    them and quantise the result for the product that comes next (or store it, if `then` is 0)."""
+    them and quantise the result for the product that comes next."""
     rows, size, eps = load_i64(job + 8 * ROWS), load_i64(job + 8 * HIDDEN), load_f32(job + 8 * EPS)
     x, delta, own = load_i64(job + 8 * X), load_i64(job + 8 * DELTA), spare(me, job)
-    group = load_i64(then + 8 * product.GROUP) if then != 0 else STRIP
+    group = load_i64(then + 8 * product.GROUP)
     quantized, stride = load_i64(job + 8 * QUANTIZED), row_bytes(size, group)
     r = team.take(me, rows)
     while r >= 0:
@@ -312,11 +312,27 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
             if post != 0:
                 norm(more, post, more, eps, size)
             add_to(at, more, size // LANES)
-        if then == 0:
-            norm(at, weight, load_i64(job + 8 * Y) + r * size * 4, eps, size)
-        else:
-            norm(at, weight, own, eps, size)
-            quantize_row(own, size, group, quantized + r * stride, own + size * 4)
+        norm(at, weight, own, eps, size)
+        quantize_row(own, size, group, quantized + r * stride, own + size * 4)
+        r = team.take(me, rows)
+    team.finish(me, rows)
+
+
+@inner
+def last_norm(me: int, job: int, post: int) -> None:
+    """What the last product gave is added and all is normed -> Y: of the rows LAST [LAST_COUNT], or of the
+    first LAST_COUNT (LAST is 0)."""
+    size, eps, weight = load_i64(job + 8 * HIDDEN), load_f32(job + 8 * EPS), load_i64(job + 8 * LAST_NORM)
+    x, delta, rows, last = (load_i64(job + 8 * X), load_i64(job + 8 * DELTA), load_i64(job + 8 * LAST_COUNT),
+                            load_i64(job + 8 * LAST))  # fmt: skip
+    r = team.take(me, rows)
+    while r >= 0:
+        row = r if last == 0 else load_i64(last + 8 * r)
+        at, more = x + row * size * 4, delta + row * size * 4
+        if post != 0:
+            norm(more, post, more, eps, size)
+        add_to(at, more, size // LANES)
+        norm(at, weight, load_i64(job + 8 * Y) + r * size * 4, eps, size)
         r = team.take(me, rows)
     team.finish(me, rows)
 
@@ -391,7 +407,7 @@ def decode(me: int, job: int) -> None:
         multiply(me, job, to_hidden, rows, delta, hidden, 0)
         post = load_i64(layer + 8 * POST_MLP)
         layer += 8 * LAYER_FIELDS
-    add_and_norm(me, job, post, load_i64(job + 8 * LAST_NORM), 0, 0)
+    last_norm(me, job, post)
 
 
 @inner
@@ -425,14 +441,15 @@ def embed(me: int, job: int) -> None:
 
 @inner
 def choose(me: int, job: int) -> None:
-    """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER]."""
+    """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER], where it is hot."""
     rows, vocabulary = load_i64(job + 8 * ROWS), load_i64(job + 8 * INNER)
     r = team.take(me, rows)
     while r >= 0:
         at = load_i64(job + 8 * Y) + 8 * r
         heat, key = load_f32(load_i64(job + 8 * HEAT) + 4 * r), load_i64(load_i64(job + 8 * IDS) + 8 * r)
         logits = load_i64(job + 8 * X) + 4 * r * vocabulary
-        store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
+        if heat != 0:
+            store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
         r = team.take(me, rows)
     team.finish(me, rows)
 
