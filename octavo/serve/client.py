@@ -16,7 +16,8 @@ import gc
 import logging
 import time
 from collections import OrderedDict
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class Call:
         self.unfinished = len(requests)
         self.arrival = requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
+        self.told = False  # the engine has been
         self._follow, self._closed = follow, False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -122,8 +124,9 @@ class Call:
         return pieces
 
     async def taken(self) -> None:
-        """What the text must match has been compiled, if it must match something. Raises the call's error."""
-        while self.compiling and self.error is None:
+        """The engine has been told, and what the text must match been compiled, if it must match something. Raises the call's
+        error."""
+        while (self.compiling or not self.told) and self.error is None:
             await self._wait()
         if self.error is not None:
             raise self.error
@@ -246,9 +249,12 @@ class EngineClient:
             request.id = f"{id}-{i}"
         call = Call(self, id, requests, texts, until, follow, key)
         call.structure = structure
+        told: Callable[[], None] | None = None
         for i, request in enumerate(requests):
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
+            if i == len(requests) - 1:
+                told = partial(self._told, call, timeout)
             self.supervisor.send(
                 Add(
                     request.id,
@@ -260,16 +266,19 @@ class EngineClient:
                     request.deadline,
                     request.key,
                     whole=not follow and made_later(request.params, until),
-                )
+                ),
+                told,
             )
         if not self.calls:
             self.supervisor.progress = time.monotonic()  # from now on there is work
         self.calls[id] = call
-        asyncio.get_running_loop().call_soon(self._opened, call, timeout)  # the engine need not wait for that
         return call
 
-    def _opened(self, call: Call, timeout: float | None) -> None:
-        """One timer: until the request should have begun, and then until it should have ended."""
+    def _told(self, call: Call, timeout: float | None) -> None:
+        """The engine knows of it: now what it need not wait for. One timer: until the request should have begun, and then until
+        it should have ended."""
+        call.told = True
+        call.wake()
         if call.id not in self.calls:
             return
         _ = call.collectors

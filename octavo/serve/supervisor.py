@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
-LONGEST_WAIT = 0.002  # seconds since its arrival for which a request waits at most for others to go with it
+LONGEST_WAIT = 0.002  # seconds for which what is said waits at most for others to go with it
 GRACE = 3.0  # seconds an engine has to end by itself
 
 
@@ -51,10 +51,10 @@ class FrontLink:
     """The front's end of the two sockets, in a directory that nobody else may enter. A new one for every engine process,
     so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected.
 
-    While the engine has nothing to do, what is said in turns of the event loop that follow each other goes out as one message of
-    several parts, once a turn brings nothing more. Requests that came together then reach the engine together: else it would
-    begin with the first alone, the others would wait for that step, and on few cores the front would share them with it while
-    it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
+    What is said in one turn of the event loop goes out as one message of several parts, at the turn's end. While the engine has
+    nothing to do it goes when a turn brings nothing more: requests that came together then reach the engine together. Else it
+    would begin with the first alone, the others would wait for that step, and on few cores the front would share them with it
+    while it still reads. An engine that is at work takes up what has come with its next step, so that it is not held back."""
 
     def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], int] = lambda: 0):
         """`asked`: how many requests the engine is to have, those said and not sent among them."""
@@ -69,23 +69,27 @@ class FrontLink:
         self._out.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between tries while the engine is not there yet
         self._out.connect(f"{self.address}.engine")  # which the engine binds: what is connected can be sent to before
         self._said: list[ToEngine] = []
+        self._told: list[Callable[[], None]] = []  # who is to hear when they have left
         self._since = 0.0  # when the first of those came
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._in.fileno(), self._readable)
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine, told: Callable[[], None] | None = None) -> None:
+        """`told` is called when it has left."""
         now = time.monotonic()
         if not self._said:
-            self._since = message.arrival if type(message) is Add else now
-        self._said.append(message)
-        if self._asked() > len(self._said) or now - self._since > LONGEST_WAIT:
-            self._flush()
-        elif len(self._said) == 1:
+            self._since = now
             self._loop.call_soon(self._turn, 0)
+        self._said.append(message)
+        if told is not None:
+            self._told.append(told)
+        if now - self._since > LONGEST_WAIT:
+            self._flush()
 
     def _turn(self, before: int) -> None:
         """A turn is over, at whose beginning so much had been said."""
-        if len(self._said) > before:
+        at_work = self._asked() > len(self._said)
+        if len(self._said) > before and not at_work:
             self._loop.call_soon(self._turn, len(self._said))
         else:
             self._flush()
@@ -93,7 +97,7 @@ class FrontLink:
     def _flush(self) -> None:
         if not self._said or self._out.closed:
             return
-        said, self._said = self._said, []
+        (said, self._said), (told, self._told) = (self._said, []), (self._told, [])
         now = time.monotonic()
         for message in said:
             if type(message) is Add:
@@ -108,6 +112,8 @@ class FrontLink:
                     self._loop.call_soon(self._deliver, Refused(message.id, "this request cannot be told to the engine"))
         if parts:
             self._out.send_multipart(parts, zmq.NOBLOCK)
+        for callback in told:
+            self._loop.call_soon(callback)
 
     def _readable(self) -> None:
         # The descriptor tells of changes only, so everything has to be read, and the events looked at again, until nothing
@@ -175,9 +181,10 @@ class Supervisor:
             found["progress"] = round(self.fraction, 3)
         return found
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine, told: Callable[[], None] | None = None) -> None:
+        """`told` is called when the message has left; never, if the engine is lost before."""
         if self._link is not None:
-            self._link.send(message)
+            self._link.send(message, told)
 
     # ---- the process's life ----------------------------------------------------------------------
 

@@ -27,10 +27,13 @@ class Line:
         self.cycle, self.arrival = cycle, time.monotonic()
         self._left: Callable[[], None] | None = None
 
-    @property
-    def whole(self) -> bool:
-        """The request's body has come, all of it."""
-        return not self.cycle.more_body
+    def body(self) -> bytes | None:
+        """The request's body, if all of it has come; None: receive it as it comes. Most are there, and receiving them costs more
+        than reading them."""
+        if self.cycle.more_body or self.cycle.disconnected:
+            return None
+        data, self.cycle.body = bytes(self.cycle.body), bytearray()
+        return data
 
     @property
     def paused(self) -> bool:
