@@ -15,7 +15,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import cached_property, partial
 from types import TracebackType
@@ -60,6 +60,7 @@ Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new
 # More objects at a time than before by so many let the garbage collector look through the new ones. With Python's own 700 that
 # was at every third request, a tenth of what one costs.
 OBJECTS = 20_000
+OUTPUTS = 8  # looked at in a turn
 REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 
 
@@ -196,6 +197,7 @@ class EngineClient:
         self.open_requests: dict[str, Place] = {}
         self.calls: dict[str, Call] = {}
         self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
+        self._outputs: deque[Output] = deque()  # that came and have not been looked at
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         self.view: View | None = None  # the engine's last one, until watch.py takes it
@@ -338,10 +340,10 @@ class EngineClient:
                 self._begun(id)
             for tokens in message.steps:
                 self.metrics.iteration.observe(tokens)
-            now = time.monotonic()
             self._blame({out.request_id for out in message.outputs if out.finish_reason == "error" and out.code is None})
-            for out in message.outputs:
-                self._output(out, now)
+            self._outputs.extend(message.outputs)
+            if len(self._outputs) == len(message.outputs):
+                self._some()
             self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs))
         elif isinstance(message, View):
             self.view = message
@@ -366,6 +368,14 @@ class EngineClient:
             call, which = self.open_requests[id]
             self.metrics.begun(call.collectors[which])
 
+    def _some(self) -> None:
+        """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read."""
+        now = time.monotonic()
+        for _ in range(min(OUTPUTS, len(self._outputs))):
+            self._output(self._outputs.popleft(), now)
+        if self._outputs:
+            asyncio.get_running_loop().call_soon(self._some)
+
     def _output(self, out: Output, now: float) -> None:
         found = self.open_requests.get(out.request_id)
         if found is None:
@@ -388,6 +398,8 @@ class EngineClient:
 
     def lost(self) -> None:
         """The engine is gone, and what it worked on with it."""
+        while self._outputs:
+            self._output(self._outputs.popleft(), time.monotonic())
         self._blame(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(errors.engine_lost())
