@@ -1,4 +1,5 @@
-"""HTTP connections with bounds: uvicorn's protocol, which has none on headers and none on how long they take.
+"""HTTP connections with bounds: uvicorn's protocol, which has none on headers, none on how long they take, and none on how long
+what was written stays unread.
 
 Overrides what it documents as its parser's callbacks, and adds to each request's scope a Line: what an exchange wants to know
 of its connection beyond ASGI.
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -172,6 +174,25 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             self.transport.close()
 
     return Bounded
+
+
+async def drop_unread(connections: Collection[Any], seconds: float) -> None:
+    """Connections that we have closed, HTTP's and WebSockets', stay open until their clients have read what was written. Who
+    reads nothing for so long is cut off; else a client that never reads would keep its connection, and what waits for it in
+    memory, for ever."""
+    seen: dict[Any, tuple[int, float]] = {}  # how much is unread, since when
+    while True:
+        await asyncio.sleep(seconds / 4)
+        before, seen, now = seen, {}, time.monotonic()
+        for connection in list(connections):
+            transport = connection.transport
+            if transport is None or not transport.is_closing() or not (unread := transport.get_write_buffer_size()):
+                continue
+            least, since = before.get(connection, (unread, now))
+            if unread == least and now - since >= seconds:
+                transport.abort()
+            else:
+                seen[connection] = unread, since if unread == least else now
 
 
 def _headers_too_large() -> ApiError:

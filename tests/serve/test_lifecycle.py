@@ -20,9 +20,6 @@ import httpx2 as httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from octavo.serve.config import ServeConfig
-from octavo.serve.messages import Beat, Phase
-from octavo.serve.supervisor import Supervisor
 from tests import tiny
 from tests.serve.running import ROOT, Running, alive, check_error, children, events, free_port, server
 from tests.serve.test_streams import settled

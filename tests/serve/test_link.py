@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from octavo.serve import link
 from octavo.serve.link import LENGTH, EngineLink, FrontLink
 from octavo.serve.messages import Abort, Add, Beat, Failed, Phase, Refused, Shutdown, ToEngine, ToFront
