@@ -31,7 +31,7 @@ from octavo.serve.messages import Add, Refused, Shutdown, ToEngine, ToFront, dec
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
 READ = 2**18  # bytes at a time
-LONGEST_WAIT = 0.002  # seconds for which what is said waits at most for others to go with it
+LONGEST_WAIT = 0.001  # seconds for which what is said waits at most for others to go with it
 LAST_WORDS = 0.5  # seconds that an engine that ends waits for its last message to leave
 
 
@@ -88,15 +88,21 @@ class Pipe:
 
 class FrontLink:
     """What is said in one turn of the event loop goes out together, at the turn's end. While the engine has nothing to do it
-    goes when a turn brings nothing more: requests that came together then reach the engine together. Else it would begin with
-    the first alone, the others would wait for that step, and on few cores the front would share them with it while it still
-    reads. An engine that is at work takes up what has come with its next step, so that it is not held back."""
+    goes when no more is coming, or the first has waited for long enough: requests that came together then reach the engine
+    together. Else it would begin with the first alone, the others would wait for that step, and on few cores the front would
+    share them with it while it still reads. An engine that is at work takes up what has come with its next step, so that it is
+    not held back."""
 
-    def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], int] = lambda: 0):
-        """`asked`: how many requests the engine is to have, those said and not sent among them."""
+    def __init__(
+        self,
+        deliver: Callable[[ToFront], None],
+        asked: Callable[[], int] = lambda: 0,
+        coming: Callable[[], bool] = lambda: False,
+    ):
+        """`asked`: how many requests the engine is to have, those said and not sent among them. `coming`: more are being read."""
         mine, self.other = socket.socketpair()
         self._pipe, self._number = Pipe(mine), mine.fileno()
-        self._deliver, self._asked = deliver, asked
+        self._deliver, self._asked, self._coming = deliver, asked, coming
         self._said: list[ToEngine] = []
         self._told: list[Callable[[], None]] = []  # who is to hear when they have left
         self._since = 0.0  # when the first of those came
@@ -123,7 +129,8 @@ class FrontLink:
     def _turn(self, before: int) -> None:
         """A turn is over, at whose beginning so much had been said."""
         at_work = self._asked() > len(self._said)
-        if len(self._said) > before and not at_work:
+        more = len(self._said) > before or self._coming()
+        if more and not at_work and time.monotonic() - self._since < LONGEST_WAIT:
             self._loop.call_soon(self._turn, len(self._said))
         else:
             self._flush()

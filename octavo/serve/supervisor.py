@@ -40,6 +40,7 @@ class Supervisor:
     ):
         self.config, self.command = config, command
         self.on_message, self.on_loss, self.work = on_message, on_loss, work  # `work`: what the engine has been asked for
+        self.coming: Callable[[], bool] = lambda: False  # requests are being read that the engine will be asked for
         self.phase, self.since = "starting", time.monotonic()
         self.fraction: float | None = None
         self.began = time.monotonic()
@@ -102,7 +103,7 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
-        link = self._link = FrontLink(self._take, lambda: len(self.work()))
+        link = self._link = FrontLink(self._take, lambda: len(self.work()), lambda: self.coming())
         with tempfile.TemporaryFile() as stacks:
             given = (link.other.fileno(), stacks.fileno())
             self.process = await asyncio.create_subprocess_exec(
