@@ -27,7 +27,7 @@ from octavo.serve.guard import is_loopback
 from octavo.serve.health import HealthServer
 from octavo.serve.http import application
 from octavo.serve.lag import Seen, watch_loop
-from octavo.serve.wire import bounded, drop_unread
+from octavo.serve.wire import BoundedSocket, bounded, drop_unread
 
 if TYPE_CHECKING:
     from octavo.serve.rpc import RpcServer
@@ -130,7 +130,7 @@ class Server:
             uvicorn.Config(
                 application(self.front),
                 http=bounded(limits),
-                ws="websockets-sansio",
+                ws=BoundedSocket,
                 ws_max_size=limits.body_bytes,
                 ws_per_message_deflate=False,  # a millisecond a frame of the live page, for each who watches
                 lifespan="off",

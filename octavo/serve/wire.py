@@ -14,11 +14,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from octavo.serve.errors import ApiError
 from octavo.serve.front import new_id
 from octavo.serve.limits import Limits
 
+UNREAD = 2**20  # bytes that wait for the client of a WebSocket to read them, and it still says more
 PIPELINED = 32  # requests that one connection may have sent before the first is answered
 
 
@@ -174,6 +176,17 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             self.transport.close()
 
     return Bounded
+
+
+class BoundedSocket(WebSocketsSansIOProtocol):
+    """A WebSocket whose client does not read. What we say of ourselves waits for it to read (websocket.py, watch.py); but each
+    of its pings is answered at once, and the answers would fill the memory."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.get_write_buffer_size() > UNREAD:
+            self.transport.abort()
+        else:
+            super().data_received(data)
 
 
 async def drop_unread(connections: Collection[Any], seconds: float) -> None:
