@@ -371,10 +371,12 @@ class EngineClient:
     def _some(self) -> None:
         """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read."""
         now = time.monotonic()
-        for _ in range(min(OUTPUTS, len(self._outputs))):
-            self._output(self._outputs.popleft(), now)
-        if self._outputs:
-            asyncio.get_running_loop().call_soon(self._some)
+        try:
+            for _ in range(min(OUTPUTS, len(self._outputs))):
+                self._output(self._outputs.popleft(), now)
+        finally:  # whatever one of them may do, the others are looked at
+            if self._outputs:
+                asyncio.get_running_loop().call_soon(self._some)
 
     def _output(self, out: Output, now: float) -> None:
         found = self.open_requests.get(out.request_id)
