@@ -8,6 +8,7 @@ of its connection beyond ASGI.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ from octavo.serve.errors import ApiError
 from octavo.serve.front import new_id
 from octavo.serve.limits import Limits
 
+OFFER = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)\r\n", re.IGNORECASE)
 UNREAD = 2**20  # bytes that wait for the client of a WebSocket to read them, and it still says more
 PIPELINED = 32  # requests that one connection may have sent before the first is answered
 
@@ -95,6 +97,8 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
                 return
             if self._in_head:
                 self._head += len(data)
+                if b"h2c" in data:  # an offer of HTTP/2, as Java's client makes it: ignored, else the parser would read no body
+                    data = OFFER.sub(b"\r\n", data)
             super().data_received(data)
             if self.transport.is_closing():
                 return
@@ -125,6 +129,12 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > limits.header_bytes or len(self.headers) > limits.headers:
                 self._refuse(_headers_too_large())
+                return
+            if self.parser.should_upgrade() and self.parser.get_method() != b"GET":  # there would never be an answer
+                self.send_400_response("")
+                return
+            if len([name for name, _ in self.headers if name == b"host"]) > 1:
+                self.send_400_response("")
                 return
             while self._lines and self._lines[0].cycle.response_complete:
                 self._lines.popleft()
