@@ -87,11 +87,10 @@ class Pipe:
 
 
 class FrontLink:
-    """What is said in one turn of the event loop goes out together, at the turn's end. While the engine has nothing to do it
-    goes when no more is coming, or the first has waited for long enough: requests that came together then reach the engine
-    together. Else it would begin with the first alone, the others would wait for that step, and on few cores the front would
-    share them with it while it still reads. An engine that is at work takes up what has come with its next step, so that it is
-    not held back."""
+    """While the engine has nothing to do, what is said in turns of the event loop that follow each other goes out together, when
+    no more is coming or the first has waited for long enough: requests that came together then reach the engine together. Else
+    it would begin with the first alone, the others would wait for that step, and on few cores the front would share them with
+    it while it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
 
     def __init__(
         self,
@@ -123,14 +122,13 @@ class FrontLink:
         self._said.append(message)
         if told is not None:
             self._told.append(told)
-        if now - self._since > LONGEST_WAIT:
+        if self._asked() > len(self._said) or now - self._since > LONGEST_WAIT:
             self._flush()
 
     def _turn(self, before: int) -> None:
         """A turn is over, at whose beginning so much had been said."""
-        at_work = self._asked() > len(self._said)
         more = len(self._said) > before or self._coming()
-        if more and not at_work and time.monotonic() - self._since < LONGEST_WAIT:
+        if more and time.monotonic() - self._since < LONGEST_WAIT:
             self._loop.call_soon(self._turn, len(self._said))
         else:
             self._flush()

@@ -73,15 +73,10 @@ def test_what_cannot_be_said_takes_nothing_else_with_it() -> None:
     assert [m.id for m in answers if isinstance(m, Refused)] == ["b"]
 
 
-def test_an_engine_at_work_is_told_at_the_end_of_the_turn() -> None:
-    async def say(front: FrontLink) -> None:
-        for ids in ("ab", "c"):
-            for id in ids:
-                front.send(add(id))
-            await asyncio.sleep(0)
-
-    heard, sizes, _ = talk(say, asked=5)
-    assert [m.id for m in heard if isinstance(m, Add)] == ["a", "b", "c"] and sizes == [2, 1]
+def test_an_engine_at_work_is_told_at_once() -> None:
+    said: list[ToEngine] = [add("a"), add("b"), add("c")]
+    heard, sizes, _ = talk(lambda front: [front.send(message) for message in said], asked=5)
+    assert heard == said and sizes == [1, 1, 1]
 
 
 def test_an_idle_engine_is_told_when_a_turn_brings_nothing_more() -> None:
