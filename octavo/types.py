@@ -456,6 +456,11 @@ class Plan:
         return bool(self.items or self.rows or self.copies or self.waits)
 
     @property
+    def moves(self) -> bool:
+        """There is something in it for the device."""
+        return bool(self.items or self.rows or self.copies or self.loads or self.shifts or self.stores or self.appends)
+
+    @property
     def num_tokens(self) -> int:
         return sum(item.num for item in self.items)
 

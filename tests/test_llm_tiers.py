@@ -17,7 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.engine import Engine, Handle
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.llm import WARM_UP
-from octavo.runner.disk import Disk
+from octavo.runner.disk import Record
 from octavo.runner.tiers import Tiers
 from octavo.types import Plan, Request
 from tests import tiny
@@ -213,8 +213,8 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     want = [ask(llm, p)[0] for p in many]
     if during != "a load from host memory":
         llm.close()
-        real, turns = Disk.read, itertools.count()
-        monkeypatch.setattr(Disk, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
+        real, turns = Record.read, itertools.count()
+        monkeypatch.setattr(Record, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
         llm = make(kv_disk_path=tmp_path)
     engine = llm.engine
     tiers, runner = engine.scheduler.tiers, engine.runner

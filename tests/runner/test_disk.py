@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.runner.disk import HEADER, PAGE, Disk, Miss
+from octavo.runner.disk import HEADER, PAGE, Disk, Miss, Record
 
 BYTES = 512
 TOKENS = array("i", range(16))
@@ -108,7 +108,7 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "readv", broken)
+        patched.setattr(os, "preadv", broken)
         assert why(disk) == "io"
     assert read(disk) == bytes(content()), "and the record is kept: it may be readable again"
     with monkeypatch.context() as patched:
@@ -148,7 +148,7 @@ def test_the_records_unused_for_longest_give_way(tmp_path: Path) -> None:
     for i, h in enumerate(hashes[:10]):
         disk.write(h, TOKENS, content(i))
         os.utime(path(disk, h), (now - 100 + i, now - 100 + i))
-    disk.touch(hashes[0])  # the oldest, used now
+    Record(disk, hashes[0], TOKENS).close(used=True)  # the oldest, used now
     for i, h in enumerate(hashes[10:], 10):
         disk.write(h, TOKENS, content(i))
     left = disk.sweep()

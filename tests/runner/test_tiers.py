@@ -17,7 +17,7 @@ import torch
 
 from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tiers as module
-from octavo.runner.disk import Disk, Miss
+from octavo.runner.disk import Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
 from octavo.runner.link import Lap
 from octavo.runner.tiers import Tiers
@@ -183,8 +183,8 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
     tiers, gate = make(), threading.Event()
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
-    real = Disk.read
-    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
+    real = Record.read
+    monkeypatch.setattr(Record, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     late = until(tiers, 2)
     assert [(n.kind, n.ticket, n.why) for n in late] == [("missed", 1, "late"), ("missed", 2, "late")]
@@ -202,7 +202,7 @@ def test_whatever_goes_wrong_is_a_miss(make: Make, monkeypatch: pytest.MonkeyPat
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Disk, "read", broken)
+    monkeypatch.setattr(Record, "__init__", broken)
     monkeypatch.setattr(Disk, "write", broken)
     tiers = make()
     why = error.why if isinstance(error, Miss) else "error"
@@ -246,10 +246,10 @@ def test_the_same_fault_is_logged_once_in_a_while(make: Make, caplog: pytest.Log
 def test_a_fetch_that_was_overtaken_is_answered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be awaited, and what came into its slot meanwhile be given up with it."""
     monkeypatch.setattr(module, "READERS", 1)
-    tiers, gate, real = make(), threading.Event(), Disk.read
+    tiers, gate, real = make(), threading.Event(), Record.read
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
-    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
+    monkeypatch.setattr(Record, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     tiers.begin(Plan(3, stores=[(5, 2)]))  # the step that asked had failed
     gate.set()
