@@ -42,6 +42,7 @@ PART = 2 << 20  # bytes of a record that a reader takes at a time: all end toget
 BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
+GATHER = 0.5  # of what is awaited: less is not worth a step, until LISTEN is over
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
@@ -51,8 +52,8 @@ class Read:
     """A record on its way into a row, in parts that any reader takes, in order: who takes the first opens it. So of all that are
     under way at most one has parts that nobody has taken, and there are never more than readers."""
 
-    def __init__(self, fetch: Fetch, owner: int, parts: int):
-        self.fetch, self.owner, self.left = fetch, owner, parts
+    def __init__(self, fetch: Fetch, owner: int, size: int, parts: int):
+        self.fetch, self.owner, self.size, self.left = fetch, owner, size, parts
         self.lock = threading.Lock()
         self.row = -1
         self.record: Record | None = None
@@ -75,7 +76,7 @@ class Tiers:
         self._bytes = plain.view(-1, self.block_bytes).numpy()
         self.row = list(range(slots))  # of each slot
         self._spare = list(range(slots, slots + readers))
-        self._parts = -(-self.block_bytes // PART)
+        self._readers = readers
         self._owner = [0] * slots
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
@@ -88,7 +89,7 @@ class Tiers:
         self._pending: dict[int, tuple[Fetch, int]] = {}  # fetches that have no news yet, and who owns their slots
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()  # which part, or what to remove
+        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()  # from which byte on, or what to remove
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
@@ -118,13 +119,14 @@ class Tiers:
                 self._tell(DiskNews("unsaved", save.hash, why="behind"))
         if plan.fetches and not self._pending:
             self._progress = time.monotonic()
-        for fetch in plan.fetches:
+        for k, fetch in enumerate(plan.fetches):
             self._pending[fetch.ticket] = fetch, (owner := self._own(fetch.slot))
-            self._when_stored(fetch.slot, partial(self._ask, Read(fetch, owner, self._parts)))
+            size = PART if k + self._readers >= len(plan.fetches) else self.block_bytes
+            self._when_stored(fetch.slot, partial(self._ask, Read(fetch, owner, size, -(-self.block_bytes // size))))
 
     def _ask(self, read: Read) -> None:
-        for part in range(read.left):
-            self._reads.put((read, part))
+        for at in range(0, self.block_bytes, read.size):
+            self._reads.put((read, at))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
@@ -154,7 +156,7 @@ class Tiers:
         until = time.monotonic() + LISTEN
         while wait and (left := until - time.monotonic()) > 0:
             self._bell.clear()
-            if len(self._news) >= len(self._pending):
+            if self._enough():
                 break
             self._bell.wait(left)
         out: list[DiskNews] = []
@@ -203,7 +205,7 @@ class Tiers:
             if isinstance(job, bytes):
                 self.disk.remove(job)
                 continue
-            read, part = job
+            read, at = job
             start = time.monotonic()
             with read.lock:
                 if read.row < 0:
@@ -211,8 +213,7 @@ class Tiers:
             why = read.why or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
             if not why:
                 assert read.record is not None
-                at = part * PART
-                why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + PART], at)
+                why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + read.size], at)
             with read.lock:
                 read.why = read.why or why
                 read.seconds += time.monotonic() - start
@@ -283,8 +284,11 @@ class Tiers:
     def _tell(self, news: DiskNews, seconds: float = 0.0) -> None:
         """The engine's thread is not woken for each: every time it is, a reader waits for the interpreter."""
         self._news.append((time.monotonic(), news, seconds))
-        if len(self._news) >= len(self._pending):
+        if self._enough():
             self._bell.set()
+
+    def _enough(self) -> bool:
+        return len(self._news) >= GATHER * len(self._pending)
 
     def _warn(self, kind: str, message: str) -> None:
         now = time.monotonic()
