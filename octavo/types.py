@@ -457,8 +457,8 @@ class Plan:
 
     @property
     def moves(self) -> bool:
-        """There is something in it for the device."""
-        return bool(self.items or self.rows or self.copies or self.loads or self.shifts or self.stores or self.appends)
+        """There is more in it than blocks from lower tiers and to them."""
+        return bool(self.items or self.rows or self.copies or self.shifts or self.appends)
 
     @property
     def num_tokens(self) -> int:

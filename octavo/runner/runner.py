@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -113,25 +112,27 @@ class Runner:
         if tiers is None:
             return self._launch(plan)
         tiers.begin(plan)
-        if not plan.moves:  # it waits for the disk, whose readers need the interpreter
-            return StepHandle([], Download(torch.empty(0)), None, [], finish=partial(self._hear, tiers))
-        lap = Lap(self.device)
-        handle = self._launch(plan, lap)
+        lap = Lap(self.device) if plan.moves or plan.loads else None
+        if plan.moves:
+            handle = self._launch(plan, lap)
+        else:  # of use to who waits for the disk, whose readers want the interpreter: 0.3 ms less of it
+            tiers.load(plan.loads)
+            handle = StepHandle([], Download(torch.empty(0)), None, [])
+            if lap is not None:
+                lap.mark()
         check = tiers.take_check()
-        lap.mark()
+        if lap is not None:
+            lap.mark()
 
         def finish(result: StepResult) -> None:
-            result.load_seconds, result.seconds = lap.seconds()
+            if lap is not None:
+                result.load_seconds, result.seconds = lap.seconds()
             if check is not None:
                 result.spoilt = tiers.spoilt(check)
             result.news = tiers.news(wait=not plan.items)
 
         handle.finish = finish
         return handle
-
-    @staticmethod
-    def _hear(tiers: Tiers, result: StepResult) -> None:
-        result.news = tiers.news(wait=True)
 
     def _launch(self, plan: Plan, lap: Lap | None = None) -> StepHandle:
         """The step but for what leaves the device."""

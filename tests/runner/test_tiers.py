@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tiers as module
-from octavo.runner.disk import Disk, Miss, Record
+from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
 from octavo.runner.link import Lap
 from octavo.runner.tiers import Tiers
@@ -285,8 +286,46 @@ def test_closing_writes_what_waits_to_be_written(make: Make) -> None:
     tiers.close()
 
 
-def test_slots_change_hands_under_load(kv: KVStore, make: Make) -> None:
+def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which bring what is not whole to nobody, and say so once."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(module, "PART", 64)
+    tiers = make(slots=BLOCKS)
+    for block in range(1, BLOCKS + 1):
+        kv.tensor[block].view(-1).copy_(torch.arange(kv.tensor[block].numel()) + block)
+    want = kv.tensor.clone()
+    saves = [Save(b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)]
+    tiers.begin(Plan(1, stores=[(b, b - 1) for b in range(1, BLOCKS + 1)], saves=saves))
+    until(tiers, BLOCKS)
+    kv.tensor.zero_()
+    assert tiers.disk is not None
+    short = Path(tiers.disk.path(name(4)))
+    short.write_bytes(short.read_bytes()[: PAGE + 70])  # the second of its parts is not whole, others are not there
+    Path(tiers.disk.path(name(5))).unlink()
+    real, seen = Record.read, set()
+
+    def read(self: Record, into: memoryview, at: int = 0) -> None:
+        seen.add((threading.get_ident(), at))
+        time.sleep(0.001)
+        real(self, into, at)
+
+    monkeypatch.setattr(Record, "read", read)
+    tiers.begin(Plan(2, fetches=[Fetch(b, b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)]))
+    news = {n.ticket: (n.kind, n.why) for n in until(tiers, BLOCKS)}
+    gone = {4: ("missed", "corrupt"), 5: ("missed", "gone")}
+    assert news == {b: gone.get(b, ("fetched", "")) for b in range(1, BLOCKS + 1)}
+    assert {0, 64} < {at for _, at in seen} and len({who for who, _ in seen}) > 1
+    for b in set(range(1, BLOCKS + 1)) - set(gone):
+        tiers.load([(b - 1, b)])
+        synchronize()
+        assert torch.equal(kv.tensor[b], want[b])
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
+
+
+@pytest.mark.parametrize("part", [64, 2**20])
+def test_slots_change_hands_under_load(part: int, kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores, saves and fetches of few slots at once: what is fetched is what its name says, or is not loaded."""
+    monkeypatch.setattr(module, "PART", part)
     tiers, g = make(slots=2), random.Random(1)
     holds: dict[int, int] = {}  # slot -> content that is ready
     pending: dict[int, tuple[int, int]] = {}  # ticket -> slot, content
@@ -319,6 +358,8 @@ def test_slots_change_hands_under_load(kv: KVStore, make: Make) -> None:
             assert value(kv, 2) == i
             loaded += 1
     assert loaded > 500
+    until(tiers, len(tiers._pending))
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
 
 
 def test_a_lap_tells_loads_from_the_rest() -> None:
