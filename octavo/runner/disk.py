@@ -6,8 +6,8 @@
 The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
 file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
 and the checksums of KV and of the rest: what is odd in any way is a miss, with its reason, and never wrong bytes. Who adds up
-KV faster than this leaves that out and asks the record what it should come to, its `seal`. KV begins on a page of its own: the system
-copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
+KV faster than this leaves that out and asks the record what it should come to, its `seal`. KV begins on a page of its own: the
+system copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
 """
 
 from __future__ import annotations
