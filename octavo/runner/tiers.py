@@ -8,9 +8,9 @@
 On a GPU a store goes on after its step (link.py). A slot changes owner with everything that comes into it, under the slot's
 lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
 row of host memory, and there are as many rows besides as readers: a record is read into one of those, which then changes places
-with the slot's, so nothing is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being
-captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads do (seals.py).
-Knows slots and hashes; who wants them, core knows.
+with the slot's, so nothing is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a
+graph that is being captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads
+do (seals.py). Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
