@@ -89,9 +89,7 @@ class Tiers:
         self._pending: dict[int, tuple[Fetch, int]] = {}  # fetches that have no news yet, and who owns their slots
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = (
-            queue.SimpleQueue()
-        )  # from which byte on, or what to remove
+        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()  # from where on; or what to remove
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
