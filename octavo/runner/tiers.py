@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from octavo.ops.pages import area
 from octavo.runner.disk import PAGE, Disk, Miss, Record
@@ -38,11 +39,10 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 log = logging.getLogger(__name__)
 
 READERS = 16  # threads at most
-PART = 2 << 20  # bytes of a record that a reader takes at a time: all end together, and not in rounds
+PART = 4 << 20  # bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits between those
 BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
-GATHER = 0.5  # of what is awaited: less is not worth a step, until LISTEN is over
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
@@ -52,8 +52,8 @@ class Read:
     """A record on its way into a row, in parts that any reader takes, in order: who takes the first opens it. So of all that are
     under way at most one has parts that nobody has taken, and there are never more than readers."""
 
-    def __init__(self, fetch: Fetch, owner: int, size: int, parts: int):
-        self.fetch, self.owner, self.size, self.left = fetch, owner, size, parts
+    def __init__(self, fetch: Fetch, owner: int, parts: int):
+        self.fetch, self.owner, self.left = fetch, owner, parts
         self.lock = threading.Lock()
         self.row = -1
         self.record: Record | None = None
@@ -76,7 +76,6 @@ class Tiers:
         self._bytes = plain.view(-1, self.block_bytes).numpy()
         self.row = list(range(slots))  # of each slot
         self._spare = list(range(slots, slots + readers))
-        self._readers = readers
         self._owner = [0] * slots
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
@@ -119,20 +118,24 @@ class Tiers:
                 self._tell(DiskNews("unsaved", save.hash, why="behind"))
         if plan.fetches and not self._pending:
             self._progress = time.monotonic()
-        for k, fetch in enumerate(plan.fetches):
+        for fetch in plan.fetches:
             self._pending[fetch.ticket] = fetch, (owner := self._own(fetch.slot))
-            size = PART if k + self._readers >= len(plan.fetches) else self.block_bytes
-            self._when_stored(fetch.slot, partial(self._ask, Read(fetch, owner, size, -(-self.block_bytes // size))))
+            self._when_stored(fetch.slot, partial(self._ask, fetch, owner))
 
-    def _ask(self, read: Read) -> None:
-        for at in range(0, self.block_bytes, read.size):
+    def _ask(self, fetch: Fetch, owner: int) -> None:
+        parts = range(0, self.block_bytes, PART)
+        read = Read(fetch, owner, len(parts))
+        for at in parts:
             self._reads.put((read, at))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
             self._stage.await_stores([slot for slot, _ in loads])
-        for slot, block in loads:
-            self.kv[block].copy_(self.host[self.row[slot]], non_blocking=True)
+        if (
+            loads
+        ):  # in one call: in each that gives up the interpreter, readers take it, and it is a while until they give it back
+            rows, blocks = [self.host[self.row[slot]] for slot, _ in loads], [self.kv[block] for _, block in loads]
+            torch._foreach_copy_(blocks, rows, non_blocking=True)
         if self.seals is not None:
             self._check = self.seals.check(loads)
 
@@ -156,7 +159,7 @@ class Tiers:
         until = time.monotonic() + LISTEN
         while wait and (left := until - time.monotonic()) > 0:
             self._bell.clear()
-            if self._enough():
+            if len(self._news) >= len(self._pending):
                 break
             self._bell.wait(left)
         out: list[DiskNews] = []
@@ -213,7 +216,7 @@ class Tiers:
             why = read.why or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
             if not why:
                 assert read.record is not None
-                why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + read.size], at)
+                why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + PART], at)
             with read.lock:
                 read.why = read.why or why
                 read.seconds += time.monotonic() - start
@@ -284,11 +287,8 @@ class Tiers:
     def _tell(self, news: DiskNews, seconds: float = 0.0) -> None:
         """The engine's thread is not woken for each: every time it is, a reader waits for the interpreter."""
         self._news.append((time.monotonic(), news, seconds))
-        if self._enough():
+        if len(self._news) >= len(self._pending):
             self._bell.set()
-
-    def _enough(self) -> bool:
-        return len(self._news) >= GATHER * len(self._pending)
 
     def _warn(self, kind: str, message: str) -> None:
         now = time.monotonic()
