@@ -37,15 +37,14 @@ class StepHandle:
     """A launched step. Results are laid out for the host only when it asks for them."""
 
     items: list[Item]
-    tokens: Download
+    tokens: Download | None
     logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
     prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
     mass: Download | None = None  # of the items that asked, in order: a row each, all layers together
     finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
-        (sampled,) = self.tokens.wait()
-        values = iter(sampled.tolist())
+        values = iter(self.tokens.wait()[0].tolist() if self.tokens is not None else ())
         result = StepResult([[next(values)] if item.sample else [] for item in self.items])
         if self.logprobs is not None:
             which, wanted, download = self.logprobs
@@ -115,10 +114,10 @@ class Runner:
         lap = Lap(self.device) if plan.moves or plan.loads else None
         if plan.moves:
             handle = self._launch(plan, lap)
-        else:  # of use to who waits for the disk, whose readers want the interpreter: 0.3 ms less of it
-            tiers.load(plan.loads)
-            handle = StepHandle([], Download(torch.empty(0)), None, [])
+        else:  # somebody waits for the disk, whose readers take the interpreter wherever a call gives it up: as few as can be
+            handle = StepHandle([], None, None, [])
             if lap is not None:
+                tiers.load(plan.loads)
                 lap.mark()
         check = tiers.take_check()
         if lap is not None:
