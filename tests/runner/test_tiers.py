@@ -141,9 +141,9 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     tiers = Tiers(kv, 4, disk, sealed=True)
     tiers.begin(Plan(1, fetches=[Fetch(i, i - 3, name(i), tokens(i)) for i in (3, 4, 5)]))
     assert {news.kind for news in until(tiers, 3)} == {"fetched"}
-    tiers.load([(0, 6), (1, 7)])
+    tiers.load([(0, 6), (2, 1), (1, 7)])  # two side by side, and one elsewhere
     check = tiers.take_check()
-    assert check is not None and tiers.spoilt(check) == {1} and value(kv, 6) == 3
+    assert check is not None and tiers.spoilt(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
     tiers.load([(0, 6)])
     assert tiers.take_check() is None, "once is enough"
     tiers.begin(Plan(2, stores=[(6, 2)]))
@@ -302,6 +302,11 @@ def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, m
     short = Path(tiers.disk.path(name(4)))
     short.write_bytes(short.read_bytes()[: PAGE + 70])  # the second of its parts is not whole, others are not there
     Path(tiers.disk.path(name(5))).unlink()
+    for b, at in ((6, PAGE - 1), (7, PAGE + 200)):  # the first part is odd, and the others are not; or all of KV is, and no part
+        record = Path(tiers.disk.path(name(b)))
+        data = bytearray(record.read_bytes())
+        data[at] ^= 1
+        record.write_bytes(data)
     real, seen = Record.read, set()
 
     def read(self: Record, into: memoryview, at: int = 0) -> None:
@@ -312,7 +317,7 @@ def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, m
     monkeypatch.setattr(Record, "read", read)
     tiers.begin(Plan(2, fetches=[Fetch(b, b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)]))
     news = {n.ticket: (n.kind, n.why) for n in until(tiers, BLOCKS)}
-    gone = {4: ("missed", "corrupt"), 5: ("missed", "gone")}
+    gone = {b: ("missed", "gone" if b == 5 else "corrupt") for b in (4, 5, 6, 7)}
     assert news == {b: gone.get(b, ("fetched", "")) for b in range(1, BLOCKS + 1)}
     assert {0, 64} < {at for _, at in seen} and len({who for who, _ in seen}) > 1
     for b in set(range(1, BLOCKS + 1)) - set(gone):
