@@ -227,10 +227,11 @@ class Record:
 
     def close(self, used: bool = False) -> None:
         """`used`: others are removed first."""
-        with suppress(OSError):
-            if used:
+        if used:
+            with suppress(OSError):
                 os.utime(self.file)
-        os.close(self.file)
+        with suppress(OSError):
+            os.close(self.file)
 
 
 def _start(words: int) -> int:

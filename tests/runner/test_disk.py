@@ -145,6 +145,12 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
         assert why(disk) == "io"
     assert read(disk) == bytes(content()), "and the record is kept: it may be readable again"
     with monkeypatch.context() as patched:
+        for name in ("utime", "close"):
+            patched.setattr(os, name, broken)
+        record = Record(disk, HASH, TOKENS)
+        record.close(used=True)
+    os.close(record.file)
+    with monkeypatch.context() as patched:
         patched.setattr(os, "write", broken)
         with pytest.raises(Miss, match="io"):
             disk.write(OTHER, TOKENS, content())
