@@ -60,7 +60,7 @@ Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new
 # More objects at a time than before by so many let the garbage collector look through the new ones. With Python's own 700 that
 # was at every third request, a tenth of what one costs.
 OBJECTS = 20_000
-OUTPUTS = 8  # looked at in a turn
+OUTPUTS, ENDS = 8, 2  # looked at in a turn, and how many of those may be a reply's last
 REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 
 
@@ -369,11 +369,17 @@ class EngineClient:
             self.metrics.begun(call.collectors[which])
 
     def _some(self) -> None:
-        """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read."""
-        now = time.monotonic()
+        """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read. Of those
+        that end a reply fewer: clients who ask again when they are answered then do so while others are still being answered.
+        Answered all at once they would ask all at once, in step from then on, and front and engine would take turns."""
+        now, ended = time.monotonic(), 0
         try:
             for _ in range(min(OUTPUTS, len(self._outputs))):
-                self._output(self._outputs.popleft(), now)
+                out = self._outputs.popleft()
+                ended += out.finish_reason is not None
+                self._output(out, now)
+                if ended == ENDS:
+                    break
         finally:  # whatever one of them may do, the others are looked at
             if self._outputs:
                 asyncio.get_running_loop().call_soon(self._some)

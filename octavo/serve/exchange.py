@@ -37,8 +37,6 @@ class Exchange:
 
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
         """See octavo.serve.body.read."""
-        if self.front.idle:
-            await self.front.turns.enter()
         headers = self.scope["octavo.headers"]
         return await body.read(headers, self._receive, self._line.body(), kind, self.front.config.limits)
 

@@ -12,7 +12,6 @@ from octavo.serve.errors import not_ready
 from octavo.serve.keys import Key, Keys
 from octavo.serve.metrics import Metrics
 from octavo.serve.tokenize import TextWorker
-from octavo.serve.turns import Turnstile
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -24,8 +23,6 @@ class Front:
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
         self.text = TextWorker(config.tokenizer_threads, config.limits.text_seconds, lambda: self.idle)
-        self.turns = Turnstile()
-        self.client.supervisor.coming = lambda: self.turns.crowded
         self.created = int(time.time())
 
     @property

@@ -88,20 +88,15 @@ class Pipe:
 
 class FrontLink:
     """While the engine has nothing to do, what is said in turns of the event loop that follow each other goes out together, when
-    no more is coming or the first has waited for long enough: requests that came together then reach the engine together. Else
-    it would begin with the first alone, the others would wait for that step, and on few cores the front would share them with
-    it while it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
+    a turn brings nothing more or the first has waited for long enough: requests that came together then reach the engine
+    together. Else it would begin with the first alone, the others would wait for that step, and the front would share its cores
+    with it while it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
 
-    def __init__(
-        self,
-        deliver: Callable[[ToFront], None],
-        asked: Callable[[], int] = lambda: 0,
-        coming: Callable[[], bool] = lambda: False,
-    ):
-        """`asked`: how many requests the engine is to have, those said and not sent among them. `coming`: more are being read."""
+    def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], float] = lambda: 0):
+        """`asked`: how many requests the engine is to have, those said and not sent among them."""
         mine, self.other = socket.socketpair()
         self._pipe, self._number = Pipe(mine), mine.fileno()
-        self._deliver, self._asked, self._coming = deliver, asked, coming
+        self._deliver, self._asked = deliver, asked
         self._said: list[ToEngine] = []
         self._told: list[Callable[[], None]] = []  # who is to hear when they have left
         self._since = 0.0  # when the first of those came
@@ -127,8 +122,7 @@ class FrontLink:
 
     def _turn(self, before: int) -> None:
         """A turn is over, at whose beginning so much had been said."""
-        more = len(self._said) > before or self._coming()
-        if more and time.monotonic() - self._since < LONGEST_WAIT:
+        if len(self._said) > before and time.monotonic() - self._since < LONGEST_WAIT:
             self._loop.call_soon(self._turn, len(self._said))
         else:
             self._flush()

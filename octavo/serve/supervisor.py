@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -40,7 +41,6 @@ class Supervisor:
     ):
         self.config, self.command = config, command
         self.on_message, self.on_loss, self.work = on_message, on_loss, work  # `work`: what the engine has been asked for
-        self.coming: Callable[[], bool] = lambda: False  # requests are being read that the engine will be asked for
         self.phase, self.since = "starting", time.monotonic()
         self.fraction: float | None = None
         self.began = time.monotonic()
@@ -80,6 +80,11 @@ class Supervisor:
         if self._link is not None:
             self._link.send(message, told)
 
+    def _asked(self) -> float:
+        """How many requests the engine is to have. One that computes on a device of its own takes nothing from the front when
+        it begins: it always counts as at work, and nothing is held back from it."""
+        return math.inf if self.loaded is not None and self.loaded.device != "cpu" else len(self.work())
+
     # ---- the process's life ----------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -103,7 +108,7 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
-        link = self._link = FrontLink(self._take, lambda: len(self.work()), lambda: self.coming())
+        link = self._link = FrontLink(self._take, self._asked)
         with tempfile.TemporaryFile() as stacks:
             given = (link.other.fileno(), stacks.fileno())
             self.process = await asyncio.create_subprocess_exec(

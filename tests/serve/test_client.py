@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.client import OUTPUTS, EngineClient
+from octavo.serve.client import ENDS, OUTPUTS, EngineClient
 from octavo.serve.config import ServeConfig
 from octavo.serve.messages import News
 from octavo.serve.metrics import Metrics
@@ -43,6 +43,19 @@ def test_a_few_a_turn_and_in_order_whatever_one_of_them_does(client: Any) -> Non
         assert client.seen == list(range(4 + OUTPUTS)), "no sooner because more came"
         await asyncio.sleep(0.01)
         assert client.seen == list(range(30))
+
+    asyncio.run(run())
+
+
+def test_replies_that_end_with_one_step_are_ended_few_at_a_time(client: Any) -> None:
+    async def run() -> None:
+        ends = [Output(f"r{i}", 0, [i], finish_reason="length") for i in range(10, 15)]
+        client.receive(News([*outputs(20, 3), *ends], []))
+        assert client.seen == [20, 21, 22, 10, 11] and ENDS == 2
+        await asyncio.sleep(0)
+        assert client.seen[5:] == [12, 13]
+        await asyncio.sleep(0)
+        assert client.seen[7:] == [14]
 
     asyncio.run(run())
 
