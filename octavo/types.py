@@ -456,6 +456,11 @@ class Plan:
         return bool(self.items or self.rows or self.copies or self.waits)
 
     @property
+    def moves(self) -> bool:
+        """There is more in it than blocks from lower tiers and to them."""
+        return bool(self.items or self.rows or self.copies or self.shifts or self.appends)
+
+    @property
     def num_tokens(self) -> int:
         return sum(item.num for item in self.items)
 

@@ -17,7 +17,8 @@ from octavo import LLM, SamplingParams
 from octavo.core.engine import Engine, Handle
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.llm import WARM_UP
-from octavo.runner.disk import Disk
+from octavo.runner.disk import Record
+from octavo.runner.runner import Runner
 from octavo.runner.tiers import Tiers
 from octavo.types import Plan, Request
 from tests import tiny
@@ -69,6 +70,20 @@ def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     again = make(kv_disk_path=tmp_path)
     assert [ask(again, p) for p in many] == [(w, 96) for w in want]
     assert again.engine.scheduler.count.tiers.disk_tokens == 4 * 96
+    again.close()
+
+
+def test_waiting_for_the_disk_asks_nothing_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But to load what has come: each call would take the interpreter from those who read."""
+    (prompt,) = prompts(1)
+    first = make(kv_disk_path=tmp_path)
+    want = ask(first, prompt)[0]
+    first.close()
+    real, launched = Runner._launch, list[Plan]()
+    monkeypatch.setattr(Runner, "_launch", lambda self, plan, lap=None: (launched.append(plan), real(self, plan, lap))[1])
+    again = make(kv_disk_path=tmp_path)
+    assert ask(again, prompt) == (want, 96)
+    assert launched and all(plan.items for plan in launched)
     again.close()
 
 
@@ -213,8 +228,8 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     want = [ask(llm, p)[0] for p in many]
     if during != "a load from host memory":
         llm.close()
-        real, turns = Disk.read, itertools.count()
-        monkeypatch.setattr(Disk, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
+        real, turns = Record.read, itertools.count()
+        monkeypatch.setattr(Record, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
         llm = make(kv_disk_path=tmp_path)
     engine = llm.engine
     tiers, runner = engine.scheduler.tiers, engine.runner

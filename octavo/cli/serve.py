@@ -54,6 +54,9 @@ def serve(
     ] = "auto",
     max_queue: Annotated[int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)] = 256,
     max_queue_tokens: Annotated[int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")] = 262_144,
+    max_watchers: Annotated[
+        int, option("Live pages that may be open at once; 0: none.", "Load", "N", min=0, show_default=True)
+    ] = 8,
     queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", show_default=True)] = 60.0,
     request_timeout: Annotated[float, option("Seconds it may take in all.", "Load", "X", show_default=True)] = 600.0,
     drain_timeout: Annotated[float, option("Seconds to finish in at a SIGTERM.", "Load", "X", show_default=True)] = 30.0,
@@ -66,6 +69,7 @@ def serve(
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
     try:
         from octavo.serve.config import ServeConfig
+        from octavo.serve.limits import Limits
         from octavo.serve.server import run
         from octavo.text.tools import FORMATS
     except ImportError as error:
@@ -95,6 +99,7 @@ def serve(
         metrics_prefix=metrics_prefix,
         max_queue=max_queue,
         max_queue_tokens=max_queue_tokens,
+        limits=Limits(watchers=max_watchers),
         queue_timeout=queue_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,

@@ -6,8 +6,8 @@
 The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
 file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
 and the checksums of KV and of the rest: what is odd in any way is a miss, with its reason, and never wrong bytes. Who adds up
-KV faster than this leaves that out and gets what it should come to, KV's `seal`. KV begins on a page of its own: the system
-copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
+KV faster than this leaves that out and asks the record what it should come to, its `seal`. KV begins on a page of its own: the
+system copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
 """
 
 from __future__ import annotations
@@ -85,59 +85,15 @@ class Disk:
 
     def read(self, h: bytes, tokens: array[int], into: memoryview) -> None:
         """The KV of this content, or Miss. `into` [block_bytes] holds anything after a miss."""
-        if self.read_sealed(h, tokens, into) != _seal_of(into):
-            self.remove(h)
-            raise Miss("corrupt", "checksum of KV")
-
-    def read_sealed(self, h: bytes, tokens: array[int], into: memoryview) -> int:
-        """As `read`, but KV is not compared with its checksum, which this returns."""
+        record = Record(self, h, tokens)
         try:
-            file = os.open(self._path(h), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                return self._read(file, h, tokens, into)
-            finally:
-                os.close(file)
-        except FileNotFoundError as error:
-            raise Miss("gone", error) from error
-        except OSError as error:
-            raise Miss("io", error) from error
-        except Miss as miss:
-            if miss.why == "corrupt":
-                self.remove(h)
-            raise
+            record.read(into)
+            record.compare(into)
+        finally:
+            record.close()
 
     def remove(self, h: bytes) -> None:
-        _remove(self._path(h))
-
-    def touch(self, h: bytes) -> None:
-        """It was used now: others are removed first. Not a part of `read`, whose caller has somebody waiting."""
-        with suppress(OSError):
-            os.utime(self._path(h))
-
-    def _read(self, file: int, h: bytes, tokens: array[int], into: memoryview) -> int:
-        words = tokens.tobytes()
-        start = _start(len(words))
-        length = start + self.block_bytes
-        if (size := os.fstat(file).st_size) != length:
-            raise Miss("corrupt", f"{size} bytes instead of {length}")
-        head = bytearray(start)
-        at = os.readv(file, [head, into])  # all of it, as a rule
-        if at < start:
-            raise Miss("corrupt", "it ends in the header")
-        *fields, sealed, checksum = HEADER.unpack_from(head)
-        expected = [MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes]
-        if fields != expected:
-            raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
-        while at < length:
-            count = os.readv(file, [into[at - start :]])
-            if not count:
-                raise Miss("corrupt", f"it ends after {at} bytes")
-            at += count
-        if checksum != _checksum(head):
-            raise Miss("corrupt", "checksum of the header")
-        if head[HEADER.size : HEADER.size + len(words)] != words:
-            raise Miss("collision", "other tokens of the same hash")
-        return sealed
+        _remove(self.path(h))
 
     def write(self, h: bytes, tokens: array[int], data: memoryview) -> None:
         """Keep the KV of this content, or Miss. Removes the records unused for longest when there are too many."""
@@ -160,14 +116,14 @@ class Disk:
                         view = view[os.write(file, view) :]
             finally:
                 os.close(file)
-            os.replace(half, self._path(h))
+            os.replace(half, self.path(h))
         except OSError as error:
             _remove(half)
             raise Miss("full" if error.errno in FULL else "io", error) from error
         self.used += length
 
-    def _path(self, h: bytes) -> Path:
-        return self.folder / f"{h.hex()}.kv"
+    def path(self, h: bytes) -> str:
+        return f"{self.folder}/{h.hex()}.kv"
 
     def _new_path(self) -> Path:
         return self.folder / f".{os.getpid()}-{next(self._count)}.tmp"
@@ -209,6 +165,75 @@ class Disk:
                     yield Entry(found.st_mtime, Path(item.path), found.st_size)
 
 
+class Record:
+    """A record that is being read: in parts, if somebody likes, in any order and by several threads at once. Nothing of it counts
+    before the part at 0 was read, with which the header comes, and all others."""
+
+    def __init__(self, disk: Disk, h: bytes, tokens: array[int]):
+        self.disk, self.hash, self.tokens = disk, h, tokens
+        self.seal = 0  # what KV should come to
+        try:
+            self.file = os.open(disk.path(h), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise Miss("gone", error) from error
+        except OSError as error:
+            raise Miss("io", error) from error
+
+    def read(self, into: memoryview, at: int = 0) -> None:
+        """KV from byte `at` on, as much as `into` holds, or Miss."""
+        try:
+            self._read(into, at)
+        except OSError as error:
+            raise Miss("io", error) from error
+        except Miss as miss:
+            if miss.why == "corrupt":
+                self.disk.remove(self.hash)
+            raise
+
+    def _read(self, into: memoryview, at: int) -> None:
+        """As few calls of the system as can be: after each a thread waits for the interpreter."""
+        words = self.tokens.tobytes()
+        start = _start(len(words))
+        head, beyond = bytearray(0 if at else start), bytearray(at + len(into) == self.disk.block_bytes)
+        first, end = at + start - len(head), at + start + len(into)
+        got = first + os.preadv(self.file, [head, into, beyond], first)  # all of it, as a rule
+        if head:
+            if got < start:
+                raise Miss("corrupt", "it ends in the header")
+            self._compare_head(head, words)
+        while got < end:
+            count = os.preadv(self.file, [into[got - end :], beyond], got)
+            if not count:
+                raise Miss("corrupt", f"it ends after {got} bytes")
+            got += count
+        if got > end:
+            raise Miss("corrupt", f"it goes on after {end} bytes")
+
+    def _compare_head(self, head: bytearray, words: bytes) -> None:
+        disk = self.disk
+        *fields, self.seal, checksum = HEADER.unpack_from(head)
+        if fields != [MAGIC, VERSION, len(self.tokens), self.hash, disk.fingerprint, disk.form, disk.block_bytes]:
+            raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
+        if checksum != _checksum(head):
+            raise Miss("corrupt", "checksum of the header")
+        if head[HEADER.size : HEADER.size + len(words)] != words:
+            raise Miss("collision", "other tokens of the same hash")
+
+    def compare(self, data: memoryview) -> None:
+        """Miss, unless all of KV comes to what it should."""
+        if _seal_of(data) != self.seal:
+            self.disk.remove(self.hash)
+            raise Miss("corrupt", "checksum of KV")
+
+    def close(self, used: bool = False) -> None:
+        """`used`: others are removed first."""
+        if used:
+            with suppress(OSError):
+                os.utime(self.file)
+        with suppress(OSError):
+            os.close(self.file)
+
+
 def _start(words: int) -> int:
     """Where KV begins: on the first page after the header and so many bytes of tokens."""
     return -(-(HEADER.size + words) // PAGE) * PAGE
@@ -238,6 +263,6 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path | str) -> None:
     with suppress(OSError):
-        path.unlink()
+        os.unlink(path)

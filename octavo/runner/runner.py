@@ -37,15 +37,14 @@ class StepHandle:
     """A launched step. Results are laid out for the host only when it asks for them."""
 
     items: list[Item]
-    tokens: Download  # one an item, or one a sampled item
+    tokens: Download | None  # one an item, or one a sampled item; None: nothing is sampled
     logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
     prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
     mass: Download | None = None  # of the items that asked, in order: a row each, all layers together
     finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
-        (tokens,) = self.tokens.wait()
-        values = tokens.tolist()
+        values = self.tokens.wait()[0].tolist() if self.tokens is not None else []
         if len(values) < len(self.items):  # only of those that are sampled
             sampled = iter(values)
             values = [next(sampled) if item.sample else 0 for item in self.items]
@@ -115,13 +114,21 @@ class Runner:
         if tiers is None:
             return self._launch(plan)
         tiers.begin(plan)
-        lap = Lap(self.device)
-        handle = self._launch(plan, lap)
+        lap = Lap(self.device) if plan.moves or plan.loads else None
+        if plan.moves:
+            handle = self._launch(plan, lap)
+        else:  # somebody waits for the disk, whose readers take the interpreter wherever a call gives it up: as few as can be
+            handle = StepHandle([], None, None, [])
+            if lap is not None:
+                tiers.load(plan.loads)
+                lap.mark()
         check = tiers.take_check()
-        lap.mark()
+        if lap is not None:
+            lap.mark()
 
         def finish(result: StepResult) -> None:
-            result.load_seconds, result.seconds = lap.seconds()
+            if lap is not None:
+                result.load_seconds, result.seconds = lap.seconds()
             if check is not None:
                 result.spoilt = tiers.spoilt(check)
             result.news = tiers.news(wait=not plan.items)
@@ -161,7 +168,7 @@ class Runner:
         if self.canary is not None:
             self.canary.step(plan, self.rows)
         if not items:
-            return StepHandle([], Download(shipped[:0]), None, [])
+            return StepHandle([], None, None, [])
         prompt_logprobs: list[tuple[int, int, Download]] = []
         chosen = None
         if graphs is not None and size is not None:
@@ -189,7 +196,7 @@ class Runner:
                 hidden = hidden[batch.logit_rows]  # else the model returned these alone: `last`, or all tokens are sampled
             logits = self.model.logits(hidden) if sampled else hidden
         if not sampled:
-            return StepHandle(items, Download(shipped[:0]), None, prompt_logprobs)
+            return StepHandle(items, None, None, prompt_logprobs)
         handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs, chosen)
         if watched:
             assert batch.watched is not None

@@ -6,6 +6,8 @@ loaded. Slots and hashes are names here. Called by the engine's thread, but for 
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -43,10 +45,11 @@ class Seals:
 
     def check(self, loads: list[tuple[int, int]]) -> Check | None:
         """Add up those of the blocks just loaded, [(slot, block)], that nobody has yet."""
-        found = [(slot, block) for slot, block in loads if slot in self.waiting]
+        found = sorted(((slot, block) for slot, block in loads if slot in self.waiting), key=itemgetter(1))
         if not found:
             return None
         sums = torch.empty(len(found), self.pages.shape[1], dtype=torch.int64, device=self.pages.device)
-        for k, (_, block) in enumerate(found):
-            torch.sum(self.pages[block], 1, out=sums[k])
+        for _, run in groupby(enumerate(found), key=lambda at: at[1][1] - at[0]):  # blocks that lie side by side: mostly all
+            (k, (_, first)), *rest = run
+            torch.sum(self.pages[first : first + 1 + len(rest)], 2, out=sums[k : k + 1 + len(rest)])
         return Check({slot: self.waiting.pop(slot) for slot, _ in found}, Download(sums))

@@ -7,10 +7,10 @@
 
 On a GPU a store goes on after its step (link.py). A slot changes owner with everything that comes into it, under the slot's
 lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
-row of host memory, and every reader has a row besides: it reads into its own and then changes rows with the slot, so nothing
-is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a graph that is being
-captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads do (seals.py).
-Knows slots and hashes; who wants them, core knows.
+row of host memory, and there are as many rows besides as readers: a record is read into one of those, which then changes places
+with the slot's, so nothing is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a
+graph that is being captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads
+do (seals.py). Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from octavo.ops.pages import area
-from octavo.runner.disk import PAGE, Disk, Miss
+from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
 from octavo.runner.link import Stage, page_lock, page_unlock
 from octavo.runner.seals import Check, Seals
@@ -38,12 +39,26 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 log = logging.getLogger(__name__)
 
 READERS = 16  # threads at most
+PART = 4 << 20  # bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits between those
 BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
 LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
+
+
+class Read:
+    """A record on its way into a row, in parts that any reader takes, in order: who takes the first opens it. So of all that are
+    under way at most one has parts that nobody has taken, and there are never more than readers."""
+
+    def __init__(self, fetch: Fetch, owner: int, parts: int):
+        self.fetch, self.owner, self.left = fetch, owner, parts
+        self.lock = threading.Lock()
+        self.row = -1
+        self.record: Record | None = None
+        self.why = ""  # it is a miss
+        self.start = self.seconds = 0.0  # when it was begun, and what readers took for it, each for itself
 
 
 class Tiers:
@@ -59,7 +74,8 @@ class Tiers:
         if cuda:
             page_lock(plain)
         self._bytes = plain.view(-1, self.block_bytes).numpy()
-        self.row = list(range(slots))  # of each slot; the readers have the others
+        self.row = list(range(slots))  # of each slot
+        self._spare = list(range(slots, slots + readers))
         self._owner = [0] * slots
         self._locks = [threading.Lock() for _ in range(slots)]
         self._owners = 0
@@ -67,20 +83,20 @@ class Tiers:
         sealed = cuda if sealed is None else sealed
         self.seals = Seals(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
         self._check: Check | None = None  # of what was loaded last
-        self._news: deque[tuple[float, DiskNews]] = deque()  # (when, what), from the threads
+        self._news: deque[tuple[float, DiskNews, float]] = deque()  # (when, what, readers' seconds), from the threads
         self._bell = threading.Event()
         self._pending: dict[int, tuple[Fetch, int]] = {}  # fetches that have no news yet, and who owns their slots
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._fetches: queue.SimpleQueue[tuple[Fetch, int] | bytes | None] = queue.SimpleQueue()  # or what to remove
+        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()  # from where on; or what to remove
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
         self._warned: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         if disk is not None:
             self._threads = [threading.Thread(target=self._save_all, daemon=True, name="kv-save")]
-            for row in range(slots, slots + readers):
-                self._threads.append(threading.Thread(target=self._fetch_all, args=(row,), daemon=True, name="kv-fetch"))
+            for _ in range(readers):
+                self._threads.append(threading.Thread(target=self._fetch_all, daemon=True, name="kv-fetch"))
             for thread in self._threads:
                 thread.start()
 
@@ -104,13 +120,22 @@ class Tiers:
             self._progress = time.monotonic()
         for fetch in plan.fetches:
             self._pending[fetch.ticket] = fetch, (owner := self._own(fetch.slot))
-            self._when_stored(fetch.slot, partial(self._fetches.put, (fetch, owner)))
+            self._when_stored(fetch.slot, partial(self._ask, fetch, owner))
+
+    def _ask(self, fetch: Fetch, owner: int) -> None:
+        parts = range(0, self.block_bytes, PART)
+        read = Read(fetch, owner, len(parts))
+        for at in parts:
+            self._reads.put((read, at))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
             self._stage.await_stores([slot for slot, _ in loads])
-        for slot, block in loads:
-            self.kv[block].copy_(self.host[self.row[slot]], non_blocking=True)
+        if (
+            loads
+        ):  # in one call: in each that gives up the interpreter, readers take it, and it is a while until they give it back
+            rows, blocks = [self.host[self.row[slot]] for slot, _ in loads], [self.kv[block] for _, block in loads]
+            torch._foreach_copy_(blocks, rows, non_blocking=True)
         if self.seals is not None:
             self._check = self.seals.check(loads)
 
@@ -124,7 +149,7 @@ class Tiers:
         found = check.spoilt()
         for h in found.values():
             self._warn("corrupt", "KV on disk: corrupt: checksum of KV")
-            self._fetches.put(h)
+            self._reads.put(h)
         return set(found)
 
     def news(self, wait: bool) -> list[DiskNews]:
@@ -132,16 +157,18 @@ class Tiers:
         while self._held and self._held[0][0].query():
             self._held.popleft()[1]()
         until = time.monotonic() + LISTEN
-        while wait and len(self._news) < len(self._pending) and (left := until - time.monotonic()) > 0:
-            self._bell.wait(left)
+        while wait and (left := until - time.monotonic()) > 0:
             self._bell.clear()
+            if len(self._news) >= len(self._pending):
+                break
+            self._bell.wait(left)
         out: list[DiskNews] = []
         while self._news:
-            when, news = self._news.popleft()
+            when, news, seconds = self._news.popleft()
             if news.ticket and self._pending.pop(news.ticket, None) is None:
                 continue  # it was late, and nobody waits any more
             if news.kind == "fetched":
-                self.reading += news.seconds
+                self.reading += seconds
                 # beside others: what it added to their time
                 news = news._replace(seconds=max(when - max(self._progress, when - news.seconds), 1e-9))
             if news.ticket:
@@ -175,29 +202,52 @@ class Tiers:
 
     # ---- the disk's threads --------------------------------------------------------------------------
 
-    def _fetch_all(self, row: int) -> None:
+    def _fetch_all(self) -> None:
         assert self.disk is not None
-        while (job := self._fetches.get()) is not None:
+        while (job := self._reads.get()) is not None:
             if isinstance(job, bytes):
                 self.disk.remove(job)
                 continue
-            fetch, owner = job
-            if self._owner[fetch.slot] != owner:
-                self._tell(DiskNews("missed", fetch.hash, fetch.ticket, "overtaken"))
-                continue
+            read, at = job
             start = time.monotonic()
-            read = self.disk.read if self.seals is None else self.disk.read_sealed
-            why, sealed = self._tried(read, fetch.hash, fetch.tokens, self._bytes[row].data)
+            with read.lock:
+                if read.row < 0:
+                    self._open(read, start)
+            why = read.why or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
             if not why:
-                with self._locks[fetch.slot]:
-                    if self._owner[fetch.slot] == owner:
-                        self.row[fetch.slot], row = row, self.row[fetch.slot]
-                        if self.seals is not None and sealed is not None:
-                            self.seals.put(fetch.slot, fetch.hash, sealed)
-            kind = "missed" if why else "fetched"
-            self._tell(DiskNews(kind, fetch.hash, fetch.ticket, why, 0.0 if why else time.monotonic() - start))
-            if not why:
-                self.disk.touch(fetch.hash)
+                assert read.record is not None
+                why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + PART], at)
+            with read.lock:
+                read.why = read.why or why
+                read.seconds += time.monotonic() - start
+                read.left -= 1
+                last = not read.left
+            if last:
+                self._close(read)
+
+    def _open(self, read: Read, start: float) -> None:
+        read.start, read.row = start, self._spare.pop()
+        if self._owner[read.fetch.slot] != read.owner:
+            read.why = "overtaken"
+        else:
+            read.why, read.record = self._tried(Record, self.disk, read.fetch.hash, read.fetch.tokens)
+
+    def _close(self, read: Read) -> None:
+        """All of its parts are over."""
+        fetch, row, record = read.fetch, read.row, read.record
+        if not read.why and record is not None and self.seals is None:
+            read.why, _ = self._tried(record.compare, self._bytes[row].data)
+        if not read.why and record is not None:
+            with self._locks[fetch.slot]:
+                if self._owner[fetch.slot] == read.owner:
+                    self.row[fetch.slot], row = row, self.row[fetch.slot]
+                    if self.seals is not None:
+                        self.seals.put(fetch.slot, fetch.hash, record.seal)
+        self._spare.append(row)
+        kind, seconds = ("missed", 0.0) if read.why else ("fetched", time.monotonic() - read.start)
+        self._tell(DiskNews(kind, fetch.hash, fetch.ticket, read.why, seconds), read.seconds)
+        if record is not None:
+            record.close(used=not read.why)  # nobody waits for this
 
     def _save_all(self) -> None:
         assert self.disk is not None
@@ -222,7 +272,7 @@ class Tiers:
             buffer[:] = self._bytes[self.row[save.slot]]
         self.disk.write(save.hash, save.tokens, buffer.data)
 
-    def _tried(self, work: Callable[..., int | None], *arguments: object) -> tuple[str, int | None]:
+    def _tried(self, work: Callable[..., Any], *arguments: object) -> tuple[str, Any]:
         """In a word why the work failed, empty if it did not; and what it gave."""
         try:
             return "", work(*arguments)
@@ -234,9 +284,11 @@ class Tiers:
             self._warn("error", f"KV on disk: {type(error).__name__}: {error}")
             return "error", None
 
-    def _tell(self, news: DiskNews) -> None:
-        self._news.append((time.monotonic(), news))
-        self._bell.set()
+    def _tell(self, news: DiskNews, seconds: float = 0.0) -> None:
+        """The engine's thread is not woken for each: every time it is, a reader waits for the interpreter."""
+        self._news.append((time.monotonic(), news, seconds))
+        if len(self._news) >= len(self._pending):
+            self._bell.set()
 
     def _warn(self, kind: str, message: str) -> None:
         now = time.monotonic()
@@ -251,7 +303,7 @@ class Tiers:
             then()
         self._held.clear()
         for _ in self._threads[1:]:
-            self._fetches.put(None)
+            self._reads.put(None)
         self._saves.put(None)
         deadline = time.monotonic() + patience
         for thread in self._threads:

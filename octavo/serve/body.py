@@ -18,15 +18,19 @@ from octavo.serve.limits import Limits
 T = TypeVar("T", bound=msgspec.Struct)
 BIG = 256 * 2**10  # bytes: parsing more than this takes milliseconds, and is done in a thread
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+LONG_NUMBER = re.compile(rb"\d{19}")  # it may be beyond 64 bits
+SMALL = 4096  # bytes: more is rarely plain, and then is looked through twice
 PATIENCE = 0.5  # seconds of an oversized body that are read, and thrown away, so that the client comes to see why
 
 
 async def read(
-    headers: Mapping[bytes, bytes], receive: Receive, whole: bool, kind: type[T], limits: Limits
+    headers: Mapping[bytes, bytes], receive: Receive, there: bytes | None, kind: type[T], limits: Limits
 ) -> tuple[T, dict[str, Any]]:
-    """The request's body as `kind`, and what it holds besides. `whole`: it is there, and needs no time to come."""
+    """The request's body as `kind`, and what it holds besides. `there`: the body, if it has come already, all of it."""
     check_headers(headers)
-    data = await _bytes(headers, receive, whole, limits)
+    data = await _bytes(headers, receive, limits) if there is None else there
+    if len(data) > limits.body_bytes:
+        raise too_large(limits)
     value = await asyncio.to_thread(parse, data) if len(data) > BIG else parse(data)
     return convert(value, kind)
 
@@ -43,7 +47,7 @@ def too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")
 
 
-async def _bytes(headers: Mapping[bytes, bytes], receive: Receive, whole: bool, limits: Limits) -> bytes:
+async def _bytes(headers: Mapping[bytes, bytes], receive: Receive, limits: Limits) -> bytes:
     parts: list[bytes] = []
     size = 0
     length = headers.get(b"content-length", b"0")
@@ -53,11 +57,6 @@ async def _bytes(headers: Mapping[bytes, bytes], receive: Receive, whole: bool, 
             await _discard(stream, 8 * limits.body_bytes)
         raise too_large(limits)
     try:
-        if whole:  # nearly always: a timer that is set and cancelled costs more than reading
-            data, _ = await _part(receive)
-            if len(data) > limits.body_bytes:
-                raise too_large(limits)
-            return data
         async with asyncio.timeout(limits.body_seconds):
             async for part in stream:
                 size += len(part)
@@ -71,19 +70,14 @@ async def _bytes(headers: Mapping[bytes, bytes], receive: Receive, whole: bool, 
     return b"".join(parts)
 
 
-async def _part(receive: Receive) -> tuple[bytes, bool]:
-    """And whether there are more."""
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ApiError(499, "the client left", "client_gone")
-    return message["body"], message["more_body"]
-
-
 async def _stream(receive: Receive) -> AsyncIterator[bytes]:
     more = True
     while more:
-        part, more = await _part(receive)
-        yield part
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(499, "the client left", "client_gone")
+        more = message["more_body"]
+        yield message["body"]
 
 
 async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
@@ -99,6 +93,8 @@ async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
 
 def parse(data: bytes) -> dict[str, Any]:
     """A JSON object, strictly: no duplicate names, no NaN, no integer beyond 64 bits."""
+    if len(data) <= SMALL and (plain := _plain(data)) is not None:
+        return plain
     try:
         value = _decoder.decode(data.decode())
         if SURROGATE.search(data):  # half of a pair is no character, and no reply or message could hold it
@@ -111,6 +107,24 @@ def parse(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad(None, "the body must be a JSON object", "invalid_json")
     return value
+
+
+def _plain(data: bytes) -> dict[str, Any] | None:
+    """The same in a fifth of the time, of what is easily seen to be so: else None, and nothing is said of it.
+
+    A name has a colon behind it. Where there are as many names as colons, those in texts counted too, none was there twice."""
+    if LONG_NUMBER.search(data):
+        return None
+    try:
+        value = _decode(data)
+        return value if type(value) is dict and _names(value) == data.count(b":") else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _names(value: dict[str, Any] | list[Any]) -> int:
+    inner = value.values() if type(value) is dict else value
+    return (len(value) if type(value) is dict else 0) + sum([_names(v) for v in inner if type(v) is dict or type(v) is list])
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -132,6 +146,7 @@ def _integer(text: str) -> int:
     return value
 
 
+_decode = msgspec.json.Decoder().decode
 _decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
 
 

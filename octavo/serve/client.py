@@ -15,8 +15,9 @@ import asyncio
 import gc
 import logging
 import time
-from collections import OrderedDict
-from functools import cached_property
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new
 # More objects at a time than before by so many let the garbage collector look through the new ones. With Python's own 700 that
 # was at every third request, a tenth of what one costs.
 OBJECTS = 20_000
+OUTPUTS, ENDS = 8, 2  # looked at in a turn, and how many of those may be a reply's last
 REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 
 
@@ -83,6 +85,7 @@ class Call:
         self.unfinished = len(requests)
         self.arrival = requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
+        self.told = False  # the engine has been
         self._follow, self._closed = follow, False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -122,8 +125,9 @@ class Call:
         return pieces
 
     async def taken(self) -> None:
-        """What the text must match has been compiled, if it must match something. Raises the call's error."""
-        while self.compiling and self.error is None:
+        """The engine has been told, and what the text must match been compiled, if it must match something. Raises the call's
+        error."""
+        while (self.compiling or not self.told) and self.error is None:
             await self._wait()
         if self.error is not None:
             raise self.error
@@ -193,6 +197,7 @@ class EngineClient:
         self.open_requests: dict[str, Place] = {}
         self.calls: dict[str, Call] = {}
         self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
+        self._outputs: deque[Output] = deque()  # that came and have not been looked at
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         self.view: View | None = None  # the engine's last one, until watch.py takes it
@@ -246,9 +251,12 @@ class EngineClient:
             request.id = f"{id}-{i}"
         call = Call(self, id, requests, texts, until, follow, key)
         call.structure = structure
+        told: Callable[[], None] | None = None
         for i, request in enumerate(requests):
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
+            if i == len(requests) - 1:
+                told = partial(self._told, call, timeout)
             self.supervisor.send(
                 Add(
                     request.id,
@@ -260,16 +268,19 @@ class EngineClient:
                     request.deadline,
                     request.key,
                     whole=not follow and made_later(request.params, until),
-                )
+                ),
+                told,
             )
         if not self.calls:
             self.supervisor.progress = time.monotonic()  # from now on there is work
         self.calls[id] = call
-        asyncio.get_running_loop().call_soon(self._opened, call, timeout)  # the engine need not wait for that
         return call
 
-    def _opened(self, call: Call, timeout: float | None) -> None:
-        """One timer: until the request should have begun, and then until it should have ended."""
+    def _told(self, call: Call, timeout: float | None) -> None:
+        """The engine knows of it: now what it need not wait for. One timer: until the request should have begun, and then until
+        it should have ended."""
+        call.told = True
+        call.wake()
         if call.id not in self.calls:
             return
         _ = call.collectors
@@ -329,10 +340,10 @@ class EngineClient:
                 self._begun(id)
             for tokens in message.steps:
                 self.metrics.iteration.observe(tokens)
-            now = time.monotonic()
             self._blame({out.request_id for out in message.outputs if out.finish_reason == "error" and out.code is None})
-            for out in message.outputs:
-                self._output(out, now)
+            self._outputs.extend(message.outputs)
+            if len(self._outputs) == len(message.outputs):
+                self._some()
             self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs))
         elif isinstance(message, View):
             self.view = message
@@ -357,6 +368,22 @@ class EngineClient:
             call, which = self.open_requests[id]
             self.metrics.begun(call.collectors[which])
 
+    def _some(self) -> None:
+        """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read. Of those
+        that end a reply fewer: clients who ask again when they are answered then do so while others are still being answered.
+        Answered all at once they would ask all at once, in step from then on, and front and engine would take turns."""
+        now, ended = time.monotonic(), 0
+        try:
+            for _ in range(min(OUTPUTS, len(self._outputs))):
+                out = self._outputs.popleft()
+                ended += out.finish_reason is not None
+                self._output(out, now)
+                if ended == ENDS:
+                    break
+        finally:  # whatever one of them may do, the others are looked at
+            if self._outputs:
+                asyncio.get_running_loop().call_soon(self._some)
+
     def _output(self, out: Output, now: float) -> None:
         found = self.open_requests.get(out.request_id)
         if found is None:
@@ -379,6 +406,8 @@ class EngineClient:
 
     def lost(self) -> None:
         """The engine is gone, and what it worked on with it."""
+        while self._outputs:
+            self._output(self._outputs.popleft(), time.monotonic())
         self._blame(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(errors.engine_lost())

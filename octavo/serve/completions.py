@@ -195,8 +195,6 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
         exchange.watch(call)
         if shape.stream:
             await call.taken()  # what is refused is an HTTP error still, and no event
-            for _ in range(2):  # turns of the loop until the engine has been told of this one and those that came with it
-                await asyncio.sleep(0)  # (supervisor.py): headers, a write each, come after that
             await stream(exchange, call, prepared, shape)
         else:
             await call.done()

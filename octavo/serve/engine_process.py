@@ -2,9 +2,10 @@
 
     main thread    takes messages in, steps, sends news out; sleeps in the socket while there is nothing to do
     guide threads  compile what structured output asks for (octavo/text/guide.py); the request is held meanwhile
-    pulse thread   tells the front every quarter of a second that the process lives and where it stands
+    pulse thread   tells the front every quarter of a second that the process lives and where it stands, and sends what the
+                   socket had no room for
 
-The sockets' own queues are inbox and outbox: ZeroMQ moves them in a thread of its own, so sending never waits.
+The socket's own queue is the inbox, and sending never waits (link.py).
 Knows tokens and no text but what the tokenizer's place is. Installs no signal handlers but for dumping stacks.
 """
 
@@ -17,20 +18,18 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-import msgspec
-import zmq
+from typing import TYPE_CHECKING
 
 from octavo.core.engine import Engine, Handle, Runner
 from octavo.core.tiers import Tiers
 from octavo.errors import InvalidRequest, OctavoError
+from octavo.serve.link import EngineLink
 from octavo.serve.messages import (
     Abort,
     Add,
@@ -47,9 +46,6 @@ from octavo.serve.messages import (
     Stop,
     Taken,
     ToEngine,
-    ToFront,
-    decode_to_engine,
-    encode,
 )
 from octavo.serve.view import Viewer
 from octavo.types import Guide, Output, Plan, Request, SamplingParams
@@ -63,42 +59,6 @@ PULSE = 0.25  # seconds
 TICK = 0.002  # seconds between two looks at what is being compiled, while there is nothing else to do
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 PR_SET_PDEATHSIG = 1
-
-
-class Link:
-    """The engine's end. One thread may use it; the pulse has another, which only sends."""
-
-    def __init__(self, context: zmq.Context[Any], address: str, receive: bool = True):
-        self._out = context.socket(zmq.PUSH)
-        self._out.setsockopt(zmq.SNDHWM, 0)
-        self._out.setsockopt(zmq.LINGER, 500)
-        self._out.connect(f"{address}.front")
-        if receive:
-            self._in = context.socket(zmq.PULL)
-            self._in.setsockopt(zmq.RCVHWM, 0)
-            self._in.bind(f"{address}.engine")
-            self._parts: deque[bytes] = deque()  # come together, each a message
-
-    def send(self, message: ToFront) -> None:
-        self._out.send(encode(message))
-
-    def receive(self, seconds: float | None) -> ToEngine | None:
-        """The next message; None if none comes for so long. `seconds` None: there is time."""
-        while True:
-            if not self._parts:
-                if seconds and not self._in.poll(seconds * 1000):
-                    return None
-                if seconds == 0 and not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                    return None  # asked once a step: an exception would take longer
-                self._parts.extend(self._in.recv_multipart())
-            data = self._parts.popleft()
-            try:
-                return decode_to_engine(data)
-            except msgspec.ValidationError as error:  # the front checks first, so this is its mistake and not the client's
-                log.error("a message that the engine cannot use: %s", error)
-                fields: list[Any] = msgspec.msgpack.decode(data, type=list)
-                if fields[0] == "Add":
-                    self.send(Refused(str(fields[1]), "the engine cannot use this request"))
 
 
 class Observed:
@@ -132,7 +92,7 @@ class DeviceLost(OctavoError):
 class EngineLoop:
     alive: Callable[[], bool] = staticmethod(lambda: True)  # whether the device still computes: asked when a step has failed
 
-    def __init__(self, engine: Engine, link: Link, guides: Guides | None = None, check_interval: float = 0.0):
+    def __init__(self, engine: Engine, link: EngineLink, guides: Guides | None = None, check_interval: float = 0.0):
         self.engine, self.link, self.guides = engine, link, guides
         self.check_interval, self.checked = check_interval, time.monotonic()
         self.checks = self.check_failures = 0
@@ -330,19 +290,21 @@ def tier_state(tiers: Tiers) -> dict[str, float]:
 class Pulse(threading.Thread):
     """Sends the latest beat while the main thread computes, loads or hangs."""
 
-    def __init__(self, context: zmq.Context[Any], address: str):
+    def __init__(self, link: EngineLink):
         super().__init__(daemon=True, name="pulse")
-        self.context, self.address = context, address
+        self.link = link
         self.loop: EngineLoop | None = None
-        self.over = threading.Event()
 
     def run(self) -> None:
-        link = Link(self.context, self.address, receive=False)
-        while not self.over.wait(PULSE):
-            link.send(self.loop.beat if self.loop else Beat())
+        while True:
+            due = time.monotonic() + PULSE
+            while (left := due - time.monotonic()) > 0:
+                if self.link.stuck.wait(left):
+                    self.link.push(due - time.monotonic())
+            self.link.send(self.loop.beat if self.loop else Beat())
 
 
-def build(start: Start, link: Link) -> LLM:
+def build(start: Start, link: EngineLink) -> LLM:
     link.send(Phase("importing"))
     from octavo.llm import LLM
 
@@ -421,12 +383,14 @@ def die_with_parent() -> None:
             os._exit(1)
 
 
-def main(address: str, stacks: int) -> int:
+def main(end: str, stacks: int) -> int:
+    """`end`: the descriptor of our end of the link. `stacks`: that of a file, where SIGUSR1 writes all threads' stacks."""
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
-    context = zmq.Context()
-    link, pulse = Link(context, address), Pulse(context, address)
+    os.set_inheritable(int(end), False)
+    link = EngineLink(socket.socket(fileno=int(end)))
+    pulse = Pulse(link)
     link.send(Phase("starting"))
     start = link.receive(None)
     if not isinstance(start, Start):
@@ -439,6 +403,7 @@ def main(address: str, stacks: int) -> int:
         llm.warm_up()
     except OctavoError as error:
         link.send(Failed(str(error)))
+        link.close()
         return 2
     pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
     gc.collect()

@@ -38,7 +38,7 @@ class Exchange:
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
         """See octavo.serve.body.read."""
         headers = self.scope["octavo.headers"]
-        return await body.read(headers, self._receive, self._line.whole, kind, self.front.config.limits)
+        return await body.read(headers, self._receive, self._line.body(), kind, self.front.config.limits)
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
         await self.send(_encode(value), "application/json", headers, status)

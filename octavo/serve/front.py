@@ -22,8 +22,13 @@ class Front:
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
-        self.text = TextWorker(config.tokenizer_threads, config.limits.text_seconds)
+        self.text = TextWorker(config.tokenizer_threads, config.limits.text_seconds, lambda: self.idle)
         self.created = int(time.time())
+
+    @property
+    def idle(self) -> bool:
+        """The engine has nothing to do."""
+        return not self.client.open_requests
 
     @property
     def tokenizer(self) -> Tokenizer:

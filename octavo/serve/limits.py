@@ -17,7 +17,7 @@ class Limits:
     text_seconds: float = 10.0  # to tokenise a text, or to render a chat
     send_seconds: float = 20.0  # a client that reads nothing for so long is left
     connections: int = 4096  # of gRPC as many again, and calls in all
-    watchers: int = 8  # of the live page
+    watchers: int = 8  # of the live page (--max-watchers)
     messages: int = 4096
     parts: int = 4096  # of all messages together
     tools: int = 128

@@ -71,6 +71,22 @@ class Tally(Source):
         yield family
 
 
+class Sum(Source):
+    """A counter, for the same reason."""
+
+    def __init__(self, name: str, text: str, labels: dict[str, str]):
+        self.name, self.text, self.labels = name, text, labels
+        self.value = 0
+
+    def inc(self, count: int = 1) -> None:
+        self.value += count
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self.name, self.text, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), self.value)
+        yield family
+
+
 class EngineSource(Source):
     """Gauges and counters as the engine's last beat tells them, made when asked for."""
 
@@ -153,8 +169,11 @@ class Metrics:
             registry.register(tally := Tally(f"{prefix}:{name}", text, buckets, {"model_name": model}))
             return tally
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"{prefix}:{name}", text, ["model_name"], registry=registry).labels(model)
+        def counter(name: str, text: str, labels: dict[str, str]) -> Sum:
+            registry.register(found := Sum(name, text, labels))
+            return found
+
+        mine = {"model_name": model}
 
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT)
         self.itl = histogram("inter_token_latency_seconds", "From token to token.", PER_TOKEN)
@@ -164,9 +183,9 @@ class Metrics:
         self.prefill_time = histogram("request_prefill_time_seconds", "From the first step to the first token.", LATENCY)
         self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
         self.iteration = histogram("iteration_tokens_total", "Tokens computed in a step.", ITERATION)
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = counter("prompt_tokens_cached", "Of those, found in the prefix cache.")
-        self.generated = counter("generation_tokens", "Tokens generated.")
+        self.prompt_tokens = counter(f"{prefix}:prompt_tokens", "Tokens of prompts.", mine)
+        self.cached_tokens = counter(f"{prefix}:prompt_tokens_cached", "Of those, found in the prefix cache.", mine)
+        self.generated = counter(f"{prefix}:generation_tokens", "Tokens generated.", mine)
         labels = ["model_name", "finished_reason"]
         success = Counter(f"{prefix}:request_success", "Requests done, by how they ended.", labels, registry=registry)
         self.success = {reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")}
@@ -176,8 +195,8 @@ class Metrics:
         self.streams = Gauge(f"{prefix}:open_streams", "Replies being streamed.", registry=registry)
         self.cache_info = Gauge(f"{prefix}:cache_config_info", "The KV pool.", ["block_size", "num_gpu_blocks",
                                 "enable_prefix_caching", "cache_dtype"], registry=registry)  # fmt: skip
-        self.classic_requests = Counter("inference_requests", "Requests done.", registry=registry)
-        self.classic_tokens = Counter("inference_tokens_generated", "Tokens generated.", registry=registry)
+        self.classic_requests = counter("inference_requests", "Requests done.", {})
+        self.classic_tokens = counter("inference_tokens_generated", "Tokens generated.", {})
         self.classic_latency = Tally("inference_request_latency_seconds", "Seconds.", CLASSIC, {})
         registry.register(self.classic_latency)
 

@@ -27,7 +27,7 @@ from octavo.serve.guard import is_loopback
 from octavo.serve.health import HealthServer
 from octavo.serve.http import application
 from octavo.serve.lag import Seen, watch_loop
-from octavo.serve.wire import bounded
+from octavo.serve.wire import BoundedSocket, bounded, drop_unread
 
 if TYPE_CHECKING:
     from octavo.serve.rpc import RpcServer
@@ -130,7 +130,7 @@ class Server:
             uvicorn.Config(
                 application(self.front),
                 http=bounded(limits),
-                ws="websockets-sansio",
+                ws=BoundedSocket,
                 ws_max_size=limits.body_bytes,
                 ws_per_message_deflate=False,  # a millisecond a frame of the live page, for each who watches
                 lifespan="off",
@@ -151,6 +151,7 @@ class Server:
         serving = asyncio.create_task(http.serve([self.socket]))
         engine = asyncio.create_task(client.supervisor.run())
         lag = asyncio.create_task(watch_loop(self.front.metrics, self.seen))
+        unread = asyncio.create_task(drop_unread(http.server_state.connections, limits.send_seconds))
         told = asyncio.create_task(self._tell())
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -160,7 +161,7 @@ class Server:
                 raise engine.exception()  # type: ignore[misc]
             await self._drain()
         finally:
-            for task in (lag, told, stop):
+            for task in (lag, unread, told, stop):
                 task.cancel()
             http.should_exit = True
             if self.rpc is not None:

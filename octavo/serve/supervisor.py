@@ -1,6 +1,6 @@
 """Keeps an engine process running: starts it, hears its pulse, starts it again when it dies or hangs.
 
-Knows processes, sockets and phases; what the engine's news mean is its listener's business (client.py).
+Knows processes and phases; what the engine's news mean is its listener's business (client.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -18,116 +18,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import zmq
-
 from octavo.errors import ModelError
 from octavo.serve.config import ServeConfig
-from octavo.serve.messages import (
-    Add,
-    Beat,
-    Failed,
-    Loaded,
-    Phase,
-    Ready,
-    Refused,
-    Shutdown,
-    Start,
-    ToEngine,
-    ToFront,
-    View,
-    decode_to_front,
-    encode,
-)
+from octavo.serve.link import FrontLink
+from octavo.serve.messages import Beat, Failed, Loaded, Phase, Ready, Shutdown, Start, ToEngine, ToFront, View
 
 log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
-LONGEST_WAIT = 0.002  # seconds since its arrival for which a request waits at most for others to go with it
 GRACE = 3.0  # seconds an engine has to end by itself
-
-
-class FrontLink:
-    """The front's end of the two sockets, in a directory that nobody else may enter. A new one for every engine process,
-    so that nothing one engine said is taken for another's. The directory goes as soon as both sides are connected.
-
-    While the engine has nothing to do, what is said in turns of the event loop that follow each other goes out as one message of
-    several parts, once a turn brings nothing more. Requests that came together then reach the engine together: else it would
-    begin with the first alone, the others would wait for that step, and on few cores the front would share them with it while
-    it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
-
-    def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], int] = lambda: 0):
-        """`asked`: how many requests the engine is to have, those said and not sent among them."""
-        self.directory: str | None = tempfile.mkdtemp(prefix="octavo-")  # mode 0700
-        self.address = f"ipc://{self.directory}/link"
-        self._deliver, self._asked = deliver, asked
-        self._context = zmq.Context()
-        self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self._in.setsockopt(zmq.RCVHWM, 0)
-        self._out.setsockopt(zmq.SNDHWM, 0)
-        self._in.bind(f"{self.address}.front")
-        self._out.setsockopt(zmq.RECONNECT_IVL, 10)  # ms between tries while the engine is not there yet
-        self._out.connect(f"{self.address}.engine")  # which the engine binds: what is connected can be sent to before
-        self._said: list[ToEngine] = []
-        self._since = 0.0  # when the first of those came
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._in.fileno(), self._readable)
-
-    def send(self, message: ToEngine) -> None:
-        now = time.monotonic()
-        if not self._said:
-            self._since = message.arrival if type(message) is Add else now
-        self._said.append(message)
-        if self._asked() > len(self._said) or now - self._since > LONGEST_WAIT:
-            self._flush()
-        elif len(self._said) == 1:
-            self._loop.call_soon(self._turn, 0)
-
-    def _turn(self, before: int) -> None:
-        """A turn is over, at whose beginning so much had been said."""
-        if len(self._said) > before:
-            self._loop.call_soon(self._turn, len(self._said))
-        else:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._said or self._out.closed:
-            return
-        said, self._said = self._said, []
-        now = time.monotonic()
-        for message in said:
-            if type(message) is Add:
-                message.submitted = now
-        parts: list[bytes] = []
-        for message in said:
-            try:
-                parts.append(encode(message))
-            except Exception:  # one that cannot be said takes no other with it
-                log.exception("a message to the engine could not be encoded")
-                if type(message) is Add:
-                    self._loop.call_soon(self._deliver, Refused(message.id, "this request cannot be told to the engine"))
-        if parts:
-            self._out.send_multipart(parts, zmq.NOBLOCK)
-
-    def _readable(self) -> None:
-        # The descriptor tells of changes only, so everything has to be read, and the events looked at again, until nothing
-        # is left; no more than so much at once, for others want to run too.
-        for _ in range(256):
-            if not int(self._in.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            self._deliver(decode_to_front(self._in.recv(zmq.NOBLOCK)))
-        self._loop.call_soon(self._readable)
-
-    def connected(self) -> None:
-        """The paths are not needed any more. (Removed too early, a connection would be tried for ever, in silence.)"""
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self.directory = None
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._in.fileno())
-        self._context.destroy(linger=0)
-        self.connected()
 
 
 class Supervisor:
@@ -175,9 +75,15 @@ class Supervisor:
             found["progress"] = round(self.fraction, 3)
         return found
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine, told: Callable[[], None] | None = None) -> None:
+        """`told` is called when the message has left; never, if the engine is lost before."""
         if self._link is not None:
-            self._link.send(message)
+            self._link.send(message, told)
+
+    def _asked(self) -> float:
+        """How many requests the engine is to have. One that computes on a device of its own takes nothing from the front when
+        it begins: it always counts as at work, and nothing is held back from it."""
+        return math.inf if self.loaded is not None and self.loaded.device != "cpu" else len(self.work())
 
     # ---- the process's life ----------------------------------------------------------------------
 
@@ -202,12 +108,13 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
-        link = self._link = FrontLink(self._take, lambda: len(self.work()))
+        link = self._link = FrontLink(self._take, self._asked)
         with tempfile.TemporaryFile() as stacks:
+            given = (link.other.fileno(), stacks.fileno())
             self.process = await asyncio.create_subprocess_exec(
-                *self.command, link.address, str(stacks.fileno()), pass_fds=[stacks.fileno()], start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
+                *self.command, *map(str, given), pass_fds=given, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+            )
+            link.given()
             link.send(Start(self.config.model, self.config.engine, self.config.check_interval))
             watch = asyncio.create_task(self._watch(stacks))
             try:
@@ -229,8 +136,6 @@ class Supervisor:
     def _take(self, message: ToFront) -> None:
         now = time.monotonic()
         if isinstance(message, Beat):
-            if self._link is not None:
-                self._link.connected()  # the pulse begins once the engine has heard us: all three connections stand
             if message.steps != self.beat.steps or not self.work():
                 self.progress = now
             self.beat = message

@@ -84,7 +84,7 @@ class WatchEndpoint:
             for task in done:
                 task.result()
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
-            pass  # it left, or read nothing for too long
+            pass  # it left, or read nothing for too long: then wire.py cuts the connection
         finally:
             self.watchers.discard(watcher)
 

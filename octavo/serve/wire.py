@@ -1,4 +1,5 @@
-"""HTTP connections with bounds: uvicorn's protocol, which has none on headers and none on how long they take.
+"""HTTP connections with bounds: uvicorn's protocol, which has none on headers, none on how long they take, and none on how long
+what was written stays unread.
 
 Overrides what it documents as its parser's callbacks, and adds to each request's scope a Line: what an exchange wants to know
 of its connection beyond ASGI.
@@ -7,16 +8,21 @@ of its connection beyond ASGI.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from octavo.serve.errors import ApiError
 from octavo.serve.front import new_id
 from octavo.serve.limits import Limits
 
+OFFER = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)\r\n", re.IGNORECASE)
+UNREAD = 2**20  # bytes that wait for the client of a WebSocket to read them, and it still says more
 PIPELINED = 32  # requests that one connection may have sent before the first is answered
 
 
@@ -27,10 +33,13 @@ class Line:
         self.cycle, self.arrival = cycle, time.monotonic()
         self._left: Callable[[], None] | None = None
 
-    @property
-    def whole(self) -> bool:
-        """The request's body has come, all of it."""
-        return not self.cycle.more_body
+    def body(self) -> bytes | None:
+        """The request's body, if all of it has come; None: receive it as it comes. Most are there, and receiving them costs more
+        than reading them."""
+        if self.cycle.more_body or self.cycle.disconnected:
+            return None
+        data, self.cycle.body = bytes(self.cycle.body), bytearray()
+        return data
 
     @property
     def paused(self) -> bool:
@@ -88,6 +97,8 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
                 return
             if self._in_head:
                 self._head += len(data)
+                if b"h2c" in data:  # an offer of HTTP/2, as Java's client makes it: ignored, else the parser would read no body
+                    data = OFFER.sub(b"\r\n", data)
             super().data_received(data)
             if self.transport.is_closing():
                 return
@@ -118,6 +129,12 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > limits.header_bytes or len(self.headers) > limits.headers:
                 self._refuse(_headers_too_large())
+                return
+            if self.parser.should_upgrade() and self.parser.get_method() != b"GET":  # there would never be an answer
+                self.send_400_response("")
+                return
+            if len([name for name, _ in self.headers if name == b"host"]) > 1:
+                self.send_400_response("")
                 return
             while self._lines and self._lines[0].cycle.response_complete:
                 self._lines.popleft()
@@ -169,6 +186,36 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             self.transport.close()
 
     return Bounded
+
+
+class BoundedSocket(WebSocketsSansIOProtocol):
+    """A WebSocket whose client does not read. What we say of ourselves waits for it to read (websocket.py, watch.py); but each
+    of its pings is answered at once, and the answers would fill the memory."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.get_write_buffer_size() > UNREAD:
+            self.transport.abort()
+        else:
+            super().data_received(data)
+
+
+async def drop_unread(connections: Collection[Any], seconds: float) -> None:
+    """Connections that we have closed, HTTP's and WebSockets', stay open until their clients have read what was written. Who
+    reads nothing for so long is cut off; else a client that never reads would keep its connection, and what waits for it in
+    memory, for ever."""
+    seen: dict[Any, tuple[int, float]] = {}  # how much is unread, since when
+    while True:
+        await asyncio.sleep(seconds / 4)
+        before, seen, now = seen, {}, time.monotonic()
+        for connection in list(connections):
+            transport = connection.transport
+            if transport is None or not transport.is_closing() or not (unread := transport.get_write_buffer_size()):
+                continue
+            least, since = before.get(connection, (unread, now))
+            if unread == least and now - since >= seconds:
+                transport.abort()
+            else:
+                seen[connection] = unread, since if unread == least else now
 
 
 def _headers_too_large() -> ApiError:

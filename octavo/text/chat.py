@@ -228,7 +228,23 @@ def encode_chat(
     **options: Any,
 ) -> list[int]:
     """The prompt's tokens: those of the rendered text, where special tokens that the template wrote are special tokens,
-    and the same characters in a message, a tool or an option are only characters.
+    and the same characters in a message, a tool or an option are only characters."""
+    text, mark = render_marked(tokenizer, template, messages, tools, add_generation_prompt, continue_final_message, **options)
+    if mark is None:
+        return tokenizer.encode(text, add_special_tokens=False, allow_special=True)
+    return tokenizer.encode_marked(text, mark)
+
+
+def render_marked(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **options: Any,
+) -> tuple[str, str | None]:
+    """The rendered text, and what marks special tokens in it that the template did not write: None if there are none.
 
     To tell them apart after rendering, a mark goes before each special token in what the caller sent. A mark is not white
     space and stands before the first character of something, so a template that trims, splits or compares finds its way.
@@ -246,9 +262,7 @@ def encode_chat(
     safe_messages, safe_tools, safe_options = protect(given)
     text = template.render(safe_messages, safe_tools, add_generation_prompt, continue_final_message, **safe_options)
     text = text.replace(f"\\u{ord(mark):04x}", mark)  # a template may write JSON in ASCII
-    if mark not in text:
-        return tokenizer.encode(text, add_special_tokens=False, allow_special=True)
-    return tokenizer.encode_marked(text, mark)
+    return text, mark if mark in text else None
 
 
 # ---- what a caller sent -----------------------------------------------------------------------------

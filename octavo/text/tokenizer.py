@@ -93,11 +93,16 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """`add_special_tokens` puts BOS and EOS around the text where the model wants them. `allow_special` takes special
         tokens written in the text for what they say; without it they are ordinary characters."""
-        encoding = self._run(self.backend, text)
-        if not allow_special and not self.special_ids.isdisjoint(encoding.ids):
+        return self._whole(text, self._run(self.backend, text).ids, add_special_tokens, allow_special)
+
+    def encode_many(self, asked: list[tuple[str, bool, bool]]) -> list[list[int]]:
+        """What `encode` says of each (text, add_special_tokens, allow_special), in one call of the library."""
+        found = self.backend.encode_batch_fast([text for text, _, _ in asked], add_special_tokens=False)
+        return [self._whole(text, one.ids, add, allow) for (text, add, allow), one in zip(asked, found, strict=True)]
+
+    def _whole(self, text: str, ids: list[int], add_special_tokens: bool, allow_special: bool) -> list[int]:
+        if not allow_special and not self.special_ids.isdisjoint(ids):
             ids = self._plain_ids(text)
-        else:
-            ids = encoding.ids
         if add_special_tokens:
             before, after = self._around
             ids = [*before, *ids, *after]

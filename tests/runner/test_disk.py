@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.runner.disk import HEADER, PAGE, Disk, Miss
+from octavo.runner.disk import HEADER, PAGE, Disk, Miss, Record
 
 BYTES = 512
 TOKENS = array("i", range(16))
@@ -81,6 +81,39 @@ def test_every_truncation_is_noticed(disk: Disk) -> None:
         assert not path(disk).exists(), "it would be a miss for ever"
 
 
+def test_a_record_is_read_in_parts_in_any_order(disk: Disk) -> None:
+    record, into = Record(disk, HASH, TOKENS), bytearray(BYTES)
+    for at, end in ((300, BYTES), (0, 100), (100, 300)):
+        record.read(memoryview(into)[at:end], at)
+    record.compare(memoryview(into))
+    record.close()
+    assert into == content()
+
+
+@pytest.mark.parametrize("length", [PAGE - 1, PAGE + 99, PAGE + 299, LENGTH - 1, LENGTH + 1])
+def test_a_part_that_is_not_whole_is_noticed(disk: Disk, length: int) -> None:
+    path(disk).write_bytes((path(disk).read_bytes() + b"x")[:length])
+    record, misses = Record(disk, HASH, TOKENS), []
+    for at, end in ((0, 100), (100, 300), (300, BYTES)):
+        try:
+            record.read(memoryview(bytearray(end - at)), at)
+        except Miss as miss:
+            misses.append(miss.why)
+    record.close()
+    assert misses and set(misses) == {"corrupt"} and not path(disk).exists()
+
+
+def test_a_read_that_the_system_cuts_short_goes_on(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def short(file: int, views: list[memoryview], at: int) -> int:
+        first = next(view for view in views if len(view))
+        return real(file, [first if len(first) == PAGE else memoryview(first)[:7]], at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert read(disk) == bytes(content())
+
+
 def test_a_record_of_another_model_format_or_content_is_no_hit(disk: Disk, tmp_path: Path) -> None:
     sound = path(disk).read_bytes()
     for other in (make(tmp_path, fingerprint=b"g" * 16), make(tmp_path, form="bfloat16 2x2")):
@@ -108,9 +141,15 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "readv", broken)
+        patched.setattr(os, "preadv", broken)
         assert why(disk) == "io"
     assert read(disk) == bytes(content()), "and the record is kept: it may be readable again"
+    with monkeypatch.context() as patched:
+        for name in ("utime", "close"):
+            patched.setattr(os, name, broken)
+        record = Record(disk, HASH, TOKENS)
+        record.close(used=True)
+    os.close(record.file)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", broken)
         with pytest.raises(Miss, match="io"):
@@ -148,7 +187,7 @@ def test_the_records_unused_for_longest_give_way(tmp_path: Path) -> None:
     for i, h in enumerate(hashes[:10]):
         disk.write(h, TOKENS, content(i))
         os.utime(path(disk, h), (now - 100 + i, now - 100 + i))
-    disk.touch(hashes[0])  # the oldest, used now
+    Record(disk, hashes[0], TOKENS).close(used=True)  # the oldest, used now
     for i, h in enumerate(hashes[10:], 10):
         disk.write(h, TOKENS, content(i))
     left = disk.sweep()

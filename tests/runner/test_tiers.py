@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tiers as module
-from octavo.runner.disk import Disk, Miss
+from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
 from octavo.runner.link import Lap
 from octavo.runner.tiers import Tiers
@@ -140,9 +141,9 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     tiers = Tiers(kv, 4, disk, sealed=True)
     tiers.begin(Plan(1, fetches=[Fetch(i, i - 3, name(i), tokens(i)) for i in (3, 4, 5)]))
     assert {news.kind for news in until(tiers, 3)} == {"fetched"}
-    tiers.load([(0, 6), (1, 7)])
+    tiers.load([(0, 6), (2, 1), (1, 7)])  # two side by side, and one elsewhere
     check = tiers.take_check()
-    assert check is not None and tiers.spoilt(check) == {1} and value(kv, 6) == 3
+    assert check is not None and tiers.spoilt(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
     tiers.load([(0, 6)])
     assert tiers.take_check() is None, "once is enough"
     tiers.begin(Plan(2, stores=[(6, 2)]))
@@ -183,8 +184,8 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
     tiers, gate = make(), threading.Event()
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
-    real = Disk.read
-    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
+    real = Record.read
+    monkeypatch.setattr(Record, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     late = until(tiers, 2)
     assert [(n.kind, n.ticket, n.why) for n in late] == [("missed", 1, "late"), ("missed", 2, "late")]
@@ -202,7 +203,7 @@ def test_whatever_goes_wrong_is_a_miss(make: Make, monkeypatch: pytest.MonkeyPat
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Disk, "read", broken)
+    monkeypatch.setattr(Record, "__init__", broken)
     monkeypatch.setattr(Disk, "write", broken)
     tiers = make()
     why = error.why if isinstance(error, Miss) else "error"
@@ -246,10 +247,10 @@ def test_the_same_fault_is_logged_once_in_a_while(make: Make, caplog: pytest.Log
 def test_a_fetch_that_was_overtaken_is_answered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be awaited, and what came into its slot meanwhile be given up with it."""
     monkeypatch.setattr(module, "READERS", 1)
-    tiers, gate, real = make(), threading.Event(), Disk.read
+    tiers, gate, real = make(), threading.Event(), Record.read
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
-    monkeypatch.setattr(Disk, "read", lambda *a: (gate.wait(10), real(*a))[1])
+    monkeypatch.setattr(Record, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     tiers.begin(Plan(3, stores=[(5, 2)]))  # the step that asked had failed
     gate.set()
@@ -285,8 +286,51 @@ def test_closing_writes_what_waits_to_be_written(make: Make) -> None:
     tiers.close()
 
 
-def test_slots_change_hands_under_load(kv: KVStore, make: Make) -> None:
+def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which bring what is not whole to nobody, and say so once."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(module, "PART", 64)
+    tiers = make(slots=BLOCKS)
+    for block in range(1, BLOCKS + 1):
+        kv.tensor[block].view(-1).copy_(torch.arange(kv.tensor[block].numel()) + block)
+    want = kv.tensor.clone()
+    saves = [Save(b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)]
+    tiers.begin(Plan(1, stores=[(b, b - 1) for b in range(1, BLOCKS + 1)], saves=saves))
+    until(tiers, BLOCKS)
+    kv.tensor.zero_()
+    assert tiers.disk is not None
+    short = Path(tiers.disk.path(name(4)))
+    short.write_bytes(short.read_bytes()[: PAGE + 70])  # the second of its parts is not whole, others are not there
+    Path(tiers.disk.path(name(5))).unlink()
+    for b, at in ((6, PAGE - 1), (7, PAGE + 200)):  # the first part is odd, and the others are not; or all of KV is, and no part
+        record = Path(tiers.disk.path(name(b)))
+        data = bytearray(record.read_bytes())
+        data[at] ^= 1
+        record.write_bytes(data)
+    real, seen = Record.read, set()
+
+    def read(self: Record, into: memoryview, at: int = 0) -> None:
+        seen.add((threading.get_ident(), at))
+        time.sleep(0.001)
+        real(self, into, at)
+
+    monkeypatch.setattr(Record, "read", read)
+    tiers.begin(Plan(2, fetches=[Fetch(b, b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)]))
+    news = {n.ticket: (n.kind, n.why) for n in until(tiers, BLOCKS)}
+    gone = {b: ("missed", "gone" if b == 5 else "corrupt") for b in (4, 5, 6, 7)}
+    assert news == {b: gone.get(b, ("fetched", "")) for b in range(1, BLOCKS + 1)}
+    assert {0, 64} < {at for _, at in seen} and len({who for who, _ in seen}) > 1
+    for b in set(range(1, BLOCKS + 1)) - set(gone):
+        tiers.load([(b - 1, b)])
+        synchronize()
+        assert torch.equal(kv.tensor[b], want[b])
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
+
+
+@pytest.mark.parametrize("part", [64, 2**20])
+def test_slots_change_hands_under_load(part: int, kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores, saves and fetches of few slots at once: what is fetched is what its name says, or is not loaded."""
+    monkeypatch.setattr(module, "PART", part)
     tiers, g = make(slots=2), random.Random(1)
     holds: dict[int, int] = {}  # slot -> content that is ready
     pending: dict[int, tuple[int, int]] = {}  # ticket -> slot, content
@@ -319,6 +363,8 @@ def test_slots_change_hands_under_load(kv: KVStore, make: Make) -> None:
             assert value(kv, 2) == i
             loaded += 1
     assert loaded > 500
+    until(tiers, len(tiers._pending))
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
 
 
 def test_a_lap_tells_loads_from_the_rest() -> None:

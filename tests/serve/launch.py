@@ -37,6 +37,16 @@ def spoil(encode: Any) -> Any:
     return faulty
 
 
+def spoil_many(encode_many: Any) -> Any:
+    def faulty(self: Tokenizer, asked: list[tuple[str, bool, bool]]) -> list[list[int]]:
+        if any(text.startswith("PANIC") for text, _, _ in asked):
+            raise Panic("a secret: /etc/passwd")
+        found: list[list[int]] = encode_many(self, asked)
+        return found
+
+    return faulty
+
+
 def spoil_text(take: Any) -> Any:
     def faulty(self: Collector, out: Output) -> bool:
         had = len(self.outputs[0].token_ids)
@@ -53,6 +63,7 @@ def main(port: str, text: str) -> None:
     program = options.pop("program", None)
     if options.pop("faulty_text", False):
         Tokenizer.encode = spoil(Tokenizer.encode)  # type: ignore[method-assign]
+        Tokenizer.encode_many = spoil_many(Tokenizer.encode_many)  # type: ignore[method-assign]
         Collector.take = spoil_text(Collector.take)  # type: ignore[method-assign]
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))

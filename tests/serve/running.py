@@ -65,8 +65,9 @@ class Running:
         assert reply.status_code == 200, reply.text
         return reply.json()
 
-    def sockets(self) -> set[Path]:
-        return set(self.temporary.glob("octavo-*/link*"))
+    def left_behind(self) -> list[Path]:
+        """What it put where temporary files go."""
+        return list(self.temporary.glob("octavo-*"))
 
     def wait(self, path: str = "/readyz", seconds: float = 60) -> float:
         """Seconds until the probe says yes."""

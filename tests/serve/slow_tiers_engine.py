@@ -6,11 +6,11 @@ import sys
 import time
 from typing import Any
 
-from octavo.runner.disk import Disk
+from octavo.runner.disk import Record
 from octavo.runner.tiers import Tiers
 from octavo.serve import engine_process
 
-load, read = Tiers.load, Disk.read
+load, read = Tiers.load, Record.read
 
 
 def slow_load(self: Tiers, loads: Any) -> None:
@@ -18,11 +18,11 @@ def slow_load(self: Tiers, loads: Any) -> None:
     load(self, loads)
 
 
-def slow_read(self: Disk, *args: Any) -> None:
+def slow_read(self: Record, *args: Any) -> None:
     time.sleep(0.01)
     read(self, *args)
 
 
 Tiers.load = slow_load  # type: ignore[method-assign]
-Disk.read = slow_read  # type: ignore[method-assign]
+Record.read = slow_read  # type: ignore[method-assign]
 sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import zmq
 
-from octavo.serve import supervisor
-from octavo.serve.engine_process import Link
-from octavo.serve.messages import Abort, Add, Beat, Refused, ToEngine, ToFront
-from octavo.serve.supervisor import FrontLink
+from octavo.serve import link
+from octavo.serve.link import LENGTH, EngineLink, FrontLink
+from octavo.serve.messages import Abort, Add, Beat, Failed, Phase, Refused, Shutdown, ToEngine, ToFront
 from octavo.types import SamplingParams
 
 
@@ -21,23 +19,30 @@ def add(id: str, **params: Any) -> Add:
     return Add(id, [1, 2, 3], SamplingParams(**params), time.monotonic(), "")
 
 
+def count(data: bytes) -> int:
+    """Messages in these bytes."""
+    found = 0
+    while data:
+        data, found = data[4 + LENGTH.unpack_from(data)[0] :], found + 1
+    return found
+
+
 def talk(say: Callable[[FrontLink], Any], asked: int = 0) -> tuple[list[ToEngine], list[int], list[ToFront]]:
-    """What the engine's end hears, how many parts each message had, and what the front's end hears."""
+    """What the engine's end hears, how many messages left together each time, and what the front's end hears."""
     heard: list[ToEngine] = []
     sizes: list[int] = []
     answers: list[ToFront] = []
 
     async def run() -> None:
-        front, context = FrontLink(answers.append, lambda: asked), zmq.Context()
-        engine = Link(context, front.address)
-        receive = engine._in.recv_multipart
+        front = FrontLink(answers.append, lambda: asked)
+        send = front._pipe.send
 
-        def counted() -> list[bytes]:
-            parts = receive()
-            sizes.append(len(parts))
-            return parts
+        def counted(data: bytes = b"") -> bool:
+            sizes.append(count(data))
+            return send(data)
 
-        engine._in.recv_multipart = counted  # type: ignore[assignment,method-assign]
+        front._pipe.send = counted  # type: ignore[method-assign]
+        engine = EngineLink(front.other)
         engine.send(Beat())
         try:
             result = say(front)
@@ -49,14 +54,13 @@ def talk(say: Callable[[FrontLink], Any], asked: int = 0) -> tuple[list[ToEngine
             await asyncio.sleep(0.1)
         finally:
             front.close()
-            context.destroy(linger=0)
 
     asyncio.run(run())
     return heard, sizes, answers
 
 
 def test_what_is_said_in_one_turn_goes_as_one_message_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LONGEST_WAIT", 10.0)
+    monkeypatch.setattr(link, "LONGEST_WAIT", 10.0)
     said: list[ToEngine] = [add("a"), add("b"), Abort(["a"]), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said])
     assert heard == said and sizes == [4]
@@ -73,6 +77,30 @@ def test_an_engine_at_work_is_told_at_once() -> None:
     said: list[ToEngine] = [add("a"), add("b"), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said], asked=5)
     assert heard == said and sizes == [1, 1, 1]
+
+
+def test_an_idle_engine_is_told_when_a_turn_brings_nothing_more() -> None:
+    async def say(front: FrontLink) -> None:
+        for ids in ("ab", "c"):
+            for id in ids:
+                front.send(add(id))
+            await asyncio.sleep(0)
+
+    heard, sizes, _ = talk(say)
+    assert [m.id for m in heard if isinstance(m, Add)] == ["a", "b", "c"] and sizes == [3]
+
+
+def test_who_said_it_hears_when_it_has_left() -> None:
+    async def run() -> None:
+        front = FrontLink(lambda message: None)
+        told: list[bool] = []
+        front.send(add("a"), lambda: told.append(EngineLink(front.other).receive(0) is not None))
+        assert not told
+        await asyncio.sleep(0.05)
+        front.close()
+        assert told == [True]
+
+    asyncio.run(run())
 
 
 def test_turns_are_not_joined() -> None:
@@ -97,7 +125,7 @@ def test_a_request_counts_as_submitted_when_it_leaves() -> None:
 
 
 def test_a_long_turn_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(link, "LONGEST_WAIT", 0.02)
 
     def say(front: FrontLink) -> None:
         for id in "abc":  # c comes when a has waited for long enough
@@ -107,17 +135,6 @@ def test_a_long_turn_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> No
 
     heard, sizes, _ = talk(say)
     assert [m.id for m in heard if isinstance(m, Add)] == ["a", "b", "c", "d"] and sizes == [3, 1]
-
-
-def test_who_has_waited_for_long_already_waits_for_nobody() -> None:
-    def say(front: FrontLink) -> None:
-        for id in "ab":
-            late = add(id)
-            late.arrival -= 1.0
-            front.send(late)
-
-    _, sizes, _ = talk(say)
-    assert sizes == [1, 1]
 
 
 def test_one_that_cannot_be_used_is_refused_and_the_others_are_heard() -> None:
@@ -143,3 +160,90 @@ def test_what_is_said_last_is_no_error_when_the_link_is_closed() -> None:
 
     asyncio.run(watched())
     assert not errors
+
+
+def test_a_front_that_does_not_read_holds_up_no_engine_and_misses_nothing() -> None:
+    """More than the socket has room for: it is kept, in order, and a message larger than one read comes whole."""
+    heard: list[ToFront] = []
+    said = [Phase(str(i) * 1000, i) for i in range(3000)] + [Phase("x" * 2**22)]
+
+    async def run() -> None:
+        front = FrontLink(heard.append)
+        engine = EngineLink(front.other)
+        begun = time.monotonic()
+        for message in said:
+            engine.send(message)
+        assert time.monotonic() - begun < 1 and engine.stuck.is_set() and not heard
+        while len(heard) < len(said):
+            engine.push(0)
+            await asyncio.sleep(0)
+        assert not engine.stuck.is_set()
+        front.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert heard == said
+
+
+def test_an_engine_that_does_not_read_holds_up_no_front_and_misses_nothing() -> None:
+    async def run() -> None:
+        front = FrontLink(lambda message: None)
+        engine, said = EngineLink(front.other), [Abort([f"{i}" * 500]) for i in range(3000)]
+        for message in said:
+            front.send(message)
+        heard: list[ToEngine] = []
+        while len(heard) < len(said):
+            await asyncio.sleep(0)
+            while (message := engine.receive(0)) is not None:
+                heard.append(message)
+        front.close()
+        assert heard == said
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_what_an_engine_said_last_is_heard_after_its_end() -> None:
+    heard: list[ToFront] = []
+
+    async def run() -> None:
+        front = FrontLink(heard.append)
+        engine = EngineLink(front.other)
+        engine.send(Failed("the model cannot be served"))
+        engine.close()
+        front.other.close()
+        front.close()
+
+    asyncio.run(run())
+    assert heard == [Failed("the model cannot be served")]
+
+
+def test_one_message_that_nobody_can_use_takes_no_other_with_it() -> None:
+    heard: list[ToFront] = []
+
+    def deliver(message: ToFront) -> None:
+        heard.append(message)
+        if len(heard) == 1:
+            raise RuntimeError("a mistake in the front")
+
+    async def run() -> None:
+        front = FrontLink(deliver)
+        engine = EngineLink(front.other)
+        engine.send(Beat(steps=1))
+        engine.send(Beat(steps=2))
+        await asyncio.sleep(0.05)
+        front.close()
+
+    asyncio.run(run())
+    assert heard == [Beat(steps=1), Beat(steps=2)]
+
+
+def test_an_engine_whose_front_is_gone_ends() -> None:
+    async def run() -> None:
+        front = FrontLink(lambda message: None)
+        other = front.other.dup()
+        front.close()
+        engine = EngineLink(other)
+        engine.send(Beat())  # to nobody, and no error
+        assert isinstance(engine.receive(None), Shutdown)
+        other.close()
+
+    asyncio.run(run())

@@ -304,3 +304,16 @@ def test_watching_goes_on_while_the_engine_starts_and_dies_and_starts_again(tmp_
         assert "restarting" in states
         begun = time.monotonic()
         assert one.stop() == 0 and time.monotonic() - begun < 5, "who watches holds up no shutdown"
+
+
+def test_how_many_may_watch_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from octavo.cli import app
+
+    configs: list[ServeConfig] = []
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: configs.append(config))
+    for arguments in ([], ["--max-watchers", "2"]):
+        assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 0
+    assert [config.limits.watchers for config in configs] == [8, 2]
+    assert CliRunner().invoke(app, ["serve", "--max-watchers", "-1"]).exit_code == 2
