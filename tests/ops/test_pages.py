@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import re
 import sys
 from itertools import pairwise
@@ -53,7 +54,8 @@ def test_a_piece_outlives_its_arena():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_linux_is_asked_for_huge_pages():
-    tensor = torch.empty(64 << 20, dtype=torch.uint8)
+    fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # torch's own may have been somebody's before
+    tensor = torch.frombuffer(fresh, dtype=torch.uint8)
     before = flags_of(tensor.data_ptr() + HUGE)
     if not before or not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has none, or does not tell")
