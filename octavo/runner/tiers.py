@@ -42,6 +42,9 @@ READERS = 16  # threads at most
 PART = 4 << 20  # bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits between those
 BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
+OPENING = (
+    PATIENCE / 10
+)  # for a file to be opened: one that hangs keeps who opens it, and those who take its other parts no longer
 LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
@@ -55,6 +58,7 @@ class Read:
     def __init__(self, fetch: Fetch, owner: int, parts: int):
         self.fetch, self.owner, self.left = fetch, owner, parts
         self.lock = threading.Lock()
+        self.taken, self.opened = False, threading.Event()
         self.row = -1
         self.record: Record | None = None
         self.why = ""  # it is a miss
@@ -131,9 +135,7 @@ class Tiers:
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
             self._stage.await_stores([slot for slot, _ in loads])
-        if (
-            loads
-        ):  # in one call: in each that gives up the interpreter, readers take it, and it is a while until they give it back
+        if loads:  # in one call: in each that gives up the interpreter, readers take it, and it is a while until they give it back
             rows, blocks = [self.host[self.row[slot]] for slot, _ in loads], [self.kv[block] for _, block in loads]
             torch._foreach_copy_(blocks, rows, non_blocking=True)
         if self.seals is not None:
@@ -211,9 +213,11 @@ class Tiers:
             read, at = job
             start = time.monotonic()
             with read.lock:
-                if read.row < 0:
-                    self._open(read, start)
-            why = read.why or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
+                first, read.taken = not read.taken, True
+            if first:
+                self._open(read, start)
+            why = read.why or ("late" if not read.opened.wait(OPENING) else "")
+            why = why or read.why or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
             if not why:
                 assert read.record is not None
                 why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + PART], at)
@@ -227,10 +231,12 @@ class Tiers:
 
     def _open(self, read: Read, start: float) -> None:
         read.start, read.row = start, self._spare.pop()
-        if self._owner[read.fetch.slot] != read.owner:
-            read.why = "overtaken"
-        else:
-            read.why, read.record = self._tried(Record, self.disk, read.fetch.hash, read.fetch.tokens)
+        why = "overtaken"
+        if self._owner[read.fetch.slot] == read.owner:
+            why, read.record = self._tried(Record, self.disk, read.fetch.hash, read.fetch.tokens)
+        with read.lock:
+            read.why = read.why or why  # of the others some may have given up
+        read.opened.set()
 
     def _close(self, read: Read) -> None:
         """All of its parts are over."""

@@ -407,7 +407,10 @@ class EngineClient:
     def lost(self) -> None:
         """The engine is gone, and what it worked on with it."""
         while self._outputs:
-            self._output(self._outputs.popleft(), time.monotonic())
+            try:
+                self._output(self._outputs.popleft(), time.monotonic())
+            except Exception:  # whatever one of them may do, all hear of the end
+                log.exception("what the engine said last could not be used")
         self._blame(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(errors.engine_lost())

@@ -14,6 +14,7 @@ Knows bytes, order and turns of the loop; what messages mean is others' business
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import select
 import socket
@@ -81,8 +82,11 @@ class Pipe:
                     self._out.appendleft(first[sent:])
         except BlockingIOError:
             self._out.appendleft(first)
-        except OSError:  # nobody is there any more, which is noticed elsewhere
-            self._out.clear()
+        except OSError as error:
+            if error.errno in (errno.ENOBUFS, errno.ENOMEM):  # the system has no room just now
+                self._out.appendleft(first)
+            else:  # nobody is there any more, which is noticed elsewhere
+                self._out.clear()
         return not self._out
 
 

@@ -94,7 +94,12 @@ class Supervisor:
             self.starts += 1
             self.failure: str | None = None
             begun = time.monotonic()
-            code = await self._live()
+            try:
+                code = await self._live()
+            except OSError as error:  # no descriptor or no memory to start one with, just now
+                if self.starts == 1:
+                    raise
+                self.failure, code = str(error), -1
             if self._stopping:
                 return
             if self.starts == 1 and (self.failure is not None or (self.loaded is None and code > 0)):
@@ -108,30 +113,34 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
-        link = self._link = FrontLink(self._take, self._asked)
-        with tempfile.TemporaryFile() as stacks:
-            given = (link.other.fileno(), stacks.fileno())
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command, *map(str, given), pass_fds=given, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
-            )
-            link.given()
-            link.send(Start(self.config.model, self.config.engine, self.config.check_interval))
-            watch = asyncio.create_task(self._watch(stacks))
-            try:
-                return await self.process.wait()
-            finally:
-                watch.cancel()
-                self._kill()
-                self._link = None
-                link.close()
-                self._enter("down")
-                self.stalled = False
-                if self._lost is None:
-                    self._lost = time.monotonic()
+        link: FrontLink | None = None
+        try:
+            link = self._link = FrontLink(self._take, self._asked)
+            with tempfile.TemporaryFile() as stacks:
+                given = (link.other.fileno(), stacks.fileno())
+                self.process = await asyncio.create_subprocess_exec(
+                    *self.command, *map(str, given), pass_fds=given, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+                )
+                link.given()
+                link.send(Start(self.config.model, self.config.engine, self.config.check_interval))
+                watch = asyncio.create_task(self._watch(stacks))
                 try:
-                    self.on_loss()
-                except Exception:  # whatever it is, an engine must be started again
-                    log.exception("what the engine worked on could not be ended")
+                    return await self.process.wait()
+                finally:
+                    watch.cancel()
+                    self._kill()
+        finally:
+            self._link = None
+            if link is not None:
+                link.close()
+            self._enter("down")
+            self.stalled = False
+            if self._lost is None:
+                self._lost = time.monotonic()
+            try:
+                self.on_loss()
+            except Exception:  # whatever it is, an engine must be started again
+                log.exception("what the engine worked on could not be ended")
 
     def _take(self, message: ToFront) -> None:
         now = time.monotonic()

@@ -69,11 +69,22 @@ class Line:
                 self._left()
 
 
+def without_offer(data: bytes) -> bytes:
+    """What begins a request, without an offer of HTTP/2, as Java's client makes one each time: the parser would read no body
+    behind it. Of the head alone, and only where its end is plain to see: a body that became shorter would take what is missing
+    from the next request."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    if not end or head.startswith(b"\r\n") or head.count(b"\n") != head.count(b"\r\n"):
+        return data
+    return OFFER.sub(b"\r\n", head + b"\r\n") + b"\r\n" + body
+
+
 def bounded(limits: Limits) -> type[HttpToolsProtocol]:
     class Bounded(HttpToolsProtocol):
         _timer: asyncio.TimerHandle | None = None  # while headers are awaited
         _in_head = True
         _head = 0  # bytes of the request line and headers so far
+        _between = True  # what comes next begins a request
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -95,10 +106,10 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
+            if self._between and b"h2c" in data:
+                data = without_offer(data)
             if self._in_head:
                 self._head += len(data)
-                if b"h2c" in data:  # an offer of HTTP/2, as Java's client makes it: ignored, else the parser would read no body
-                    data = OFFER.sub(b"\r\n", data)
             super().data_received(data)
             if self.transport.is_closing():
                 return
@@ -112,6 +123,7 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._between = False
             if not self._in_head:
                 self._in_head, self._head, self._trailing = True, 0, 0
 
@@ -152,6 +164,7 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
+            self._between = True
             if self.cycle is not None:
                 super().on_message_complete()
 

@@ -382,3 +382,26 @@ def test_page_locked_memory_is_given_back(kv: KVStore, make: Make) -> None:
         tiers = make(disk=False)
         assert tiers.host.is_pinned()
         tiers.close()
+
+
+def test_a_record_that_cannot_be_opened_holds_up_no_other(kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # three readers
+    monkeypatch.setattr(module, "PART", 16)
+    monkeypatch.setattr(module, "OPENING", 0.05)
+    tiers = make(slots=BLOCKS)
+    tiers.begin(Plan(1, stores=[(b, b - 1) for b in (1, 2, 3)], saves=[Save(b - 1, name(b), tokens(b)) for b in (1, 2, 3)]))
+    synchronize()
+    until(tiers, 3)
+    gate, real = threading.Event(), Record.__init__
+
+    def opens(self: Record, disk: Disk, h: bytes, prompt: array[int]) -> None:
+        if h == name(1):
+            gate.wait(10)
+        real(self, disk, h, prompt)
+
+    monkeypatch.setattr(Record, "__init__", opens)
+    tiers.begin(Plan(2, fetches=[Fetch(b, b + 2, name(b), tokens(b)) for b in (1, 2, 3)]))
+    assert {(n.ticket, n.kind) for n in until(tiers, 2, seconds=1.5)} == {(2, "fetched"), (3, "fetched")}
+    gate.set()
+    assert [(n.kind, n.why) for n in until(tiers, 1)] == [("missed", "late")]
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"

@@ -67,3 +67,21 @@ def test_what_an_engine_said_before_its_end_counts(client: Any) -> None:
         assert client.seen == list(range(10, 30))
 
     asyncio.run(run())
+
+
+def test_all_hear_of_the_engine_s_end_whatever_its_last_words_do(client: Any) -> None:
+    class Open:
+        error: Any = None
+
+        def fail(self, error: Any) -> None:
+            self.error = error
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        client.calls = {"a": Open(), "b": Open()}
+        client._outputs.extend(outputs(0, 6))
+        client.lost()
+        assert client.seen == list(range(6)), "the fourth was a mistake"
+        assert all(call.error.code == "engine_restarting" for call in client.calls.values())
+
+    asyncio.run(run())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 
 import pytest
 
+from octavo.serve.wire import without_offer
 from tests.serve.running import Running, http_request, raw
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 2, "ignore_eos": True}).encode()
@@ -18,6 +20,37 @@ def test_an_offer_of_http2_is_ignored(running: Running, offer: str) -> None:
     headers = ("Connection: Upgrade, HTTP2-Settings, close", offer, "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
     reply = raw(running.port, http_request("/v1/completions", BODY, *headers))
     assert reply.startswith(b"HTTP/1.1 200 OK") and b'"completion_tokens":2' in reply
+
+
+def test_it_is_ignored_in_every_request_of_a_connection(running: Running) -> None:
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+        for _ in range(3):
+            client.sendall(http_request("/v1/completions", BODY, *offer))
+            reply = b""
+            while b'"completion_tokens":2' not in reply:
+                data = client.recv(65536)
+                assert data, reply
+                reply += data
+            assert reply.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_no_offer_is_cut_out_of_a_body(running: Running) -> None:
+    """It would become shorter than was said, and what is missing be taken from the request behind it."""
+    body = b"\r\nUpgrade: h2c\r\n\r\n" * 3
+    behind = http_request("/livez", b"", "Connection: close", method="GET")
+    reply = raw(running.port, http_request("/nowhere", body) + behind)
+    assert reply.startswith(b"HTTP/1.1 404") and b"HTTP/1.1 200" in reply
+    half = b"POST /nowhere HTTP/1.1\nHost: localhost\nContent-Length: %d\n\n" % len(body)
+    assert raw(running.port, half + body + behind).startswith(b"HTTP/1.1 400")
+
+
+def test_only_a_head_that_is_plain_to_see_is_changed() -> None:
+    offered, plain = b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nHost: a\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\n\r\n"
+    body = b"\r\nUpgrade: h2c\r\n\r\n"
+    assert without_offer(offered + body) == plain + body and without_offer(plain + body) == plain + body
+    for odd in (b"POST / HTTP/1.1\nHost: a\n\n" + body, b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nHo", body):
+        assert without_offer(odd) == odd
 
 
 def test_a_websocket_begins_with_get(running: Running) -> None:
