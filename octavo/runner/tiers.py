@@ -135,7 +135,7 @@ class Tiers:
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
             self._stage.await_stores([slot for slot, _ in loads])
-        if loads:  # in one call: in each that gives up the interpreter, readers take it, and it is a while until they give it back
+        if loads:  # in one call: each gives up the interpreter, readers take it, and it is a while until they give it back
             rows, blocks = [self.host[self.row[slot]] for slot, _ in loads], [self.kv[block] for _, block in loads]
             torch._foreach_copy_(blocks, rows, non_blocking=True)
         if self.seals is not None:
