@@ -141,6 +141,7 @@ def priority(
         "idle": idle_ms,
         **found,
         "ratio_p99": found["priority"]["ttft_p99_ms"] / idle_ms["ttft_p50_ms"],
+        "ratio_of_p99": found["priority"]["ttft_p99_ms"] / idle_ms["ttft_p99_ms"],
         "ratio_p50": found["priority"]["ttft_p50_ms"] / idle_ms["ttft_p50_ms"],
         "low_speed": found["priority"]["low_tok_s"] / found["fcfs"]["low_tok_s"],
     }

@@ -102,7 +102,8 @@ def priority(
     console.print(f"{high} urgent requests of {prompt} tokens, every {r['every_ms']:,.0f} ms; {r['rows']} rows")
     console.print(table)
     console.print(
-        f"p99 under load is {r['ratio_p99']:.2f} times an idle engine's p50 (p50: {r['ratio_p50']:.2f}); "
+        f"p99 under load is {r['ratio_of_p99']:.2f} times an idle engine's, and {r['ratio_p99']:.2f} times its p50 "
+        f"(p50: {r['ratio_p50']:.2f}); "
         f"the others have {r['low_speed']:.0%} of their speed under fcfs"
     )
     if (loaded := r["priority"]["loaded"]) < LOADED:

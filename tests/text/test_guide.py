@@ -381,6 +381,7 @@ def test_threads_that_are_lost_are_replaced(embedded: Tokenizer, monkeypatch: py
     monkeypatch.setattr(module, "DEADLINE", 0.3)
     assert guides.compile(StructuredOutputs(regex="good")) is not None
     if how == "panics":
+        assert lost[0].done.wait(5)
         with pytest.raises(InvalidRequest, match="cannot be used"):
             lost[0].poll()
     over.set()
