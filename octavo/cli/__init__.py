@@ -32,7 +32,7 @@ BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)  # and 
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",
-    epilog="Every command works without a MODEL: it then uses the embedded one. OCTAVO_DEBUG=1 shows where an error arose.",
+    epilog="Without a MODEL commands use the embedded one (not quantize). OCTAVO_DEBUG=1 shows where an error arose.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -129,7 +129,7 @@ def announce(front: Front, port: int) -> None:
         f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, "
         f"KV {in_bytes(memory['kv'])}{lower}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of {loaded.block_size}; "
-        f"{memory['kv_tokens'] // loaded.longest} requests of {loaded.longest:,} tokens at once\n"
+        f"{memory['kv_tokens'] // max(loaded.longest - 1, 1)} requests of {loaded.longest:,} tokens at once\n"
         f"ready:   {address}/v1\n{grpc}"
         f"watch:   {address}/\n"
         f"try:     curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "

@@ -183,7 +183,9 @@ class Server:
         """Readiness goes first; who is here may finish."""
         client = self.front.client
         client.draining = True
-        log.info("shutting down: %d requests are open", len(client.calls))
+        if client.calls:
+            waits = f"finishing {len(client.calls)} open requests, for at most {self.config.drain_timeout:g} s"
+            log.warning("shutting down: %s; another Ctrl-C or SIGTERM ends them now", waits)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout):
                 while client.calls and not self._cut.is_set():

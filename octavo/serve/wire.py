@@ -111,7 +111,7 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             if self._in_head:
                 self._head += len(data)
             super().data_received(data)
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it is a WebSocket's now
                 return
             if self._in_head and self._head > limits.header_bytes:
                 self._refuse(_headers_too_large())

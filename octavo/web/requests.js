@@ -46,6 +46,7 @@ function fill(row, s, mine) {
     row.meter.title = `${count(s.computed)} of at most ${count(s.limit)} positions`;
   }
   [s.prompt, s.cached, s.said, s.blocks].forEach((n, i) => set(row.cells[3 + i], waiting && i ? "" : count(n)));
+  row.most = s.limit - s.prompt;
   if (s.preemptions) row.cells[0].append(element("span", "", ` ↩${s.preemptions > 1 ? s.preemptions : ""}`));
 }
 
@@ -58,6 +59,7 @@ function finish(row, reason, now) {
   row.why.hidden = false;
   row.meter.hidden = true;
   set(row.why, { stop: "it had said all", length: "it reached its length", abort: "it was given up", error: "its step failed", lost: "the engine ended" }[reason] ?? "it is over");
+  if (reason === "length") set(row.cells[5], count(row.most)); // what the last view told is some steps old
   set(row.cells[6], "0");
 }
 

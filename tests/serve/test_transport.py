@@ -3,6 +3,7 @@ second."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -197,6 +198,26 @@ def test_an_empty_line_keeps_no_connection_open(tmp_path: Path) -> None:
             found += connection.recv(65536)
         connection.sendall(b"\r\n")
         assert b" 408 " in connection.recv(65536)
+
+
+@pytest.mark.parametrize("path", ["/ws/generate", "/ws/watch"])
+def test_a_websocket_is_not_waited_for_to_send_headers(tmp_path: Path, path: str) -> None:
+    handshake = (
+        f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: octavo-watch\r\n\r\n"
+    )
+    with (
+        server(tmp_path, ready=False, limits={"header_seconds": 0.3}) as quick,
+        socket.create_connection(("127.0.0.1", quick.port), timeout=0.2) as connection,
+    ):
+        connection.sendall(handshake.encode())
+        found, until = b"", time.monotonic() + 1.2
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                data = connection.recv(65536)
+                assert data, "the connection was closed"
+                found += data
+    assert found.startswith(b"HTTP/1.1 101 ") and b" 408 " not in found
 
 
 def test_slow_headers_and_slow_bodies_are_cut_off(tmp_path: Path) -> None:
