@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable
 from typing import Any
@@ -247,3 +248,22 @@ def test_an_engine_whose_front_is_gone_ends() -> None:
         other.close()
 
     asyncio.run(run())
+
+
+def test_what_the_system_has_no_room_for_just_now_goes_later() -> None:
+    class Full:
+        sent, failures = b"", 1
+
+        def setblocking(self, flag: bool) -> None: ...
+
+        def send(self, data: memoryview) -> int:
+            if len(self.sent) == 3 and self.failures:
+                self.failures = 0
+                raise OSError(errno.ENOBUFS, "no buffer space")
+            self.sent += bytes(data[:3])
+            return min(3, len(data))
+
+    end = Full()
+    pipe = link.Pipe(end)  # type: ignore[arg-type]
+    assert not pipe.send(b"abcdef") and end.sent == b"abc"
+    assert pipe.send(b"gh") and end.sent == b"abcdefgh"
