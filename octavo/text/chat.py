@@ -223,13 +223,12 @@ def encode_chat(
     template: ChatTemplate,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
     **options: Any,
 ) -> list[int]:
     """The prompt's tokens: those of the rendered text, where special tokens that the template wrote are special tokens,
-    and the same characters in a message, a tool or an option are only characters."""
-    text, mark = render_marked(tokenizer, template, messages, tools, add_generation_prompt, continue_final_message, **options)
+    and the same characters in a message, a tool or an option are only characters. Options as
+    render_marked's."""
+    text, mark = render_marked(tokenizer, template, messages, tools, **options)
     if mark is None:
         return tokenizer.encode(text, add_special_tokens=False, allow_special=True)
     return tokenizer.encode_marked(text, mark)
