@@ -87,7 +87,7 @@ class Pace:
     LATEST = 5  # measurements of a size: their median counts, so that neither one slow step matters nor what was long ago
     FORGET = 100  # steps with prompts, after which a size must be measured again
     SHARE = 0.5  # of the time of an urgent prompt, for what it may have to wait for
-    LEAST = 1.25  # times what others' steps take anyway: shorter ones would cost them more than an urgent one could gain
+    LEAST = 1.1  # times what others' steps take anyway: shorter ones would cost them more than an urgent one could gain
     NOMINAL = 128  # tokens, before there was an urgent prompt
 
     def __init__(self, target: float):

@@ -132,8 +132,8 @@ class Decoder(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
-        if self.fused is not None:
-            return self.fused(hidden, batch, kv)
+        if self.fused is not None and (done := self.fused(hidden, batch, kv)) is not None:
+            return done
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
             hidden = layer(hidden, batch, kv[:, i], self.angles(i), last)

@@ -75,7 +75,8 @@ class Ops(Protocol):
         ...
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
-        """All layers of a decoder as one function, or None where this backend computes them op by op. Called after pack()."""
+        """All layers of a decoder as one function, for all batches or for some; None where this backend computes them op by op.
+        Called after pack()."""
         ...
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:

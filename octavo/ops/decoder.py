@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden], or where the batch has a
 # `last` those of its logit_rows, [R, hidden]. x may be overwritten. What a watched batch asks for is added to its mass, as
-# ops.block_mass() would.
-Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor]"
+# ops.block_mass() would. None, and x as it was: not for such a batch.
+Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor | None]"
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ Attention lengths, tokens and tables are read from device memory when the graph 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.ops.triton.rows import advance
+from octavo.ops.triton.rows import advance, tell
 from octavo.runner.batch import gather, lay_out_padded, only_last
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
@@ -49,9 +49,12 @@ class Captured:
     logits: Tensor  # [items, vocab]
     lengths: Tensor  # [items]
     tokens: Tensor  # [items]
+    said: list[int] = field(default_factory=list)  # what inputs hold: of few rows nothing changes from most steps to the next
 
 
 class StepGraphs:
+    tell = staticmethod(tell)
+
     def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
         self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len
         self.decode_sizes = decode_sizes(max_rows)
@@ -66,6 +69,7 @@ class StepGraphs:
             self._get("decode", size)
         for size in reversed(self.mixed_sizes):
             self._get("mixed", size)
+        self.tell(torch.empty(1, dtype=torch.int32, pin_memory=True), self.rows.ints[0, :1])
 
     # ---- decode ------------------------------------------------------------------------------------
 
@@ -83,8 +87,10 @@ class StepGraphs:
         rows = [item.row for item in plan.items]
         blocks = [fresh.get(row, 0) for row in rows] if fresh else [0] * count
         pad = size - count
-        host = torch.tensor(rows + [self.rows.padding] * pad + blocks + [0] * pad, dtype=torch.int32, pin_memory=True)
-        captured.inputs.copy_(host, non_blocking=True)
+        said = rows + [self.rows.padding] * pad + blocks + [0] * pad
+        if said != captured.said:
+            captured.inputs.copy_(torch.tensor(said, dtype=torch.int32, pin_memory=True), non_blocking=True)
+            captured.said = said
         captured.graph.replay()
         return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
 

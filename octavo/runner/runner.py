@@ -23,7 +23,7 @@ from octavo.runner.link import Lap
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
 from octavo.runner.tiers import Tiers
-from octavo.runner.transfer import Download, Upload
+from octavo.runner.transfer import Download, Upload, copy
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ class Runner:
         if not plan.masks and self.rows.special.isdisjoint(host_rows):
             if chosen is None:
                 chosen = choose(logits, rows, lengths, self.rows, self.model.ops)
-            return StepHandle(items, Download(chosen), None, prompt_logprobs)
+            by = copy if self.graphs is None else self.graphs.tell
+            return StepHandle(items, Download(chosen, by=by), None, prompt_logprobs)
         up = Upload()
         masks = {k: plan.masks[i] for k, i in enumerate(sampled) if i in plan.masks}
         job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up, masks)

@@ -6,6 +6,8 @@ copy that reads it has run: the host can never overwrite what the device has yet
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
@@ -44,13 +46,19 @@ class Upload:
         return host.to(device, non_blocking=True)
 
 
-class Download:
-    """Results on their way to the host; `wait` returns them once they are there."""
+def copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
-    def __init__(self, *tensors: Tensor):
+
+class Download:
+    """Results on their way to the host; `wait` returns them once they are there. `by` copies (to, from), without waiting."""
+
+    def __init__(self, *tensors: Tensor, by: Callable[[Tensor, Tensor], None] = copy):
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].is_cuda:
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                by(host, tensor)
             self._event = torch.cuda.Event()
             self._event.record()
         else:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
+from octavo.ops.cuda import few
+from octavo.ops.decoder import DecoderSpec, Fused
 from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.triton import attention, fused, gemm, quant, sample
@@ -24,6 +26,9 @@ class TritonOps(ReferenceOps):
         if isinstance(weight, JoinedWeight):
             return JoinedWeight(self.pack(part) for part in weight.parts)
         return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
+
+    def fuse(self, decoder: DecoderSpec) -> Fused | None:
+        return few.fuse(decoder)
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
         if isinstance(weight, quant.PackedWeight):

@@ -371,6 +371,8 @@ def _join(parts: tuple[Tensor, Tensor, Tensor], out: Tensor, splits: int, shape:
 def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
     shape, kv_heads = _shape(q, kv), kv.shape[2]
     tile = _tile(kv, shape["DP"])
+    if shape["DP"] == 128 and kv.dtype.itemsize == 2 and tile["num_stages"] == 4:
+        tile["num_stages"] = 6  # as the compiler counts: two tiles are on their way in each program, not one
     words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
     tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
     longest = batch.block_table.shape[1] * shape["B"]  # that any row may be: what is split alike needs no kernel of its own

@@ -1,0 +1,127 @@
+"""Compiling and launching CUDA C++ by the libraries that torch has loaded already: NVRTC and the driver. No toolkit is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAP_BYTES = 128  # of a tensor map
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(str(error)) from error
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """As a wheel beside torch has it, or as the system's linker finds it: of torch's own version if there is a choice."""
+    major = (torch.version.cuda or "").split(".")[0]
+    wheels = sorted((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libnvrtc.so.[0-9]*"))
+    wheels.sort(key=lambda path: path.name != f"libnvrtc.so.{major}")
+    for name in [*map(str, wheels), f"libnvrtc.so.{major}", "libnvrtc.so"]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CudaError("libnvrtc was not found: it comes with torch for CUDA, and is the package nvidia-cuda-nvrtc")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = c_char_p()
+        _driver().cuGetErrorString(status, byref(text))
+        raise CudaError(f"{what}: {(text.value or b'error %d' % status).decode()}")
+
+
+def compile_source(source: str, constants: Mapping[str, int], arch: str, anew: bool = False) -> bytes:
+    """Machine code. Kept in a file, since compiling takes a second or two; `anew`: whether there is one or not."""
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
+    key = hashlib.sha256("\0".join([source, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
+    base = os.environ.get("OCTAVO_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "octavo")
+    kept = Path(os.path.expanduser(base)) / "cuda" / f"{key}.cubin"
+    if not anew:
+        try:
+            return kept.read_bytes()
+        except OSError:
+            pass
+    code, _ = translate(source, options)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+            part.write(code)
+        os.replace(part.name, kept)
+    except OSError:
+        pass  # compiled again next time
+    return code
+
+
+def translate(source: str, options: list[str]) -> tuple[bytes, str]:
+    """Machine code, and what the compiler says about it."""
+    nvrtc, program, size = _nvrtc(), c_void_p(), c_size_t()
+    if nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None):
+        raise CudaError("NVRTC takes no program")
+    try:
+        wanted = (c_char_p * len(options))(*(option.encode() for option in options))
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), wanted)
+        nvrtc.nvrtcGetProgramLogSize(program, byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        if failed:
+            raise CudaError(f"a kernel does not compile:\n{log.value.decode()}")
+        nvrtc.nvrtcGetCUBINSize(program, byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, code)
+        return code.raw, log.value.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+class Kernel:
+    """A function on the current device, with so much shared memory, whose blocks are all resident at once or not launched."""
+
+    def __init__(self, code: bytes, name: str, shared: int):
+        module, self.function, self.shared = c_void_p(), c_void_p(), shared
+        _check(_driver().cuModuleLoadData(byref(module), code), "loading a kernel")
+        _check(_driver().cuModuleGetFunction(byref(self.function), module, name.encode()), f"finding {name}")
+        _check(_driver().cuFuncSetAttribute(self.function, 8, shared), f"giving {name} {shared} bytes of shared memory")
+
+    def launch(self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device) -> None:
+        stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        arguments = (c_void_p * 1)(ctypes.addressof(argument))
+        status = _driver().cuLaunchCooperativeKernel(self.function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments)
+        _check(status, "launching a kernel")
+
+
+def tensor_map(weight: Tensor, halves: int, columns: int) -> bytes:
+    """How weight [outputs, inputs] (bfloat16, contiguous) is copied to shared memory: [columns][8][64], eight outputs of which
+    each of the matrix's `halves` gives its share. 16-byte parts of lines of 128 are exchanged; what lies outside is zero."""
+    outputs, inputs = weight.shape
+    rows = outputs // halves
+    out = ctypes.create_string_buffer(MAP_BYTES + 64)
+    at = (ctypes.addressof(out) + 63) // 64 * 64
+    size, strides = (c_uint64 * 4)(64, rows, halves, inputs // 64), (c_uint64 * 3)(inputs * 2, rows * inputs * 2, 128)
+    box, step = (c_uint32 * 4)(64, 8 // halves, halves, columns), (c_uint32 * 4)(1, 1, 1, 1)
+    bfloat16, swizzle, promote = 9, 3, 2
+    status = _driver().cuTensorMapEncodeTiled(
+        c_void_p(at), c_int(bfloat16), c_uint32(4), c_void_p(weight.data_ptr()), size, strides, box, step,
+        c_int(0), c_int(swizzle), c_int(promote), c_int(0),
+    )  # fmt: skip
+    _check(status, "describing weights")
+    return ctypes.string_at(at, MAP_BYTES)

@@ -1,0 +1,202 @@
+"""A decode step of a few rows as one kernel: all layers, from the embeddings to the last norm (few.cu).
+
+With up to eight rows a step is bound by reading weights, and they could be read at any time: they depend on nothing. Kernel by
+kernel they are not. A layer is nine kernels, each begins when the one before has ended, and asks for its first weights then;
+between two products memory does nothing for microseconds. One kernel that stays on all multiprocessors lets a warp of each read
+on, up to 190 KB ahead, while the others compute and wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from ctypes import c_float, c_int, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops import ForwardBatch
+from octavo.ops.cuda.driver import CudaError, Kernel, compile_source, tensor_map
+from octavo.ops.decoder import DecoderLayer, DecoderSpec
+from octavo.ops.kv import KV
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("few.cu")
+MOST_ROWS = 8  # that a tensor core instruction takes without waste
+WARPS = 8  # that compute, beside one that orders weights
+CHUNK, COLUMNS = 16384, 16  # of the ring: bytes, and columns of 64 inputs; as few.cu has them
+LEAST_SLOTS = 4  # chunks: with less the ring is no help
+FLYING = 3  # copies on their way at once: 48 KB a multiprocessor is what full bandwidth takes
+KEPT = 7  # heads that share a key: more would not fit the registers together
+
+
+class Batch(ctypes.Structure):
+    """As in few.cu."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("layers", "maps", "norm", "h", "qkv", "attended", "inner", "parts", "kv")),
+        *((name, c_uint64) for name in ("s_block", "s_layer", "s_kind", "s_head")),
+        ("table", c_void_p),
+        ("s_table", c_uint64),
+        *((name, c_void_p) for name in ("rows", "lengths", "slots", "positions", "met")),
+        ("num_layers", c_int),
+        ("eps", c_float),
+        ("scale", c_float),
+    ]
+
+
+def computes(spec: DecoderSpec) -> bool:
+    """Whether the kernel computes such a decoder: plain bfloat16 weights, and sizes that its tiles divide."""
+    layer, matrices = spec.layers[0], [[each.qkv, each.out, each.gate_up, each.down] for each in spec.layers]
+    if not all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for ws in matrices for w in ws):
+        return False
+    if len({tuple(w.shape for w in ws) for ws in matrices}) > 1 or len({each.q_norm is None for each in spec.layers}) > 1:
+        return False
+    inputs = (layer.qkv.shape[1], layer.out.shape[1], layer.down.shape[1])
+    posts = any(each.post_attn_norm is not None or each.post_mlp_norm is not None for each in spec.layers)
+    return not posts and spec.dim in (64, 128) and all(n % 64 == 0 for n in inputs) and together(spec) <= KEPT
+
+
+def available(device: torch.device) -> bool:
+    """A Hopper GPU or a later one, of NVIDIA's."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def together(spec: DecoderSpec) -> int:
+    """How many heads of those that share a key a block attends to, where contexts are long."""
+    group = spec.heads // spec.kv_heads
+    return 4 if group % 4 == 0 else group
+
+
+def fuse(spec: DecoderSpec) -> Few | None:
+    if not computes(spec) or not available(spec.layers[0].qkv.device):
+        return None
+    try:
+        return Few(spec)
+    except CudaError as error:
+        log.warning("decoding of few rows goes on kernel by kernel, more slowly: %s", error)
+        return None
+
+
+class Few:
+    """Takes decode steps of up to eight rows over plain KV; None for anything else."""
+
+    def __init__(self, spec: DecoderSpec):
+        self.spec, layer = spec, spec.layers[0]
+        self.hidden, self.width, self.inter = layer.qkv.shape[1], layer.out.shape[1], layer.down.shape[1]
+        self.kernels: dict[tuple[int, int], Kernel | None] = {}  # by rows and positions a block
+        properties = torch.cuda.get_device_properties(layer.qkv.device)
+        self.blocks = properties.multi_processor_count
+        self.shared = int(getattr(properties, "shared_memory_per_block_optin", 0))  # none said: no kernel
+        self.arch = f"sm_{properties.major}{properties.minor}"
+        maps = (
+            tensor_map(weight, halves, COLUMNS)
+            for each in spec.layers
+            for weight, halves in ((each.qkv, 1), (each.out, 1), (each.gate_up, 2), (each.down, 1))
+        )
+        self.maps = torch.from_numpy(np.frombuffer(b"".join(maps), np.uint8).copy()).to(layer.qkv.device)
+        self.layers = torch.tensor([described(each) for each in spec.layers], dtype=torch.int64, device=layer.qkv.device)
+
+    def __call__(self, hidden: Tensor, batch: ForwardBatch, kv: KV) -> Tensor | None:
+        rows, spec = hidden.shape[0], self.spec
+        if rows > MOST_ROWS or not isinstance(kv, Tensor) or kv.dtype != hidden.dtype or batch.watched is not None:
+            return None
+        if len(batch.spans) != rows or any(span.num != 1 for span in batch.spans):
+            return None
+        kernel = self.kernel(rows, kv.shape[4])
+        if kernel is None:
+            return None
+        splits = max(1, self.blocks // (rows * spec.kv_heads))
+        parts = torch.empty(rows * spec.heads * splits * (spec.dim + 2), dtype=torch.float32, device=hidden.device)
+        met = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+        qkv, attended, inner = (
+            hidden.new_empty(rows, n) for n in (self.width + 2 * spec.kv_heads * spec.dim, self.width, self.inter)
+        )
+        tensors = (self.layers, self.maps, spec.norm, hidden, qkv, attended, inner, parts, kv)
+        lists = (batch.rows, batch.seq_lens, batch.kv_slots, batch.positions, met)
+        argument = Batch(
+            *(tensor.data_ptr() for tensor in tensors),
+            *kv.stride()[:4],
+            batch.block_table.data_ptr(),
+            batch.block_table.stride(0),
+            *(tensor.data_ptr() for tensor in lists),
+            len(spec.layers),
+            spec.eps,
+            spec.scale * math.log2(math.e),
+        )
+        try:
+            kernel.launch(self.blocks, (WARPS + 1) * 32, argument, hidden.device)
+        except CudaError as error:  # refused, say because some multiprocessors are not ours: nothing has run
+            self._do_without(rows, kv.shape[4], error)
+            return None
+        return hidden if batch.last is None else hidden[batch.logit_rows]
+
+    def kernel(self, rows: int, block: int) -> Kernel | None:
+        """For so many rows; None where it cannot be: then the layers are computed op by op."""
+        if (rows, block) not in self.kernels:
+            try:
+                self.kernels[rows, block] = self._compile(rows, block)
+            except CudaError as error:
+                self._do_without(rows, block, error)
+        return self.kernels[rows, block]
+
+    def _do_without(self, rows: int, block: int, error: CudaError) -> None:
+        log.warning("decoding of %d rows goes on kernel by kernel, more slowly: %s", rows, error)
+        self.kernels[rows, block] = None
+
+    def _compile(self, rows: int, block: int) -> Kernel | None:
+        slots, shared = room(self.spec, rows, self.blocks, self.shared)
+        if slots < LEAST_SLOTS:
+            return None  # the inputs of that many rows leave the ring too little
+        constants = constants_of(self.spec, rows, block, slots, shared, self.blocks)
+        source = SOURCE.read_text()
+        try:
+            return Kernel(compile_source(source, constants, self.arch), "few", shared)
+        except CudaError:  # what was kept may be damaged
+            return Kernel(compile_source(source, constants, self.arch, anew=True), "few", shared)
+
+
+def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, int]:
+    """How many chunks the ring holds, and the bytes of shared memory in all; as few.cu divides it."""
+    layer, group = spec.layers[0], together(spec)
+    units = max(-(-n // 8 // blocks) for n in (layer.qkv.shape[0], layer.out.shape[0], layer.gate_up.shape[0]))
+    attend = spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4
+    widest = max(layer.qkv.shape[1], layer.out.shape[1], layer.down.shape[1])
+    other = rows * widest * 2 + max(WARPS * units * rows * 8, attend) * 4 + 1024  # x, sums or scores, barriers
+    slots = min(32, (shared - other) // CHUNK)
+    return slots, slots * CHUNK + other
+
+
+def constants_of(spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, blocks: int) -> dict[str, int]:
+    """The constants of few.cu."""
+    layer = spec.layers[0]
+    return {
+        "WARPS": WARPS,
+        "ROWS": rows,
+        "HIDDEN": layer.qkv.shape[1],
+        "INTER": layer.down.shape[1],
+        "HEADS": spec.heads,
+        "KV_HEADS": spec.kv_heads,
+        "DIM": spec.dim,
+        "BLOCK": block,
+        "BLOCKS": blocks,
+        "SLOTS": slots,
+        "SHARED": shared,
+        "FLYING": min(FLYING, slots - 1),
+        "TOGETHER": together(spec),
+        "GELU": int(spec.gelu),
+        "QK_NORM": int(layer.q_norm is not None),
+        "WINDOWS": int(any(each.window for each in spec.layers)),
+        "BIASES": int(any(bias is not None for each in spec.layers for bias in each.biases)),
+    }
+
+
+def described(layer: DecoderLayer) -> list[int]:
+    """A layer as few.cu knows it."""
+    tensors: list[Any] = [layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.cos_sin, *layer.biases]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [layer.window]
