@@ -253,13 +253,13 @@ def test_a_chunk_is_what_an_urgent_request_may_wait_for() -> None:
     pace = paced(0.060)
     sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.010 + 0.0002 * n)
     assert max(sizes) == sizes[-1] == 96, "half of what it takes itself: 30 ms, in which 100 tokens are computed"
-    assert pace.polite(1000, 2) == 32, "less when two steps are in flight"
+    assert pace.polite(1000, 2) == 24, "less when two steps are in flight: 15 ms, in which 25 are"
 
 
-def test_steps_are_not_cut_for_less_than_a_quarter() -> None:
+def test_steps_are_not_cut_for_less_than_a_tenth() -> None:
     pace = paced(0.001)
     sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.010 + 0.0001 * n)
-    assert sizes[-1] == 32, "16 tokens make 11.6 ms, and a quarter more is 14.5"
+    assert sizes[-1] == 24, "16 tokens make 11.6 ms, and a tenth more is 12.8"
 
 
 def test_where_tokens_cost_nothing_chunks_do_not_shrink_to_nothing() -> None:
