@@ -371,13 +371,16 @@ def _join(parts: tuple[Tensor, Tensor, Tensor], out: Tensor, splits: int, shape:
 def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
     shape, kv_heads = _shape(q, kv), kv.shape[2]
     tile = _tile(kv, shape["DP"])
-    if shape["DP"] == 128 and kv.dtype.itemsize == 2 and tile["num_stages"] == 4:
-        tile["num_stages"] = 6  # as the compiler counts: two tiles are on their way in each program, not one
     words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
     tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
     longest = batch.block_table.shape[1] * shape["B"]  # that any row may be: what is split alike needs no kernel of its own
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
     splits = 1 << round(math.log2(splits))
+    # Two tiles on their way in each program rather than one; three such programs fit a multiprocessor, where five fit otherwise. Not
+    # where there are a few more than three: those would be a second, short round.
+    deeper = shape["DP"] == 128 and kv.dtype.itemsize == 2 and tile["num_stages"] == 4
+    if deeper and not 3 < count * kv_heads * splits / (PROGRAMS / 8) <= 4:
+        tile["num_stages"] = 6  # as the compiler counts
     parts = _parts(q[:count], splits)
     decode_kernel[count, kv_heads, splits](
         q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, *parts, scale * LOG2E,
