@@ -376,8 +376,8 @@ def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, sca
     longest = batch.block_table.shape[1] * shape["B"]  # that any row may be: what is split alike needs no kernel of its own
     splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
     splits = 1 << round(math.log2(splits))
-    # Two tiles on their way in each program rather than one; three such programs fit a multiprocessor, where five fit otherwise. Not
-    # where there are a few more than three: those would be a second, short round.
+    # Two tiles on their way in each program rather than one. Three such programs fit a multiprocessor, where five fit otherwise:
+    # not where there are a few more than three, which would be a second, short round.
     deeper = shape["DP"] == 128 and kv.dtype.itemsize == 2 and tile["num_stages"] == 4
     if deeper and not 3 < count * kv_heads * splits / (PROGRAMS / 8) <= 4:
         tile["num_stages"] = 6  # as the compiler counts
