@@ -44,14 +44,14 @@ def batching(
     """Four requests together against one after another, greedy, end-of-text ignored."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.batching import measure
     from octavo.bench.shapes import TINYLLAMA_1B
+    from octavo.cli.progress import Steps
     from octavo.memory import parameter_count
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("loading", total=None)
         if model is None:
             engine.load_format = "dummy"
@@ -101,16 +101,16 @@ def throughput(
     """Whole workloads, with the floor beside each: offline, single, four, decode, shared_prefix, prefill."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.throughput import measure
     from octavo.bench.workloads import WORKLOADS
+    from octavo.cli.progress import Steps
 
     names = workloads.split(",")
     if unknown := sorted(set(names) - set(WORKLOADS)):
         raise InvalidRequest(f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         progress.update(task, description="warming up")
@@ -144,13 +144,13 @@ def startup(
     """From a fresh process to its first token: imports, weights, then everything the first step needs."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.shapes import SHAPES
     from octavo.bench.startup import measure, write_checkpoint
+    from octavo.cli.progress import Steps
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("writing random weights", total=None)
         if model in SHAPES:
             directory = directory or Path(tempfile.gettempdir()) / f"octavo-{model}"
@@ -196,13 +196,13 @@ def tiers(
     """A prompt that was evicted, asked for again: from host memory, after a restart from disk, and computed."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.tiers import OUTPUT, measure
+    from octavo.cli.progress import Steps
     from octavo.memory import BLOCK_SIZE
 
-    bar = Progress(console=Console(stderr=True), transient=True)
+    bar = Steps()
     with tempfile.TemporaryDirectory(prefix="octavo-kv-") as scratch, bar as progress:
         engine.kv_disk = engine.kv_disk or Path(scratch)
         engine.max_model_len = tokens + OUTPUT
@@ -267,11 +267,11 @@ def quant(
     """Weight formats compared: memory, load time, speed, and perplexity on the language reference that comes with Python."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench import quant as bench
     from octavo.bench.picture import draw
+    from octavo.cli.progress import Steps
 
     chosen = tuple(formats.split(",")) if formats else bench.FORMATS
 
@@ -279,7 +279,7 @@ def quant(
         engine.quantization = name
         return engine.load(model)
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
         rows = bench.measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -316,10 +316,10 @@ def kv(
     """KV formats compared with what --kv-cache-dtype auto holds: memory, speed and perplexity, as `quant` measures them."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.quant import KV_FORMATS, measure
+    from octavo.cli.progress import Steps
 
     chosen = tuple(formats.split(",")) if formats else KV_FORMATS
 
@@ -327,7 +327,7 @@ def kv(
         engine.kv_cache_dtype = name
         return engine.load(model)
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
         rows = measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task), plain="auto")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -360,10 +360,10 @@ def attention(
     import torch
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.attention import Shape, measure
+    from octavo.cli.progress import Steps
 
     if heads % kv_heads or dim % 4:
         raise InvalidRequest("heads must be a multiple of kv-heads, and dim of 4", "heads")
@@ -371,7 +371,7 @@ def attention(
         raise InvalidRequest(f"device {device!r} is not here: use auto, cpu or, where there is a GPU, cuda", "device")
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     chosen = tuple(Shape(*map(size, part.split("x"))) for part in shapes.split(",")) if shapes else ()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("measuring", total=None)
         r = measure(where, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -403,11 +403,11 @@ def linear(
     """A model's matrix products one by one, in each weight format beside plain weights."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench import linear as bench
     from octavo.bench.shapes import SHAPES
+    from octavo.cli.progress import Steps
 
     if shape not in SHAPES:
         raise InvalidRequest(f"unknown shape {shape}: use {', '.join(SHAPES)}", "shape")
@@ -422,7 +422,7 @@ def linear(
         finish({"bench": "linear", "shape": shape, "best": best}, output)
         return
     counts = counts or bench.ROWS
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         total = len(bench.products(SHAPES[shape])) * (1 + len(chosen)) * len(counts)
         task = progress.add_task("measuring", total=total)
         records = bench.measure(SHAPES[shape], chosen, counts, lambda: progress.advance(task))

@@ -30,11 +30,12 @@ def eviction(
     """Bounded KV: blocks in use and speed of a long reply, perplexity of a long text against a whole cache."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress, TextColumn
+    from rich.progress import TextColumn
     from rich.table import Table
 
     from octavo.bench.eviction import POLICIES, measure, panels
     from octavo.bench.picture import draw
+    from octavo.cli.progress import Steps
 
     chosen = tuple(policies.split(","))
     if unknown := sorted(set(chosen) - set(POLICIES)):
@@ -51,8 +52,8 @@ def eviction(
         engine.kv_eviction, engine.kv_budget = options["kv_eviction"], options.get("kv_budget")
         return engine.load(model, kv_sinks=options.get("kv_sinks", 1))
 
-    columns = *Progress.get_default_columns(), TextColumn("{task.fields[note]}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = *Steps.get_default_columns(), TextColumn("{task.fields[note]}")
+    with Steps(*columns) as progress:
         task = progress.add_task("loading", total=None, note="")
         rows = measure(
             load, budget, tokens, text, chosen,

@@ -24,13 +24,13 @@ def latency(
     """The time to the first token and from token to token, for requests that come at once, with the floor beside each."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.latency import QUANTILES, measure
+    from octavo.cli.progress import Steps
 
     counts = sizes(batches)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()

@@ -26,13 +26,13 @@ def batching_modes(
     """Continuous batching against batches that form and run to their end: ragged replies, random arrivals, the same limit."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.scheduling import modes as measure
+    from octavo.cli.progress import Steps
 
     names = modes.split(",")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()
@@ -73,13 +73,13 @@ def priority(
     """The time to the first token of urgent requests, idle and under full load, with --policy fcfs and priority."""
     from rich import box
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from octavo.bench.scheduling import LOADED
     from octavo.bench.scheduling import priority as measure
+    from octavo.cli.progress import Steps
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()

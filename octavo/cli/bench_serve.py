@@ -37,17 +37,16 @@ def bench_serve(
     engine: EngineOptions = SERVED,
 ) -> None:
     """Replies a second over HTTP, and what the server adds to the first token (one, burst). Exits with 1 if a reply is wrong."""
-    from rich.console import Console
-    from rich.progress import Progress
 
     from octavo.bench.http_load import Load
     from octavo.bench.serve import CASES
+    from octavo.cli.progress import Steps
 
     names = cases.split(",")
     if unknown := sorted(set(names) - set(CASES)):
         raise InvalidRequest(f"unknown case {', '.join(unknown)}: use {', '.join(CASES)}", "cases")
     load = Load(0, clients=clients, requests=requests, tokens=tokens, prompt=prompt)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("starting", total=len(names) * repeat)
         step = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
         results = ask_url(url, load, names, repeat, step) if url else ask_fresh(model, engine, load, names, repeat, step)

@@ -18,9 +18,7 @@ def quantize(
     revision: Annotated[str | None, option("Branch, tag or commit on the hub.", None, "NAME")] = None,
 ) -> None:
     """Write a checkpoint with quantised weights, which every command then loads as it is."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from octavo.cli.progress import Steps
     from octavo.cli.screen import in_bytes
     from octavo.model import quant, quantized
     from octavo.model.load import open_checkpoint
@@ -32,7 +30,7 @@ def quantize(
     if out.exists():
         fail(f"{out} exists already: give another directory")
     checkpoint = open_checkpoint(model, revision)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Steps() as progress:
         task = progress.add_task("quantising", total=1.0)
         quantized.write(checkpoint, parsed, out, lambda part: progress.update(task, completed=part))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))

@@ -126,7 +126,7 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
     if wanted is None:
         wanted, name = body.max_tokens, "max_tokens"
     if wanted is not None:
-        validate.check_count(name, wanted, 1, 2**63)
+        validate.check_count(name, wanted, 1)
     params = _logprobs(_prompt_logprobs(body, params, limits.top_logprobs), shape.top)
     _check_minimum(params, wanted)
     shape.tools = read_tools(front, body, params.structured_outputs)
@@ -168,7 +168,7 @@ async def prepare_completion(
         shape.top = validate.check_count("logprobs", body.logprobs, 0, limits.completion_logprobs)
     wanted = 16 if body.max_tokens is None else body.max_tokens
     shape.prompt_only = shape.echo and wanted == 0
-    validate.check_count("max_tokens", wanted, 0 if shape.echo else 1, 2**63)
+    validate.check_count("max_tokens", wanted, 0 if shape.echo else 1)
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     if shape.echo and shape.top is not None:
         params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))

@@ -120,7 +120,7 @@ async def prepare_generate(
     timeout = validate.check_common(front, caller, body)
     params = validate.choices(body, validate.sampling(body, limits), 1, len(prompts), stream, limits, headers)
     wanted = DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens
-    validate.check_count("max_new_tokens", wanted, 1, 2**63)
+    validate.check_count("max_new_tokens", wanted, 1)
     if params.min_tokens > wanted:
         raise bad("min_tokens", f"min_tokens must not exceed max_new_tokens ({wanted})", "param_out_of_range")
     context = front.client.model.max_model_len
@@ -205,7 +205,9 @@ async def dumps(exchange: Exchange) -> None:
     """Where the engine stood when it last hung: for administrators, as stacks name files."""
     key = exchange.caller.key
     if key is None or not key.admin:
-        raise ApiError(403, "only an administrator's key opens this", "admin_only")
+        raise ApiError(
+            403, "only an administrator's key opens this: one that the file of --api-keys gives admin = true", "admin_only"
+        )
     await exchange.reply({"dumps": exchange.front.client.supervisor.dumps})
 
 

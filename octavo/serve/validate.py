@@ -120,9 +120,11 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     return timeout
 
 
-def check_count(name: str, value: int, least: int, most: int) -> int:
+def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
+    """Where nothing else bounds it: what 64 bits hold, which nobody wants to read when it is not the question."""
     if not least <= value <= most:
-        raise bad(name, f"{name} must be in [{least}, {most}], got {value}", "param_out_of_range")
+        wanted = f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
+        raise bad(name, f"{name} must be {wanted}, got {value}", "param_out_of_range")
     return value
 
 

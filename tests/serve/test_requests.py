@@ -166,6 +166,19 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"n": 0}, "n must be in [1, "),
+        ({"stop": 5}, "expected string or array or null, got integer"),
+        ({"temperature": "hot"}, "temperature: expected number or null, got string"),
+    ],
+)
+def test_what_is_said_is_in_jsons_words(running: Running, body: dict[str, Any], said: str) -> None:
+    assert said in check_error(running.post(CHAT, {"messages": HI, **body}), 400, next(iter(body)))["message"]
+
+
 @pytest.mark.parametrize(("path", "body", "param", "code"), BAD.values(), ids=BAD.keys())
 def test_refused(running: Running, path: str, body: dict[str, Any], param: str | None, code: str | None) -> None:
     body = {**({"messages": HI} if path == CHAT and "messages" not in body and param != "messages" else {}),
