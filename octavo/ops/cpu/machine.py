@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from octavo.ops.kept import kept_in
+
 
 class InstructionSet(NamedTuple):
     """What a kernel is written for: `lanes` float32 in a vector, and how it multiplies bytes."""
@@ -63,8 +65,7 @@ def instruction_set() -> InstructionSet | str:
 def cache_directory(isa: InstructionSet) -> Path:
     """Where compiled code is kept: one folder for each version of the kernels, since numba notices only changes of the file
     a function stands in, not of what that function is built from."""
-    base = os.environ.get("OCTAVO_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "octavo")
     digest = hashlib.sha256(f"{isa.name} {version('numba')}".encode())
     for source in sorted(Path(__file__).parent.glob("jit/*.py")):
         digest.update(source.read_bytes())
-    return Path(base).expanduser() / "numba" / digest.hexdigest()[:16]
+    return kept_in("numba") / digest.hexdigest()[:16]

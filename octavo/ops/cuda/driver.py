@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.ops.kept import kept_in
+
 MAP_BYTES = 128  # of a tensor map
 
 
@@ -54,8 +56,7 @@ def compile_source(source: str, constants: Mapping[str, int], arch: str, anew: b
     """Machine code. Kept in a file, since compiling takes a second or two; `anew`: whether there is one or not."""
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
     key = hashlib.sha256("\0".join([source, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
-    base = os.environ.get("OCTAVO_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "octavo")
-    kept = Path(os.path.expanduser(base)) / "cuda" / f"{key}.cubin"
+    kept = kept_in("cuda") / f"{key}.cubin"
     if not anew:
         try:
             return kept.read_bytes()
