@@ -13,13 +13,14 @@
 //     up       x = norm(h);  its outputs of act(W_gate x) * (W_up x)
 //     down     its outputs of h += W_down y
 //
-// Products. A unit is eight outputs (or four of gate and the same of up), which come as chunks [16][8][64] of 16 KB: of 16 times 64 inputs.
+// Products. A unit is eight outputs (or four of gate and the same of up), which come as chunks [16][8][64]: 16 times 64 inputs, 16 KB.
 // Tensor cores multiply [16 rows of x, of which ROWS exist] with [8 outputs]: each warp takes two of a chunk's 16 columns, and
 // what the warps have summed up is added at the end of the phase. 16-byte parts of a line of 128 bytes are stored exchanged
 // (part ^ line % 8), which is how copies of that kind write them, so that eight lines are read without waiting for each other.
 //
-// Constants come from few.py: WARPS (that compute), ROWS, HIDDEN, INTER, HEADS, KV_HEADS, DIM, BLOCK (positions a block of KV), BLOCKS (of
-// threads), SLOTS (chunks the ring holds), SHARED (bytes), FLYING (deliver), TOGETHER (heads), and what the model has: GELU, QK_NORM, WINDOWS, BIASES.
+// Constants come from few.py: WARPS (that compute), ROWS, HIDDEN, INTER, HEADS, KV_HEADS, DIM, BLOCK (positions a block of KV),
+// BLOCKS (of threads), SLOTS (chunks the ring holds), SHARED (bytes), FLYING (deliver), TOGETHER (heads), and what the model has:
+// GELU, QK_NORM, WINDOWS, BIASES.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -29,7 +30,7 @@ typedef unsigned short bf16;  // its bits
 constexpr int THREADS = WARPS * 32;
 constexpr int G = HEADS / KV_HEADS, WIDTH = HEADS * DIM, QKV = (HEADS + 2 * KV_HEADS) * DIM;
 constexpr int COLUMNS = 16, CHUNK = COLUMNS * 8 * 128;  // columns of 64 inputs, bytes
-constexpr int TILE = THREADS / 2, SHORT = 256;          // positions that are attended to at once, and of a context that is not split
+constexpr int TILE = THREADS / 2, SHORT = 256;  // positions that are attended to at once, and of a context that is not split
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int each(int all, int parts) { return (all + parts - 1) / parts; }
@@ -42,11 +43,13 @@ __device__ constexpr int columns_of(int p) { return (p == TO_OUT ? WIDTH : p == 
 constexpr int MOST_UNITS = each(most(most(units_of(TO_QKV), units_of(TO_OUT)), units_of(TO_UP)), BLOCKS);
 
 // How many heads a block attends to: as few as there are blocks for.
-__device__ constexpr int fewest(int n) { return n < TOGETHER && TOGETHER % (2 * n) == 0 && ROWS * HEADS / n > BLOCKS ? fewest(2 * n) : n; }
-constexpr int FEWEST = fewest(1);  // where contexts are short; else TOGETHER
+__device__ constexpr int fewest(int n) {
+    return n < TOGETHER && TOGETHER % (2 * n) == 0 && ROWS * HEADS / n > BLOCKS ? fewest(2 * n) : n;
+}
+constexpr int FEWEST = fewest(1);                              // where contexts are short; else TOGETHER
 constexpr bool MANY_UNITS = ROWS * HEADS / TOGETHER > BLOCKS;  // a block may have several
-constexpr int SCRATCH = each(most(WARPS * MOST_UNITS * ROWS * 8, DIM + TOGETHER * (DIM + 8) + most(TOGETHER * TILE, WARPS * TOGETHER * DIM) + 3 * TOGETHER + 4) * 4, 128) * 128;
-
+constexpr int SCORES = DIM + TOGETHER * (DIM + 8) + most(TOGETHER * TILE, WARPS * TOGETHER * DIM) + 3 * TOGETHER + 4;
+constexpr int SCRATCH = each(most(WARPS * MOST_UNITS * ROWS * 8, SCORES) * 4, 128) * 128;  // bytes: sums, or what attend() keeps
 static_assert(SLOTS * CHUNK + ROWS * WIDEST * 2 + SCRATCH + SLOTS * 16 + 16 <= SHARED, "few.py: room()");
 
 struct Layer {
@@ -65,11 +68,11 @@ struct Batch {  // what few.py passes
     const Layer *layers;
     const Maps *maps;
     const float *norm;
-    bf16 *h;          // [ROWS, HIDDEN], in and, normalised, out
-    bf16 *qkv;        // [ROWS, QKV]
-    bf16 *attended;   // [ROWS, WIDTH]
-    bf16 *inner;      // [ROWS, INTER]
-    float *parts;     // [ROWS, HEADS / TOGETHER, splits, TOGETHER, DIM + 2]: sums, peak and total of each
+    bf16 *h;         // [ROWS, HIDDEN], in and, normalised, out
+    bf16 *qkv;       // [ROWS, QKV]
+    bf16 *attended;  // [ROWS, WIDTH]
+    bf16 *inner;     // [ROWS, INTER]
+    float *parts;    // [ROWS, HEADS / TOGETHER, splits, TOGETHER, DIM + 2]: sums, peak and total of each
     bf16 *kv;
     u64 s_block, s_layer, s_kind, s_head;  // strides of kv in elements
     const int *table;
@@ -124,7 +127,10 @@ __device__ __forceinline__ float max_of_warp(float x) {
 __device__ __forceinline__ u32 shared(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ uint4 fresh(const void *p) {  // from the L2 cache: another multiprocessor wrote it
     uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
     return v;
 }
 __device__ __forceinline__ float fresh_one(const bf16 *p) {
@@ -152,9 +158,9 @@ __device__ __forceinline__ int thread() {
 
 __device__ __forceinline__ void block_meets() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// All computing warps of all multiprocessors have come here, and what they wrote before is in the L2 cache, where fresh() reads it.
-// `acquire` would empty the L1 cache too, and with it what is kept there; that fresh() is not carried out before the barrier that
-// stands between is enough. Meanwhile each does what work() says, which depends on none of it: loads, for the most part.
+// All computing warps of all multiprocessors have come here, and what they wrote before is in the L2 cache, where fresh() reads
+// it. `acquire` would empty the L1 cache too, and with it what is kept there; that fresh() is not carried out before the barrier
+// that stands between is enough. Meanwhile each does what work() says, which depends on none of it: loads, for the most part.
 template <class Work>
 __device__ __forceinline__ void all_meet(u32 *met, u32 &times, Work work) {
     times += BLOCKS;
@@ -173,9 +179,10 @@ __device__ __forceinline__ void all_meet(u32 *met, u32 &times, Work work) {
 }
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
 // ---- the ring of weights ----------------------------------------------------------------------------
@@ -219,14 +226,15 @@ struct Walk {
     }
 };
 
-// Keeps the ring full. No more than FLYING copies are on their way: more would not come sooner, and what the other warps ask memory
-// for would queue behind them.
+// Keeps the ring full. No more than FLYING copies are on their way: more would not come sooner, and what the other warps ask
+// memory for would queue behind them.
 __device__ __forceinline__ void deliver(Ring ring, const Maps *maps, int layers) {
     Walk walk{layers};
     walk.settle();
     for (int i = 0; walk.layer < layers; i++, walk.next(), ring.next()) {
         if (i == 0 || (walk.phase == TO_OUT && walk.column == 0))
-            for (int j = 0; j < PHASES; j++) asm volatile("prefetch.tensormap [%0];" ::"l"(&maps[min(walk.layer + 1, layers - 1)].of[j]));
+            for (int j = 0; j < PHASES; j++)
+                asm volatile("prefetch.tensormap [%0];" ::"l"(&maps[min(walk.layer + 1, layers - 1)].of[j]));
         const u32 full = ring.full + ring.at * 8;
         const int before = ring.at - FLYING;
         wait(ring.empty + ring.at * 8, ring.parity ^ 1);
@@ -255,9 +263,10 @@ __device__ __forceinline__ void load4(u32 (&r)[4], u32 at) {
                  : "memory");
 }
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a, u32 a_after, u32 b, u32 b_after) {  // rows 8..15 are none
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a), "r"(0), "r"(a_after), "r"(b), "r"(b_after));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a), "r"(0), "r"(a_after), "r"(b), "r"(b_after));
 }
 
 // The product with x [ROWS, 64 columns] in shared memory: what each warp has summed up goes to `sums` [WARPS, units, ROWS, 8].
@@ -290,7 +299,8 @@ __device__ __forceinline__ void product(Ring &ring, int units, int columns, u32 
             if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(ring.empty + ring.at * 8) : "memory");
             ring.next();
         }
-        if (lane / 4 < ROWS) *(float2 *)to = make_float2(c[0][0] + c[1][0] + c[2][0] + c[3][0], c[0][1] + c[1][1] + c[2][1] + c[3][1]);
+        if (lane / 4 < ROWS)
+            *(float2 *)to = make_float2(c[0][0] + c[1][0] + c[2][0] + c[3][0], c[0][1] + c[1][1] + c[2][1] + c[3][1]);
     }
     block_meets();
 }
@@ -301,10 +311,13 @@ __device__ __forceinline__ void finish(const Batch &t, const Layer &layer, int p
     const int units = units_of(phase), mine = each(units, BLOCKS), wide_ = phase == TO_UP ? 4 : 8;
     const bf16 *bias = BIASES ? layer.biases[phase] : nullptr;
     for (int i = tid; i < mine * ROWS * wide_; i += THREADS) {
-        const int place = i / wide_, unit = blockIdx.x + place / ROWS * BLOCKS, row = place % ROWS, output = unit * wide_ + i % wide_;
+        const int place = i / wide_, unit = blockIdx.x + place / ROWS * BLOCKS, row = place % ROWS,
+                  output = unit * wide_ + i % wide_;
         if (unit >= units) continue;
         const float *at = sums + place * 8 + i % wide_;
-        bf16 *to = phase == TO_QKV ? t.qkv + row * QKV + output : phase == TO_UP ? t.inner + row * INTER + output : t.h + row * HIDDEN + output;
+        bf16 *to = phase == TO_QKV  ? t.qkv + row * QKV + output
+                   : phase == TO_UP ? t.inner + row * INTER + output
+                                    : t.h + row * HIDDEN + output;
         const float before = phase % 2 ? fresh_one(to) : 0;
         float value = 0, up = 0;
 #pragma unroll
@@ -329,7 +342,7 @@ __device__ __forceinline__ char *place(char *x, int row, int eighth) {  // of ei
 }
 
 __device__ __forceinline__ void take(char *x, const bf16 *from, int columns) {
-const int tid = turned(thread());
+    const int tid = turned(thread());
 #pragma unroll 1
     for (int i = tid; i < columns * 8; i += THREADS) {
         uint4 v[ROWS];
@@ -346,7 +359,7 @@ struct Norm {  // a thread's share of a norm's weights
     float4 w[MINE][2];
 
     __device__ __forceinline__ void load(const float *weight) {
-const int tid = turned(thread());
+        const int tid = turned(thread());
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
             const int i = min((int)tid + j * THREADS, EIGHTHS - 1);
@@ -391,9 +404,9 @@ __device__ __forceinline__ void take_normalised(char *x, const bf16 *h, const No
             if (i >= EIGHTHS) continue;
             const float4 a = norm.w[j][0], b = norm.w[j][1];
             const uint4 r = v[row][j];
-            *(uint4 *)place(x, row, i) = make_uint4(
-                pair(low(r.x) * f * a.x, high(r.x) * f * a.y), pair(low(r.y) * f * a.z, high(r.y) * f * a.w),
-                pair(low(r.z) * f * b.x, high(r.z) * f * b.y), pair(low(r.w) * f * b.z, high(r.w) * f * b.w));
+            *(uint4 *)place(x, row, i) =
+                make_uint4(pair(low(r.x) * f * a.x, high(r.x) * f * a.y), pair(low(r.y) * f * a.z, high(r.y) * f * a.w),
+                           pair(low(r.z) * f * b.x, high(r.z) * f * b.y), pair(low(r.w) * f * b.z, high(r.w) * f * b.w));
         }
     }
     block_meets();
@@ -452,7 +465,8 @@ struct Tile {
 };
 
 // One head's vector, normalised first where there is a norm, and rotated: a lane has dimensions lane + 32 i and those DIM / 2 on.
-__device__ __forceinline__ void turn(const bf16 *from, const float *norm, const Unit &unit, float eps, float (&a)[DIM / 64], float (&b)[DIM / 64]) {
+__device__ __forceinline__ void turn(const bf16 *from, const float *norm, const Unit &unit, float eps, float (&a)[DIM / 64],
+                                     float (&b)[DIM / 64]) {
     const int tid = thread();
     const int lane = tid % 32;
     float squares = 0;
@@ -473,10 +487,11 @@ __device__ __forceinline__ void turn(const bf16 *from, const float *norm, const 
     }
 }
 
-// `tile`, if loaded, is the unit's first, from before this step's own key and value existed: those are put in here, and into the cache.
+// `tile`, if loaded, is the unit's first, from before this step's own key and value existed: those are put in here, and into the
+// cache.
 template <int N>  // query heads
-__device__ __forceinline__ void attend(const Batch &t, const Layer &layer, bf16 *kv, Unit &unit, Tile &tile, bool loaded, float *part, bool partial,
-                                       float *scratch) {
+__device__ __forceinline__ void attend(const Batch &t, const Layer &layer, bf16 *kv, Unit &unit, Tile &tile, bool loaded,
+                                       float *part, bool partial, float *scratch) {
     const int tid = thread();
     constexpr int HALF = DIM / 2 + 4;  // of a query; apart, so that two threads read both at once
     bf16 *own_k = (bf16 *)scratch, *own_v = own_k + DIM;
@@ -500,8 +515,7 @@ __device__ __forceinline__ void attend(const Batch &t, const Layer &layer, bf16 
         turn(mine + (i < N ? unit.head + i : HEADS + key_head) * DIM, i < N ? layer.q_norm : layer.k_norm, unit, t.eps, a, b);
         for (int j = 0; j < DIM / 64; j++) {
             const int d = lane + 32 * j;
-            if (i < N)
-                q[i * 2 * HALF + d] = rounded(a[j]), q[(i * 2 + 1) * HALF + d] = rounded(b[j]);
+            if (i < N) q[i * 2 * HALF + d] = rounded(a[j]), q[(i * 2 + 1) * HALF + d] = rounded(b[j]);
             else {
                 own_k[d] = narrow(a[j]), own_k[DIM / 2 + d] = narrow(b[j]);
                 if (writes) to[d] = own_k[d], to[DIM / 2 + d] = own_k[DIM / 2 + d];
@@ -588,13 +602,10 @@ __device__ __forceinline__ void attend(const Batch &t, const Layer &layer, bf16 
     for (int i = tid; i < N * DIM; i += THREADS) {
         float s = 0;
         for (int w = 0; w < WARPS; w++) s += acc[w * N * DIM + i];
-        if (partial)
-            part[i / DIM * (DIM + 2) + i % DIM] = s;
-        else
-            t.attended[unit.row * WIDTH + unit.head * DIM + i] = narrow(s / sum[i / DIM]);
+        if (partial) part[i / DIM * (DIM + 2) + i % DIM] = s;
+        else t.attended[unit.row * WIDTH + unit.head * DIM + i] = narrow(s / sum[i / DIM]);
     }
-    if (partial && tid < N)
-        part[tid * (DIM + 2) + DIM] = peak[tid], part[tid * (DIM + 2) + DIM + 1] = sum[tid];
+    if (partial && tid < N) part[tid * (DIM + 2) + DIM] = peak[tid], part[tid * (DIM + 2) + DIM + 1] = sum[tid];
 }
 
 // A head's parts, weighed by their peaks; a warp each.
@@ -675,15 +686,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_c
                 unit = Unit(t, layer, i, heads, splits);
             }
             bf16 *of_head = kv + unit.head / G * t.s_head;
-            if (apart)
-                attend<FEWEST>(t, layer, of_head, unit, tile, i == blockIdx.x, nullptr, false, scratch);
+            if (apart) attend<FEWEST>(t, layer, of_head, unit, tile, i == blockIdx.x, nullptr, false, scratch);
             else
-                attend<TOGETHER>(t, layer, of_head, unit, tile, i == blockIdx.x, t.parts + i * TOGETHER * (DIM + 2), splits > 1, scratch);
+                attend<TOGETHER>(t, layer, of_head, unit, tile, i == blockIdx.x, t.parts + i * TOGETHER * (DIM + 2), splits > 1,
+                                 scratch);
         }
-        if (MANY_UNITS && units > BLOCKS)
-            unit = Unit(t, layer, blockIdx.x, heads, splits);
-        else if (unit.end - unit.begin > TILE)
-            unit.find(unit.begin);
+        if (MANY_UNITS && units > BLOCKS) unit = Unit(t, layer, blockIdx.x, heads, splits);
+        else if (unit.end - unit.begin > TILE) unit.find(unit.begin);
         all_meet(t.met, times, [] {});
         if (splits > 1) {
             join(t, splits);
