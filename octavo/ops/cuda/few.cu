@@ -13,7 +13,7 @@
 //     up       x = norm(h);  its outputs of act(W_gate x) * (W_up x)
 //     down     its outputs of h += W_down y
 //
-// Products. A unit is eight outputs (or four of gate and the same of up), which come as chunks [16][8][64]: 16 times 64 inputs, 16 KB.
+// Products. A unit is eight outputs (or four of gate and four of up), which come as chunks [16][8][64]: of 16 times 64 inputs.
 // Tensor cores multiply [16 rows of x, of which ROWS exist] with [8 outputs]: each warp takes two of a chunk's 16 columns, and
 // what the warps have summed up is added at the end of the phase. 16-byte parts of a line of 128 bytes are stored exchanged
 // (part ^ line % 8), which is how copies of that kind write them, so that eight lines are read without waiting for each other.
