@@ -382,6 +382,7 @@ class LLM:
         recorder, scheduler.recorder = scheduler.recorder, None
         self.engine.observers = []  # nobody is to learn from steps that compile
         links = None if scheduler.tiers is None else replace(scheduler.tiers.links)
+        asked = scheduler.count.queried_tokens, scheduler.count.cached_tokens
         most = min(self.schedule.max_model_len, self.memory.kv_tokens, most_positions(self.cache)) - 2
         try:
             most = max(1, min(most, self.schedule.max_num_batched_tokens))
@@ -391,6 +392,7 @@ class LLM:
                 self.reset_prefix_cache()
         finally:
             scheduler.recorder, self.engine.observers = recorder, observers
+            scheduler.count.queried_tokens, scheduler.count.cached_tokens = asked
             if scheduler.tiers is not None and links is not None:
                 scheduler.tiers.links = links
         self.runner.capture()

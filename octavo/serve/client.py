@@ -336,15 +336,15 @@ class EngineClient:
 
     def receive(self, message: ToFront) -> None:
         if isinstance(message, News):
-            for id in message.begun:
-                self._begun(id)
+            for id, at in message.begun:
+                self._begun(id, at)
             for tokens in message.steps:
                 self.metrics.iteration.observe(tokens)
             self._blame({out.request_id for out in message.outputs if out.finish_reason == "error" and out.code is None})
             self._outputs.extend(message.outputs)
             if len(self._outputs) == len(message.outputs):
                 self._some()
-            self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs))
+            self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs) + message.untold)
         elif isinstance(message, View):
             self.view = message
         elif isinstance(message, Refused):
@@ -362,11 +362,11 @@ class EngineClient:
         elif isinstance(message, Ready):
             self.metrics.loaded(self.model_info())
 
-    def _begun(self, id: str) -> None:
+    def _begun(self, id: str, at: float) -> None:
         if id in self.queue.waiting:
             self.queue.leave(id, begun=True)
             call, which = self.open_requests[id]
-            self.metrics.begun(call.collectors[which])
+            self.metrics.begun(call.collectors[which], at)
 
     def _some(self) -> None:
         """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read. Of those
@@ -388,7 +388,7 @@ class EngineClient:
         found = self.open_requests.get(out.request_id)
         if found is None:
             return
-        self._begun(out.request_id)
+        self._begun(out.request_id, now)
         call, which = found
         collector = call.collectors[which]
         self.metrics.tokens(collector, out, now)

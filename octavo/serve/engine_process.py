@@ -66,13 +66,14 @@ class Observed:
 
     def __init__(self, runner: Runner):
         self.runner = runner
-        self.begun: list[int] = []  # Sequence.id
+        self.begun: list[tuple[int, float]] = []  # Sequence.id, and when
         self.steps: list[int] = []  # tokens of each
         self.prefill = self.decode = 0
         self.viewer: Viewer | None = None  # while somebody watches
 
     def launch(self, plan: Plan) -> Handle:
-        self.begun += [row.seq for row in plan.rows]
+        now = time.monotonic()
+        self.begun += [(row.seq, now) for row in plan.rows]
         if plan.items:
             self.steps.append(plan.num_tokens)
         for item in plan.items:
@@ -136,10 +137,13 @@ class EngineLoop:
             else:
                 self.held[message.id] = message, self.guides.start(spec)
         elif isinstance(message, Abort):
+            untold = 0
             for id in message.ids:
                 self.held.pop(id, None)
-                self.whole.pop(id, None)
+                untold += sum(map(len, self.whole.pop(id, {}).values()))
                 self._ended(engine.abort(id))
+            if untold:
+                self.link.send(News([], [], [], untold))
             if engine.idle and not self.held:
                 self._snapshot()
                 self.link.send(self.beat)
@@ -177,7 +181,7 @@ class EngineLoop:
 
     def send(self, outputs: list[Output]) -> None:
         live = self.engine.scheduler.live
-        begun = [live[id].request.id for id in self.observed.begun if id in live and live[id].preemptions == 0]
+        begun = [(live[id].request.id, at) for id, at in self.observed.begun if id in live and live[id].preemptions == 0]
         self.observed.begun.clear()
         self._ended(outputs)
         if self.whole:

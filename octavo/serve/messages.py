@@ -95,8 +95,9 @@ class News(msgspec.Struct, tag=True, array_like=True):
     """What a step brought, and the requests that have begun."""
 
     outputs: list[Output]
-    begun: list[str]
+    begun: list[tuple[str, float]]  # and when, by time.monotonic(), which all processes share
     steps: list[int] = []  # tokens computed in each, since the last news
+    untold: int = 0  # tokens of requests that ended before anybody heard of them
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):

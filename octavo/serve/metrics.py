@@ -210,10 +210,9 @@ class Metrics:
             self.cache_info.clear()
             self.cache_info.labels(model.block_size, model.num_blocks, model.prefix_caching, model.dtype).set(1)
 
-    def begun(self, collector: Collector) -> None:
-        now = time.monotonic()
-        self._begun[collector.request.id] = now
-        self.queue_time.observe(now - collector.request.arrival)
+    def begun(self, collector: Collector, at: float) -> None:
+        self._begun[collector.request.id] = at
+        self.queue_time.observe(max(at - collector.request.arrival, 0.0))
         self.prompt_tokens.inc(len(collector.request.prompt))
 
     def tokens(self, collector: Collector, out: Output, now: float) -> None:
@@ -242,7 +241,7 @@ class Metrics:
             id, times = collector.request.id, collector.metrics
             self._last.pop(id, None)
             self._begun.pop(id, None)
-            reason = "error" if call.error else "abort"
+            reason = "error" if call.error and call.error.status != 499 else "abort"  # 499: the client left, or cancelled
             for completion in collector.outputs:
                 self.success[completion.finish_reason or reason].inc()
             if collector.finished and times.first_token_time is not None and times.finished_time is not None:

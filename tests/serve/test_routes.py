@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
 from octavo.serve.http import GET, POST
@@ -161,6 +162,34 @@ def test_metrics_count_what_happened(running: Running) -> None:
     assert grew("octavo:prefill_tokens_total") == 10 and grew("octavo:decode_tokens_total") == 6
     blocks = [after[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free")]
     assert sum(blocks) == 512 and blocks[0] == 0
+
+
+def test_metrics_tell_waiting_from_computing(running: Running) -> None:
+    names = [f"octavo:{name}_seconds_sum" for name in ("request_queue_time", "request_prefill_time", "time_to_first_token")]
+    before = running.metrics()
+    running.complete(prompt=[1] * 120, max_tokens=2)
+    time.sleep(0.05)
+    queue, prefill, first = (running.metrics()[name] - before[name] for name in names)
+    assert prefill > 0.0002 and queue + prefill == pytest.approx(first, abs=1e-4)
+
+
+def test_a_client_that_leaves_is_no_error_and_its_tokens_count(running: Running) -> None:
+    def ended(reason: str) -> float:
+        pattern = rf'^octavo:request_success_total{{finished_reason="{reason}".*}} (\S+)'
+        found = re.search(pattern, running.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before, said = {reason: ended(reason) for reason in ("abort", "error")}, running.metrics()
+    with pytest.raises(httpx.TimeoutException):
+        running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 200, "ignore_eos": True}, timeout=0.02)
+    deadline = time.monotonic() + 10
+    while ended("abort") == before["abort"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)  # the engine's own counts
+    assert ended("abort") == before["abort"] + 1 and ended("error") == before["error"]
+    now, names = running.metrics(), ("octavo:generation_tokens_total", "octavo:decode_tokens_total")
+    generated, decoded = (now[name] - said[name] for name in names)
+    assert decoded > 3 and abs(generated - decoded) <= 3
 
 
 def test_no_label_comes_from_a_client(running: Running) -> None:
