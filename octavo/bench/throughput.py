@@ -15,6 +15,7 @@ from octavo.bench.workloads import WORKLOADS, Machine, Workload, floor_seconds
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
+from octavo.model.layers import Linear
 from octavo.types import SamplingParams
 
 
@@ -65,14 +66,25 @@ def run(llm: LLM, load: Workload) -> float:
 
 
 def measure_machine(llm: LLM) -> Machine:
-    """A large copy, counting bytes both ways, and a large matrix product in the model's dtype on random data: formats whose
-    activations have 8 bits too may be faster."""
+    """A large copy, counting bytes both ways, and a large matrix product on random data: in the model's dtype, or by the engine's
+    own kernel with one of the model's matrices where that is faster, as it is where numbers have 8 bits."""
     cuda = llm.device.type == "cuda"
     n, m = (2**29, 8192) if cuda else (2**26, 1024)
     a = torch.empty(n, dtype=torch.bfloat16, device=llm.device)
     b = torch.empty_like(a)
     x, y = (torch.randn(m, m, device=llm.device).to(llm.model_dtype) for _ in range(2))
-    return Machine(2 * a.nbytes / _best(lambda: b.copy_(a), cuda), 2 * m**3 / _best(lambda: x @ y, cuda))
+    return Machine(2 * a.nbytes / _best(lambda: b.copy_(a), cuda), max(2 * m**3 / _best(lambda: x @ y, cuda), _own(llm, cuda)))
+
+
+@torch.inference_mode()
+def _own(llm: LLM, cuda: bool, rows: int = 512) -> float:
+    """Operations a second of the widest product inside the layers, alone."""
+    linears = [m for m in llm.model.modules() if isinstance(m, Linear) and "lm_head" not in m.parts]
+    if not linears:
+        return 0.0
+    widest = max(linears, key=lambda m: sum(m.parts.values()))
+    x = torch.randn(rows, llm.config.hidden_size, device=llm.device).to(llm.model_dtype)
+    return 2 * rows * llm.config.hidden_size * sum(widest.parts.values()) / _best(lambda: widest(x), cuda)
 
 
 def _best(work: Callable[[], Any], cuda: bool, repeat: int = 5) -> float:

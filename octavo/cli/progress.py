@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Event, Thread
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,16 @@ class Steps(Progress):
         console = Console(stderr=True)
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._said: tuple[str, float] = "", 0.0  # what the last line was about, and when
+        self._begun, self._over = time.monotonic(), Event()
+
+    def start(self) -> None:
+        super().start()
+        if not self.console.is_terminal:
+            Thread(target=self._go_on, daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+        super().stop()
 
     def add_task(self, description: str, *args: Any, **options: Any) -> TaskID:
         task = super().add_task(description, *args, **options)
@@ -30,6 +41,12 @@ class Steps(Progress):
         super().advance(task_id, advance)
         self._say(task_id)
 
+    def _go_on(self) -> None:
+        """A single step may take minutes: what is going on is said again meanwhile."""
+        while not self._over.wait(EVERY):
+            for task in self.task_ids[-1:]:
+                self._say(task)
+
     def _say(self, task_id: TaskID) -> None:
         if self.console.is_terminal:
             return
@@ -38,4 +55,4 @@ class Steps(Progress):
             return
         self._said = task.description, now
         so_far = f" {task.completed:g} of {task.total:g}" if task.total else ""
-        self.console.print(f"{task.description}{so_far}", highlight=False)
+        self.console.print(f"{now - self._begun:4.0f} s  {task.description}{so_far}", highlight=False)

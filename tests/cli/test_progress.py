@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -23,9 +24,20 @@ def shown(patch: pytest.MonkeyPatch, terminal: bool) -> str:
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(monkeypatch, terminal=False) == "loading\nmeasuring 0 of 3\n"  # the rest came sooner than a line is due
+    assert shown(monkeypatch, terminal=False).splitlines() == ["   0 s  loading", "   0 s  measuring 0 of 3"]  # no other was due
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    assert (
-        shown(monkeypatch, terminal=False) == "loading\nmeasuring 0 of 3\nmeasuring 1 of 3\nmeasuring 2 of 3\nmeasuring 3 of 3\n"
-    )
+    lines = shown(monkeypatch, terminal=False).splitlines()
+    assert [f"   0 s  measuring {i} of 3" for i in range(4)] == list(dict.fromkeys(lines))[1:]
     assert "measuring 1 of 3" not in shown(monkeypatch, terminal=True)
+
+
+def test_what_takes_long_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=out))
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+    with Steps() as steps:
+        steps.add_task("measuring", total=2)
+        time.sleep(0.3)
+    count = out.getvalue().count("measuring 0 of 2")
+    time.sleep(0.1)
+    assert count > 2 and out.getvalue().count("measuring") == count, "and no more when it is over"
