@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -581,6 +581,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many: a string, a dictionary and a flat list of ids are one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"give prompts: text, token ids, or a list of either, got {prompts!r:.100}", "prompts")
     many = list(prompts)
     return [many] if many and not isinstance(many[0], (str, dict, list, tuple)) else many
 

@@ -149,7 +149,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, 0, MAX_LOGPROBS)
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        listed = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        self.stop = list(listed) if isinstance(listed, list | tuple | set | frozenset) else [""]  # "": refused below
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest("stop must be a non-empty string or a list of non-empty strings", "stop")
         if self.stop and not self.detokenize:

@@ -323,7 +323,8 @@ def test_a_bad_request_is_refused_and_harms_nobody(llm: LLM, prompt: Any, params
         dict(top_k=-2), dict(top_k=1.5), dict(min_p=-0.1), dict(n=0), dict(n=1000), dict(max_tokens=0), dict(max_tokens=True),
         dict(min_tokens=5, max_tokens=4), dict(repetition_penalty=0), dict(presence_penalty=3), dict(seed=1.5),
         dict(frequency_penalty=float("nan")),
-        dict(stop=""), dict(stop=["a", ""]), dict(stop=["a"], detokenize=False), dict(logprobs=21), dict(logprobs=-1),
+        dict(stop=""), dict(stop=["a", ""]), dict(stop=3), dict(stop=b"a"),
+        dict(stop=["a"], detokenize=False), dict(logprobs=21), dict(logprobs=-1),
         dict(prompt_logprobs="x"), dict(logit_bias={1: float("nan")}), dict(logit_bias={"x": 1}), dict(logit_bias=3),
         dict(allowed_token_ids=[]), dict(stop_token_ids=[-1]),
     ],
@@ -360,6 +361,11 @@ def test_values_beyond_32_bits_harm_nobody(llm: LLM) -> None:
 def test_nothing_left_to_say_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="all stop tokens"):
         llm.generate(["x"], SamplingParams(allowed_token_ids=[tiny.EOS], min_tokens=1))
+
+
+def test_what_is_no_prompt_is_refused_by_its_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="give prompts: text, token ids, or a list of either, got 3"):
+        llm.generate(3)
 
 
 def test_salted_prompts_do_not_share_blocks_and_unknown_keys_are_refused(llm: LLM) -> None:

@@ -83,7 +83,14 @@ def read(source: str) -> list[Entry]:
 
 def _lines(path: str) -> Iterator[Entry]:
     known = {f.name for f in fields(Entry)}
-    with open(path, encoding="utf-8") as file:
+    try:
+        opened = open(path, encoding="utf-8")  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise InvalidRequest(
+            f"{path} cannot be read ({error.strerror}): name a file of --record-trace, or a trace such as poisson:rate=4,n=100",
+            "trace",
+        ) from None
+    with opened as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -188,3 +188,8 @@ def test_an_urgent_request_has_its_first_token_within_twice_its_time(machine: st
     assert sum(ranked.last[f"{i}"] > urgent[-1].arrival for i in range(n)) > 16, "every row was wanted to the end"
     ends = [max(report.last[f"{i}"] for i in range(n)) for report in (fcfs, ranked)]
     assert ends[1] < ends[0] / 0.55 and len(ranked.last) == n + 100, "the others finish, at more than half of their speed"
+
+
+def test_a_trace_that_is_not_there_is_refused_with_what_may_be_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"nowhere.jsonl cannot be read \(No such file or directory\): name a file"):
+        trace.read("nowhere.jsonl")
