@@ -149,10 +149,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, 0, MAX_LOGPROBS)
-        listed = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
-        self.stop = list(listed) if isinstance(listed, list | tuple | set | frozenset) else [""]  # "": refused below
-        if any(not isinstance(s, str) or not s for s in self.stop):
+        listed: Any = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not isinstance(listed, (list, tuple, set, frozenset)) or any(not isinstance(s, str) or not s for s in listed):
             raise InvalidRequest("stop must be a non-empty string or a list of non-empty strings", "stop")
+        self.stop = list(listed)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
         if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):

@@ -53,7 +53,7 @@ class Captured:
 
 
 class StepGraphs:
-    tell = staticmethod(tell)
+    tell = staticmethod(tell)  # how what a step has drawn reaches the host
 
     def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
         self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len

@@ -42,9 +42,7 @@ READERS = 16  # threads at most
 PART = 4 << 20  # bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits between those
 BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
-OPENING = (
-    PATIENCE / 10
-)  # for a file to be opened: one that hangs keeps who opens it, and those who take its other parts no longer
+OPENING = PATIENCE / 10  # for a file to be opened: one that hangs keeps who opens it, and those with its other parts no longer
 LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed

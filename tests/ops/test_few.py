@@ -246,6 +246,15 @@ def test_other_decoders_are_computed_op_by_op() -> None:
     assert ReferenceOps().fuse(good) is None
 
 
+def test_it_is_for_hopper_and_later_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for major, fits in ((8, False), (9, True), (10, True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
+        assert few.available(torch.device("cuda")) is fits
+    assert not few.available(torch.device("cpu"))
+    monkeypatch.setenv("OCTAVO_FEW_ROWS", "none")
+    assert not few.available(torch.device("cuda"))
+
+
 def test_a_kernel_that_does_not_compile_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
 from ctypes import c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def computes(spec: DecoderSpec) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """A Hopper GPU or a later one, of NVIDIA's."""
+    """A Hopper GPU or a later one, of NVIDIA's, and nobody said OCTAVO_FEW_ROWS=none."""
+    if os.environ.get("OCTAVO_FEW_ROWS") == "none":
+        return False
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
