@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -174,21 +175,25 @@ def test_metrics_tell_waiting_from_computing(running: Running) -> None:
 
 
 def test_a_client_that_leaves_is_no_error_and_its_tokens_count(running: Running) -> None:
+    """It leaves after a while: on a busy machine before anything was said, on an idle one after the end, but somewhen amid it."""
+
     def ended(reason: str) -> float:
         pattern = rf'^octavo:request_success_total{{finished_reason="{reason}".*}} (\S+)'
         found = re.search(pattern, running.get("/metrics").text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    before, said = {reason: ended(reason) for reason in ("abort", "error")}, running.metrics()
-    with pytest.raises(httpx.TimeoutException):
-        running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 200, "ignore_eos": True}, timeout=0.02)
-    deadline = time.monotonic() + 10
-    while ended("abort") == before["abort"] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.3)  # the engine's own counts
-    assert ended("abort") == before["abort"] + 1 and ended("error") == before["error"]
-    now, names = running.metrics(), ("octavo:generation_tokens_total", "octavo:decode_tokens_total")
-    generated, decoded = (now[name] - said[name] for name in names)
+    names = ("octavo:generation_tokens_total", "octavo:decode_tokens_total")
+    time.sleep(0.3)  # the engine's own counts come with its pulse
+    errors = ended("error")
+    for patience in [0.01 * 1.5**k for k in range(16)]:
+        before, aborted = running.metrics(), ended("abort")
+        with contextlib.suppress(httpx.TimeoutException):
+            running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 200, "ignore_eos": True}, timeout=patience)
+        time.sleep(0.6)
+        generated, decoded = (running.metrics()[name] - before[name] for name in names)
+        if ended("abort") > aborted and decoded > 3:
+            break
+    assert ended("abort") == aborted + 1 and ended("error") == errors
     assert decoded > 3 and abs(generated - decoded) <= 3
 
 
