@@ -55,6 +55,7 @@ class Arena:
             return area(whole)[:size]
         with self.lock:
             if whole > len(self.rest):
-                self.rest = area(CHUNK)
+                with torch.inference_mode(False):  # whoever asks for it: the next may not be in that mode
+                    self.rest = area(CHUNK)
             piece, self.rest = self.rest[:size], self.rest[whole:]
             return piece

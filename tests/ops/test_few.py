@@ -1,10 +1,12 @@
-"""A decode step of a few rows in one kernel, against the same layers op by op. Without a GPU: that it compiles, and the
-arithmetic about its memory."""
+"""A decode step of a few rows in one kernel, against the same layers op by op: on a GPU, and emulated without one. That it
+compiles, and the arithmetic about its memory."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from octavo.ops.decoder import DecoderLayer, DecoderSpec
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
 from tests.batch import empty_kv, make_batch, scattered_tables
+from tests.emulated import EmulatedKernel, emulated_map
 
 SHARED = 227 * 1024  # bytes a block may have on an H200
 BASE = dict(vocab_size=96, num_hidden_layers=3, max_position_embeddings=2048)
@@ -43,6 +46,15 @@ LENGTHS = {
     "eight": [1, 2, 63, 64, 65, 128, 200, 256], "long": [300, 1, 700], "two long": [1030, 257], "five": [9, 90, 40, 2, 700],
     "eight long": [1000, 3, 257, 640, 64, 900, 128, 1],
 }  # fmt: skip
+EMULATED = [  # decoder, multiprocessors, lengths: few kernels, since compiling one takes seconds
+    ("four heads share a key", 5, [LENGTHS["four"]]),
+    ("eight heads share a key", 7, [[1030, 257], [70, 200]]),
+    ("each has its own, and biases", 36, [[9]]),  # some have no unit of a product
+    ("more units than blocks", 6, [[129, 1, 65]]),
+    ("qwen2", 9, [LENGTHS["eight"]]),
+    ("qwen3", 4, [[300, 1, 700], [129, 1, 65]]),
+    ("mistral", 6, [[9, 90, 40, 2, 700]]),
+]
 SIZES = {  # hidden, inter, heads, key heads, dimensions
     "tinyllama-1.1b": (2048, 5632, 32, 4, 64),
     "qwen3-0.6b": (1024, 3072, 16, 8, 128),
@@ -50,13 +62,20 @@ SIZES = {  # hidden, inter, heads, key heads, dimensions
 }
 
 
-@torch.no_grad()
-def made(name: str, **changes: Any) -> Any:
-    from octavo.ops.triton import TritonOps
+class FewOps(ReferenceOps):
+    def fuse(self, decoder: DecoderSpec) -> Any:
+        return few.fuse(decoder)
 
+
+@torch.no_grad()
+def made(name: str, device: str = "cuda", **changes: Any) -> Any:
     hf = {**DECODERS[name], **changes}
-    model = build(registry.parse(hf), registry.find(hf), TritonOps(), torch.bfloat16, "cuda")
-    generator = torch.Generator("cuda").manual_seed(1)
+    if device == "cuda":
+        from octavo.ops.triton import TritonOps as Backend
+    else:
+        Backend = FewOps
+    model = build(registry.parse(hf), registry.find(hf), Backend(), torch.bfloat16, device)
+    generator = torch.Generator(device).manual_seed(1)
     for parameter in model.parameters():
         parameter.normal_(0, 0.5 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.1, generator=generator)
         if parameter.ndim == 1:
@@ -68,16 +87,27 @@ def made(name: str, **changes: Any) -> Any:
 @torch.inference_mode()
 def stepped(model: Any, lengths: list[int], block: int, fused: Any) -> tuple[Tensor, Tensor]:
     """Hidden states of a decode step of sequences that are so long with it, and KV after it."""
-    tables = scattered_tables(lengths, block)
-    kv = empty_kv(model.config, tables, block, "cuda", torch.bfloat16)
-    generator = torch.Generator("cuda").manual_seed(2)
+    tables, device = scattered_tables(lengths, block), next(model.parameters()).device.type
+    kv = empty_kv(model.config, tables, block, device, torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(2)
     for length, table in zip(lengths, tables, strict=True):  # all but the last position, which stays NaN until it is written
-        past = torch.randn(len(table) * block, *kv.shape[1:4], kv.shape[5], generator=generator, device="cuda")
+        past = torch.randn(len(table) * block, *kv.shape[1:4], kv.shape[5], generator=generator, device=device)
         for p in range(length - 1):
             kv[table[p // block], :, :, :, p % block] = past[p].to(kv.dtype)
-    batch = make_batch([([7 * i + 3], length - 1) for i, length in enumerate(lengths)], tables, block, "cuda", slack=9)
+    batch = make_batch([([7 * i + 3], length - 1) for i, length in enumerate(lengths)], tables, block, device, slack=9)
     model.fused = fused
     return model(batch, kv), kv
+
+
+def compare(model: Any, fused: Any, lengths: list[int], block: int) -> None:
+    """Of the kernel with the ops."""
+    (want, kept), (got, written), (again, _) = (stepped(model, lengths, block, f) for f in (None, fused, fused))
+    assert fused.kernels[len(lengths), block] is not None
+    assert torch.equal(got, again), f"{lengths}: another result the second time"
+    error = ((got - want).float().norm(dim=1) / want.float().norm(dim=1)).max()
+    assert error < 0.02, f"{lengths}: {error:.3f}"
+    assert torch.equal(kept.isnan(), written.isnan()), f"{lengths}: written where nothing belongs, or not written"
+    torch.testing.assert_close(written.nan_to_num(), kept.nan_to_num(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.gpu
@@ -87,14 +117,8 @@ def test_all_layers_in_one_kernel_equal_layers_op_by_op(name: str, block: int) -
     model = made(name)
     fused = model.fused
     assert isinstance(fused, few.Few)
-    for what, lengths in LENGTHS.items():
-        (want, kept), (got, written), (again, _) = (stepped(model, lengths, block, f) for f in (None, fused, fused))
-        assert fused.kernels[len(lengths), block] is not None
-        assert torch.equal(got, again), f"{what}: another result the second time"
-        error = ((got - want).float().norm(dim=1) / want.float().norm(dim=1)).max()
-        assert error < 0.02, f"{what}: {error:.3f}"
-        assert torch.equal(kept.isnan(), written.isnan()), f"{what}: written where nothing belongs, or not written"
-        torch.testing.assert_close(written.nan_to_num(), kept.nan_to_num(), atol=0.05, rtol=0.05)
+    for lengths in LENGTHS.values():
+        compare(model, fused, lengths, block)
 
 
 @pytest.mark.gpu
@@ -169,6 +193,71 @@ def test_it_leaves_alone_what_it_cannot_compute() -> None:
         assert model(many, kv).isfinite().all()
 
 
+# ---- emulated -------------------------------------------------------------------------------------------
+
+
+class Emulation:
+    """A GPU of so many multiprocessors. `edits`: changes to the kernel's text."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, blocks: int, *edits: tuple[str, str]):
+        self.kernels: list[EmulatedKernel] = []
+        source = few.SOURCE
+        if edits:
+            text, source = few.SOURCE.read_text(), folder / "edited.cu"
+            for before, after in edits:
+                assert before in text, before
+                text = text.replace(before, after, 1)
+            source.write_text(text)
+
+        def kernel(constants: dict[str, int], name: str, shared: int) -> EmulatedKernel:
+            self.kernels.append(EmulatedKernel(source, constants, name, shared, folder))
+            return self.kernels[-1]
+
+        gpu = SimpleNamespace(multi_processor_count=blocks, shared_memory_per_block_optin=SHARED, major=9, minor=0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+        patch.setattr(few, "available", lambda _: True)
+        patch.setattr(few, "tensor_map", emulated_map)
+        patch.setattr(few, "compile_source", lambda source, constants, arch: constants)
+        patch.setattr(few, "Kernel", kernel)
+
+
+@pytest.mark.parametrize("name, blocks, lengths", EMULATED)
+def test_emulated_it_equals_layers_op_by_op(
+    name: str, blocks: int, lengths: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order in which threads come to go on."""
+    emulation = Emulation(monkeypatch, tmp_path, blocks)
+    model = made(name, "cpu", num_hidden_layers=2)
+    fused = model.fused
+    for each in lengths:
+        compare(model, fused, each, 16)
+        for kernel in emulation.kernels:
+            kernel.seed += 1
+
+
+MEETS = "block_meets();"
+MISTAKES = {  # what the kernel's text says, and what it says then
+    "x is read before all of it is there": (f"= v[row];\n    }}\n    {MEETS}", "= v[row];\n    }"),
+    "blocks do not wait for each other": ("if (threadIdx.x == 0) wait_for_count(met, times);", ""),
+    "weights are read before they came": ("            wait(ring.full + ring.at * 8, ring.parity);\n", ""),
+    "weights are overwritten": ("        wait(ring.empty + ring.at * 8, ring.parity ^ 1);\n", ""),
+    "weights are never given back": ("if (lane == 0) arrive(ring.empty + ring.at * 8);", ""),
+    "a unit too many is copied": ("unit >= units_of(phase)) {", "unit > units_of(phase)) {"),
+    "scores are weighed too early": (f"peak[g] = top;\n        }}\n        {MEETS}", "peak[g] = top;\n        }"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulation_finds_mistakes(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulation = Emulation(monkeypatch, tmp_path, 3, MISTAKES[mistake])
+    model = made("four heads share a key", "cpu", num_hidden_layers=1)
+    fused = model.fused
+    with pytest.raises((AssertionError, driver.CudaError)):
+        for seed in range(3):
+            compare(model, fused, [70, 200], 16)
+            emulation.kernels[0].seed = seed
+
+
 # ---- without a GPU --------------------------------------------------------------------------------------
 
 
@@ -209,7 +298,7 @@ def test_it_compiles_and_fits(name: str, rows: int) -> None:
     assert shared <= SHARED
     constants = few.constants_of(decoder, rows, 64, slots, shared, 132)
     options = ["--gpu-architecture=sm_90", "--std=c++17", "--ptxas-options=-v", *(f"-D{k}={v}" for k, v in constants.items())]
-    code, said = driver.translate(few.SOURCE.read_text(), options)
+    code, said = driver.translate(driver.with_header(few.SOURCE), options)
     assert code[:4] == b"\x7fELF"
     registers, spilled = (
         int(found[0]) for found in (re.findall(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))

@@ -52,6 +52,14 @@ def test_a_piece_outlives_its_arena():
     assert (piece == 7).all()
 
 
+def test_a_chunk_begun_in_inference_mode_serves_who_is_in_none():
+    arena = Arena()
+    with torch.inference_mode():
+        first = arena.take(10).fill_(1)
+    second = arena.take(10).fill_(2)
+    assert first.tolist() + second.tolist() == [1] * 10 + [2] * 10
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_linux_is_asked_for_huge_pages():
     fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # torch's own may have been somebody's before

@@ -52,6 +52,15 @@ def _check(status: int, what: str) -> None:
         raise CudaError(f"{what}: {(text.value or b'error %d' % status).decode()}")
 
 
+def with_header(source: Path, header: Path | None = None) -> str:
+    """The source and what it includes as one text. `header`: in the place of the GPU's own, for who has none."""
+    name = "hopper.cuh"
+    include, header = f'#include "{name}"', header or source.with_name(name)
+    before, after = source.read_text().split(include)
+    line = before.count("\n") + 1
+    return f'{before}#line 1 "{header.name}"\n{header.read_text()}#line {line} "{source.name}"\n{after}'
+
+
 def compile_source(source: str, constants: Mapping[str, int], arch: str, anew: bool = False) -> bytes:
     """Machine code. Kept in a file, since compiling takes a second or two; `anew`: whether there is one or not."""
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]

@@ -22,10 +22,7 @@
 // BLOCKS (of threads), SLOTS (chunks the ring holds), SHARED (bytes), FLYING (deliver), TOGETHER (heads), and what the model has:
 // GELU, QK_NORM, WINDOWS, BIASES.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;  // its bits
-#define INFINITY __int_as_float(0x7f800000)
+#include "hopper.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int G = HEADS / KV_HEADS, WIDTH = HEADS * DIM, QKV = (HEADS + 2 * KV_HEADS) * DIM;
@@ -51,14 +48,12 @@ constexpr bool MANY_UNITS = ROWS * HEADS / TOGETHER > BLOCKS;  // a block may ha
 constexpr int SCORES = DIM + TOGETHER * (DIM + 8) + most(TOGETHER * TILE, WARPS * TOGETHER * DIM) + 3 * TOGETHER + 4;
 constexpr int SCRATCH = each(most(WARPS * MOST_UNITS * ROWS * 8, SCORES) * 4, 128) * 128;  // bytes: sums, or what attend() keeps
 static_assert(SLOTS * CHUNK + ROWS * WIDEST * 2 + SCRATCH + SLOTS * 16 + 16 <= SHARED, "few.py: room()");
+static_assert(ROWS <= BLOCKS, "a block each for the last norm");
 
 struct Layer {
     const float *norms[2], *q_norm, *k_norm, *angles;  // of attention and of the MLP
     const bf16 *biases[PHASES];
     u64 window;
-};
-struct alignas(64) Map {
-    u64 words[16];
 };
 struct Maps {  // of a layer's matrices, as TMA sees them
     Map of[PHASES];
@@ -86,21 +81,8 @@ struct Batch {  // what few.py passes
 
 // ---- small things -----------------------------------------------------------------------------------
 
-__device__ __forceinline__ float low(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-__device__ __forceinline__ float wide(bf16 x) { return __uint_as_float((u32)x << 16); }
-__device__ __forceinline__ bf16 narrow(float x) {
-    bf16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float rounded(float x) { return wide(narrow(x)); }
 __device__ __forceinline__ u32 pair(float a, float b) { return (u32)narrow(a) | (u32)narrow(b) << 16; }
-__device__ __forceinline__ float exp2_(float x) {
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float sum_of_warp(float x) {
     for (int i = 16; i; i /= 2) x += __shfl_xor_sync(~0u, x, i);
     return x;
@@ -124,39 +106,13 @@ __device__ __forceinline__ float max_of_warp(float x) {
     for (int i = 16; i; i /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
     return x;
 }
-__device__ __forceinline__ u32 shared(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ uint4 fresh(const void *p) {  // from the L2 cache: another multiprocessor wrote it
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-__device__ __forceinline__ float fresh_one(const bf16 *p) {
-    bf16 v;
-    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return wide(v);
-}
-__device__ __forceinline__ float fresh_float(const float *p) {
-    float v;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-    return v;
-}
 
 // Which of a block's threads loads what: in each block another order, since all of them load the same.
 __device__ __forceinline__ int turned(int tid) { return tid ^ blockIdx.x % WARPS * 32; }
 
-// This thread's number, asked for anew each time: what is computed from it is not kept in registers from layer to layer.
-__device__ __forceinline__ int thread() {
-    int i;
-    asm volatile("mov.u32 %0, %tid.x;" : "=r"(i));
-    return i;
-}
-
 // ---- meeting ----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void block_meets() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void block_meets() { meet<THREADS>(); }
 
 // All computing warps of all multiprocessors have come here, and what they wrote before is in the L2 cache, where fresh() reads
 // it. `acquire` would empty the L1 cache too, and with it what is kept there; that fresh() is not carried out before the barrier
@@ -165,24 +121,10 @@ template <class Work>
 __device__ __forceinline__ void all_meet(u32 *met, u32 &times, Work work) {
     times += BLOCKS;
     block_meets();
-    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(met) : "memory");
+    if (threadIdx.x == 0) count_up(met);
     work();
-    if (threadIdx.x == 0) {
-        u32 seen;
-        for (u32 i = 0;; i++) {
-            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(met) : "memory");
-            if (seen >= times) break;
-            if (i == 1u << 23) asm volatile("trap;");  // seconds: an error rather than a device that hangs
-        }
-    }
+    if (threadIdx.x == 0) wait_for_count(met, times);
     block_meets();
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
 }
 
 // ---- the ring of weights ----------------------------------------------------------------------------
@@ -196,16 +138,6 @@ struct Ring {
         if (++at == SLOTS) at = 0, parity ^= 1;
     }
 };
-
-// Weights are read once a step: they need not push anything else out of the L2 cache.
-__device__ __forceinline__ void copy(u32 to, const Map *map, int row, int column, u32 barrier) {
-    asm volatile(
-        "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;"
-        "  cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-        "  [%0], [%1, {%2, %3, %2, %4}], [%5], once; }" ::"r"(to),
-        "l"(map), "r"(0), "r"(row), "r"(column), "r"(barrier)
-        : "memory");
-}
 
 // All chunks that this multiprocessor needs, one after another.
 struct Walk {
@@ -233,18 +165,15 @@ __device__ __forceinline__ void deliver(Ring ring, const Maps *maps, int layers)
     walk.settle();
     for (int i = 0; walk.layer < layers; i++, walk.next(), ring.next()) {
         if (i == 0 || (walk.phase == TO_OUT && walk.column == 0))
-            for (int j = 0; j < PHASES; j++)
-                asm volatile("prefetch.tensormap [%0];" ::"l"(&maps[min(walk.layer + 1, layers - 1)].of[j]));
+            for (int j = 0; j < PHASES; j++) fetch_map(&maps[min(walk.layer + 1, layers - 1)].of[j]);
         const u32 full = ring.full + ring.at * 8;
         const int before = ring.at - FLYING;
         wait(ring.empty + ring.at * 8, ring.parity ^ 1);
         if (i >= FLYING) wait(ring.full + (before < 0 ? before + SLOTS : before) * 8, before < 0 ? ring.parity ^ 1 : ring.parity);
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full), "n"(CHUNK) : "memory");
+        arrive_and_expect<CHUNK>(full);
         copy(ring.chunks + ring.at * CHUNK, &maps[walk.layer].of[walk.phase], walk.row(), walk.column, full);
     }
 }
-
-__device__ __forceinline__ void fetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Norms and what describes the layers is little, and each would be waited for: all of it comes to the L2 cache at the start.
 __device__ __forceinline__ void fetch_small(const Batch &t) {
@@ -254,19 +183,6 @@ __device__ __forceinline__ void fetch_small(const Batch &t) {
             fetch(t.layers[i].norms[1] + at * 32);
             if (at < sizeof(Maps) / 128) fetch((const char *)(t.maps + i) + at * 128);
         }
-}
-
-__device__ __forceinline__ void load4(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a, u32 a_after, u32 b, u32 b_after) {  // rows 8..15 are none
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a), "r"(0), "r"(a_after), "r"(b), "r"(b_after));
 }
 
 // The product with x [ROWS, 64 columns] in shared memory: what each warp has summed up goes to `sums` [WARPS, units, ROWS, 8].
@@ -296,7 +212,7 @@ __device__ __forceinline__ void product(Ring &ring, int units, int columns, u32 
                 multiply(c[j % 2 * 2 + 1], a[j][2], a[j][3], b[j][2], b[j][3]);
             }
             __syncwarp();
-            if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(ring.empty + ring.at * 8) : "memory");
+            if (lane == 0) arrive(ring.empty + ring.at * 8);
             ring.next();
         }
         if (lane / 4 < ROWS)
@@ -636,7 +552,7 @@ __device__ __forceinline__ void multiply_all(const Batch &t, const Layer &layer,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_constant__ Batch t) {
-    extern __shared__ __align__(1024) char memory[];
+    SHARED_MEMORY(memory);
     char *x = memory + SLOTS * CHUNK;
     float *scratch = (float *)(x + ROWS * WIDEST * 2);
     u64 *barriers = (u64 *)((char *)scratch + SCRATCH);
@@ -644,10 +560,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_c
     Ring ring{shared(memory), shared(barriers), shared(barriers + SLOTS)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; i++) {
-            asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(ring.full + i * 8));
-            asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(ring.empty + i * 8), "n"(WARPS));
+            barrier_begin(ring.full + i * 8, 1);
+            barrier_begin(ring.empty + i * 8, WARPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+        barriers_begun();
         *nothing = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cuda.driver import CudaError, Kernel, compile_source, tensor_map
+from octavo.ops.cuda.driver import CudaError, Kernel, compile_source, tensor_map, with_header
 from octavo.ops.decoder import DecoderLayer, DecoderSpec
 from octavo.ops.kv import KV
 
@@ -157,7 +157,7 @@ class Few:
         if slots < LEAST_SLOTS:
             return None  # the inputs of that many rows leave the ring too little
         constants = constants_of(self.spec, rows, block, slots, shared, self.blocks)
-        source = SOURCE.read_text()
+        source = with_header(SOURCE)
         try:
             return Kernel(compile_source(source, constants, self.arch), "few", shared)
         except CudaError:  # what was kept may be damaged
