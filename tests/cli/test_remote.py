@@ -121,7 +121,7 @@ def test_another_kind_of_server(octavo: Octavo) -> None:
 
 
 def test_a_server_that_is_loading(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
-    with server(tmp_path, ready=False, model=tiny) as starting:
+    with server(tmp_path, ready=False, model=tiny, program="tests.serve.late_engine") as starting:
         result = octavo("chat", "--url", starting.url)
         assert result.exit_code == 2
         assert re.fullmatch(r"error: the server is not ready: starting \(\w+.*\)\. Try again soon\n", result.stderr)

@@ -23,7 +23,7 @@ def loading(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server that is asked everything before its model is there: {route: reply}."""
     bodies = {"/batch_generate": {"prompts": ["x"]}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]},
               RENDER: {"messages": HI}, "/generate": {"prompt": "x"}}  # fmt: skip
-    with server(tmp_path_factory.mktemp("loading"), ready=False) as front:
+    with server(tmp_path_factory.mktemp("loading"), ready=False, program="tests.serve.late_engine") as front:
         found = {path: front.post(path, body) for path, body in bodies.items()}
         found["/tokenizer_info"] = front.get("/tokenizer_info")
         found["/v1/limits"], found["/v1/models"] = front.get("/v1/limits"), front.get("/v1/models")
