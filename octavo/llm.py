@@ -481,7 +481,8 @@ class LLM:
             text, ids, _ = self._read(given.get("prompt_token_ids", given.get("prompt")))  # type: ignore[arg-type]
             return text or given.get("prompt"), ids, str(given.get("cache_salt", ""))
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer().encode(prompt), ""
+            tokenizer = self._need_tokenizer()
+            return prompt, tokenizer.as_prompt(tokenizer.encode(prompt)), ""
         try:
             return None, [t if type(t) is int else t.__index__() for t in prompt], ""
         except (TypeError, AttributeError):

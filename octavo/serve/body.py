@@ -174,6 +174,6 @@ def type_error(text: str) -> ApiError:
     """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; here it is said in JSON's words."""
     text, _, where = text.partition(" - at ")
     path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`")).lstrip("$.").replace(".....", "").removesuffix("....")
-    message = text.replace("`", "").replace("Expected", "expected", 1)
+    message = text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)  # which all may be
     message = re.sub(r"\b(str|int|float|bool)\b|\|", lambda word: JSON_WORDS[word.group()], message)
     return bad(path or None, f"{path or 'the body'}: {message}")

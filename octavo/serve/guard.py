@@ -146,8 +146,9 @@ def known_path(scope: Scope) -> str:
 def from_router(error: HTTPException) -> ApiError:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow")
-        return ApiError(405, "this route does not take this method", "method_not_allowed", allow=allow)
-    return ApiError(404, "there is no such route", "not_found")
+        takes = f": it takes {allow}" if allow else ""
+        return ApiError(405, f"this route does not take this method{takes}", "method_not_allowed", allow=allow)
+    return ApiError(404, "there is no such route: /openapi.json names those there are", "not_found")
 
 
 async def send_error(error: ApiError, scope: Scope, send: Send) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from octavo.errors import ContextLengthExceeded, InvalidRequest
+from octavo.errors import ContextLengthExceeded
 from octavo.serve.threads import Threads
 from octavo.text.chat import encode_chat, render_marked, select_template
 from octavo.text.tokenizer import Tokenizer
@@ -64,11 +64,7 @@ class TextWorker:
             ids = await self.run(len(text), tokenizer.encode, text, add_special_tokens)
         else:
             ids = await self._soon(tokenizer, text, add_special_tokens, False)
-        if not ids and tokenizer.bos_id is not None:
-            ids = [tokenizer.bos_id]
-        if not ids:
-            raise InvalidRequest("the prompt is empty, and this model has no token that begins a text: give some", "prompt")
-        return ids
+        return tokenizer.as_prompt(ids)
 
     async def encode_chat(
         self,

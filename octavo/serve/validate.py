@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
     from octavo.serve.tools import ToolUse
 
+LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")  # as APIs call it
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
@@ -57,8 +58,11 @@ def check_model(front: Front, name: str | None) -> None:
                        "model")  # fmt: skip
 
 
-def check_fields(front: Front, unknown: Mapping[str, Any]) -> dict[str, str]:
-    """Fields that are not in the schema: refused if they would change the reply, else named in a header."""
+def check_fields(front: Front, unknown: Mapping[str, Any], length: str = "") -> dict[str, str]:
+    """Fields that are not in the schema: refused if they would change the reply, else named in a header. `length`: what the
+    field that bounds a reply is called, where there is one."""
+    if length and (other := next((name for name in LENGTHS if name in unknown), None)):
+        raise unsupported(other, f"it is called {length} here")
     for name, given in unknown.items():
         if name in UNSUPPORTED and given not in UNSUPPORTED[name]:
             raise unsupported(name, "leave it out")
@@ -227,7 +231,8 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     if any(type(t) is not int for t in ids):
         raise bad(param, "token ids are integers")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        raise bad(param, f"token ids are in 0..{vocab_size - 1}")
+        wrong = next(t for t in ids if not 0 <= t < vocab_size)
+        raise bad(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
     return ids
 
 
@@ -247,12 +252,13 @@ def fit(prompt: list[int], wanted: int | None, model: Loaded, param: str, header
     count = len(prompt)
     if count >= model.max_model_len:
         error = ContextLengthExceeded(
-            f"the prompt has {count} tokens, but the context holds {model.max_model_len} and one must be left to generate"
+            f"the prompt has {count} tokens, but the context holds {model.max_model_len} and one must be left to generate: "
+            "shorten it (of a chat or a completion, truncate_prompt_tokens keeps so many of its last tokens)"
         )
         raise bad(param, str(error), error.code)
     if count >= model.longest:
         pool = model.num_blocks * model.block_size
-        raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}")),
+        raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
                   "kv_capacity_exceeded")  # fmt: skip
     if model.kv_budget and count > model.kv_budget:
         error = ContextLengthExceeded(f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it")

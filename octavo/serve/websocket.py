@@ -81,7 +81,7 @@ class Session:
             return  # nothing runs
         value.pop("type", None)
         asked, unknown = body.convert(value, GenerateRequest)
-        headers = validate.check_fields(self.front, unknown)
+        headers = validate.check_fields(self.front, unknown, "max_new_tokens")
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)

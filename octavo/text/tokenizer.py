@@ -108,6 +108,14 @@ class Tokenizer:
             ids = [*before, *ids, *after]
         return ids
 
+    def as_prompt(self, ids: list[int]) -> list[int]:
+        """Of an empty text, the token that begins one: a model must be given something."""
+        if ids:
+            return ids
+        if self.bos_id is None:
+            raise InvalidRequest("the prompt is empty, and this model has no token that begins a text: give some", "prompt")
+        return [self.bos_id]
+
     def encode_marked(self, text: str, mark: str) -> list[int]:
         """Special tokens count as such but where `mark`, one character, stands right before them. Marks are left out."""
         stand_in = {mark: "", **self._plain.stand_in}

@@ -86,6 +86,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     "a length penalty without beams": (TEXT, {"length_penalty": 2.0}, "length_penalty", None),
     "a length penalty of 10^6": (TEXT, {"use_beam_search": True, "length_penalty": 1e6}, "length_penalty", "param_out_of_range"),
     "early_stopping some day": (TEXT, {"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", None),
+    "another API's max_tokens": (TEXT, {"max_new_tokens": 5}, "max_new_tokens", "unsupported_parameter"),
     "suffix": (TEXT, {"suffix": "end"}, "suffix", "unsupported_parameter"),
     "response_format of no type": (CHAT, {"response_format": {}}, "response_format.type", None),
     "response_format of another type": (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", None),
@@ -171,8 +172,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"n": 0}, "n must be in [1, "),
-        ({"stop": 5}, "expected string or array or null, got integer"),
-        ({"temperature": "hot"}, "temperature: expected number or null, got string"),
+        ({"stop": 5}, "expected string or array, got integer"),
+        ({"messages": "hi"}, "messages: expected array, got string"),
+        ({"temperature": "hot"}, "temperature: expected number, got string"),
     ],
 )
 def test_what_is_said_is_in_jsons_words(running: Running, body: dict[str, Any], said: str) -> None:

@@ -74,6 +74,7 @@ def test_a_websocket_tells_what_http_says_in_headers(running: Running) -> None:
     ("body", "param", "code"),
     [
         ({"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
+        ({"prompt": "x", "max_tokens": 2}, "max_tokens", "unsupported_parameter"),
         ({"prompt": "x", "use_beam_search": True, "best_of": 2}, "use_beam_search", "unsupported_parameter"),
         ({"prompt": "x" * 2000}, "prompt", "context_length_exceeded"),
         ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs", "invalid_structured_output"),

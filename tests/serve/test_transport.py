@@ -115,7 +115,7 @@ def test_bytes_that_are_no_http(running: Running) -> None:
 )
 def test_an_unknown_route(running: Running, path: str) -> None:
     reply = raw(running.port, http_request(path, b"", "Connection: close", method="GET"))
-    assert reply.startswith(b"HTTP/1.1 404") and b'"type":"not_found_error"' in reply
+    assert reply.startswith(b"HTTP/1.1 404") and b'"type":"not_found_error"' in reply and b"/openapi.json" in reply
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models"), ("PUT", "/generate"), ("POST", "/livez")])
