@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli.options import EngineOptions, Model, SamplingOptions, command, fail, flag, option
-from octavo.cli.screen import Writer
+from octavo.cli.screen import Writer, note
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -49,6 +49,9 @@ def complete(
                 writer.write(completion.text)
                 writer.end()
                 show_logprobs(completion)
+    cut = [len(c.token_ids) for result in results for c in result.outputs if ends_early(c.finish_reason, len(c.token_ids), params)]
+    if cut:
+        tell_cut(min(cut), params)
     failed = [result.error for result in results if any(c.finish_reason == "error" for c in result.outputs)]
     if failed:
         fail(f"{len(failed)} of {len(results)} prompts failed: {failed[0]}", code=1)
@@ -63,9 +66,11 @@ def read_stdin() -> str:
 def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     writer = Writer()
     whole: CompletionOutput | None = None
+    count = 0
     try:
         for piece in llm.stream(prompt, params):
             writer.write(piece.text)
+            count += len(piece.token_ids)
             if whole is None:
                 whole = piece
             else:
@@ -77,6 +82,17 @@ def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
         show_logprobs(whole)
         if whole.finish_reason == "error":
             fail("the model's computation failed half-way", code=1)
+        if ends_early(whole.finish_reason, count, params):
+            tell_cut(count, params)
+
+
+def ends_early(reason: str | None, count: int, params: SamplingParams) -> bool:
+    """There was no room for more tokens, though more were asked for."""
+    return reason == "length" and params.max_tokens is not None and count < params.max_tokens
+
+
+def tell_cut(count: int, params: SamplingParams) -> None:
+    note(f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len)")
 
 
 def show_logprobs(completion: CompletionOutput) -> None:

@@ -28,6 +28,14 @@ def test_it_prints_the_models_text(octavo: Octavo, tiny: str) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, reference(tiny, "Hello") + "\n", "")
 
 
+@pytest.mark.parametrize("prompts", [["-p", "Hello"], ["-p", "Hello", "-p", "Hello!"]])
+def test_it_says_when_the_context_was_full_before_the_length_was_reached(octavo: Octavo, tiny: str, prompts: list[str]) -> None:
+    few = ("--max-model-len", 16, "--ignore-eos", "--max-tokens", 99, "--temperature", 0)
+    result = octavo("complete", tiny, *prompts, *few)
+    left = 11 if len(prompts) == 2 else 10
+    assert result.exit_code == 0 and result.stderr == f"{left} of 99 tokens: then the context was full (--max-model-len)\n"
+
+
 def test_a_piped_prompt_loses_only_the_newline_that_echo_adds(octavo: Octavo, tiny: str) -> None:
     by_option = octavo("complete", tiny, "-p", "two\nlines", *GREEDY)
     assert octavo("complete", tiny, *GREEDY, stdin="two\nlines\n").stdout == by_option.stdout
