@@ -49,7 +49,9 @@ def complete(
                 writer.write(completion.text)
                 writer.end()
                 show_logprobs(completion)
-    cut = [len(c.token_ids) for result in results for c in result.outputs if ends_early(c.finish_reason, len(c.token_ids), params)]
+    cut = [
+        len(c.token_ids) for result in results for c in result.outputs if ends_early(c.finish_reason, len(c.token_ids), params)
+    ]
     if cut:
         tell_cut(min(cut), params)
     failed = [result.error for result in results if any(c.finish_reason == "error" for c in result.outputs)]
