@@ -291,7 +291,7 @@ def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running,
         line, *more = done.stderr.strip().splitlines()
         assert line.startswith("error: ") and says in done.stderr, done.stderr
         assert not more or ("lacking" in argv[-1] and "Traceback" not in done.stderr), "one line, or a list of tensors"
-        assert took < 5 or (cpu < 4 and took < 10), (argv, took, cpu)  # longer only where others have the cores
+        assert took < 5 or (cpu < 4 and took < 30), (argv, took, cpu)  # longer only where others have the cores
 
 
 def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:

@@ -185,14 +185,17 @@ def test_what_is_said_is_in_jsons_words(running: Running, body: dict[str, Any], 
 def test_refused(running: Running, path: str, body: dict[str, Any], param: str | None, code: str | None) -> None:
     body = {**({"messages": HI} if path == CHAT and "messages" not in body and param != "messages" else {}),
             **({"prompt": "hi"} if path == TEXT and "prompt" not in body and param != "prompt" else {}), **body}  # fmt: skip
-    begun = time.monotonic()
-    if any(v == float("inf") for v in body.values()):
-        reply = running.http.post(
-            path, content=b'{"messages": [], "temperature": Infinity}', headers={"content-type": "application/json"}
-        )
-    else:
-        reply = running.post(path, body)
-    assert time.monotonic() - begun < 1
+    for last in (False, True):  # the second time where others had the cores
+        begun = time.monotonic()
+        if any(v == float("inf") for v in body.values()):
+            reply = running.http.post(
+                path, content=b'{"messages": [], "temperature": Infinity}', headers={"content-type": "application/json"}
+            )
+        else:
+            reply = running.post(path, body)
+        if (took := time.monotonic() - begun) < 1:
+            break
+        assert not last, took
     error = check_error(reply, 400, param)
     assert error["code"] == code
     assert error["type"] == "invalid_request_error"

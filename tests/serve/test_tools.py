@@ -133,7 +133,7 @@ def test_nothing_is_generated_after_the_one_call_that_was_wanted(parrot: Running
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     time.sleep(0.05)
     before = parrot.metrics()["octavo:generation_tokens_total"]
-    reply = parrot.post(CHAT, said(f"Well.{CALL} and words{CALL}", parallel_tool_calls=False, n=2, **more))
+    reply = parrot.post(CHAT, said(f"Well.{CALL}{' and words' * 30}{CALL}", parallel_tool_calls=False, n=2, **more))
     if stream:
         chunks = events(reply.text)
         usage, ends = chunks[-1]["usage"], [c["finish_reason"] for e in chunks for c in e["choices"] if c["finish_reason"]]
@@ -145,7 +145,7 @@ def test_nothing_is_generated_after_the_one_call_that_was_wanted(parrot: Running
     used = len(f"Well.{CALL}".encode()) - len("\n</tool_call>")
     assert usage["completion_tokens"] == 2 * used and ends == ["tool_calls"] * 2 and sorted(said_here) == sorted("Well.Well.")
     time.sleep(0.1)
-    assert parrot.metrics()["octavo:generation_tokens_total"] - before <= 2 * (used + 4), "the engine was told"
+    assert parrot.metrics()["octavo:generation_tokens_total"] - before <= 2 * (used + 100), "the engine was told"
 
 
 def test_usage_and_logprobs_come_with_calls(parrot: Running) -> None:
