@@ -38,7 +38,7 @@ import select, socket, sys, time
 times = []
 print("begun", flush=True)
 end = time.monotonic() + 60
-while not select.select([sys.stdin], [], [], 0.005)[0] and time.monotonic() < end:
+while (not select.select([sys.stdin], [], [], 0.005)[0] or len(times) < 20) and time.monotonic() < end:
     begun = time.monotonic()
     with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5) as c:
         c.sendall(b"GET /livez HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
@@ -187,4 +187,4 @@ def alive(running: Running) -> Iterator[None]:
         yield
         probe.stdin.close()
         times = sorted(map(float, probe.stdout.readline().split()))
-    assert len(times) > 5 and times[-2] < 0.1 and times[-1] < 1, times[-5:]
+    assert len(times) >= 20 and times[-2] < 0.1 and times[-1] < 1, times[-5:]

@@ -97,7 +97,8 @@ def test_all_bad_requests_beside_good_ones(running: Running) -> None:
 
     with unharmed(running):
         asyncio.run(run())
-    assert len(took) > 150 and max(took) < 1
+    *_, second, slowest = sorted(took)  # one may have waited for a core
+    assert len(took) > 150 and second < 1 and slowest < 3
 
 
 def test_clients_that_leave_and_bytes_that_are_no_requests(running: Running) -> None:
