@@ -23,7 +23,7 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-U_FO
 class EmulatedKernel:
     """As driver.Kernel, but for the compiler. Threads are run in an order drawn from `seed`."""
 
-    def __init__(self, source: Path, constants: Mapping[str, int], name: str, shared: int, folder: Path, seed: int = 1):
+    def __init__(self, source: Path, constants: Mapping[str, int | str], name: str, shared: int, folder: Path, seed: int = 1):
         compiler = shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
             pytest.skip("no C++ compiler: kernels cannot be emulated")
