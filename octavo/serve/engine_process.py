@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PULSE = 0.25  # seconds
+LONG = 5.0  # seconds: a step that may take longer is told of before it begins
+SLOWEST = {"cpu": 5e9, "cuda": 5e13}  # operations a second, of a core and of a GPU, that the slowest reach
 TICK = 0.002  # seconds between two looks at what is being compiled, while there is nothing else to do
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 PR_SET_PDEATHSIG = 1
@@ -70,6 +72,8 @@ class Observed:
         self.steps: list[int] = []  # tokens of each
         self.prefill = self.decode = 0
         self.viewer: Viewer | None = None  # while somebody watches
+        self.slowest = 0.0  # seconds that a token may take
+        self.tell: Callable[[float], None] = lambda seconds: None  # a step that may take so long is about to begin
 
     def launch(self, plan: Plan) -> Handle:
         now = time.monotonic()
@@ -83,6 +87,8 @@ class Observed:
                 self.prefill += item.num
         if self.viewer is not None:
             self.viewer.planned(plan)
+        if plan.num_tokens * self.slowest > LONG:
+            self.tell(plan.num_tokens * self.slowest)
         return self.runner.launch(plan)
 
 
@@ -100,6 +106,8 @@ class EngineLoop:
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
         self.observed = engine.runner = Observed(engine.runner)
+        self.observed.tell = self._begin_long
+        self.patience = 0.0  # that was asked for, for the step under way
         self.beat = Beat()
         self._snapshot()
 
@@ -180,15 +188,26 @@ class EngineLoop:
             del self.held[id]
 
     def send(self, outputs: list[Output]) -> None:
-        live = self.engine.scheduler.live
-        begun = [(live[id].request.id, at) for id, at in self.observed.begun if id in live and live[id].preemptions == 0]
-        self.observed.begun.clear()
+        begun = self._begun()
         self._ended(outputs)
         if self.whole:
             outputs = [out for out in outputs if self._tells(out)]
-        if outputs or begun:
+        if outputs or begun or self.patience:
             steps, self.observed.steps = self.observed.steps, []
+            self.patience = 0.0
             self.link.send(News(outputs, begun, steps))
+
+    def _begun(self) -> list[tuple[str, float]]:
+        """Requests that have begun since this was asked last."""
+        live = self.engine.scheduler.live
+        begun = [(live[id].request.id, at) for id, at in self.observed.begun if id in live and live[id].preemptions == 0]
+        self.observed.begun.clear()
+        return begun
+
+    def _begin_long(self, seconds: float) -> None:
+        """Nobody shall take the engine for hung, nor what it begins now for waiting."""
+        self.patience = seconds
+        self.link.send(News([], self._begun(), [], patience=seconds))
 
     def _look(self) -> None:
         """Somebody watches, until nobody has asked for a while."""
@@ -366,6 +385,14 @@ def canary(engine: Engine) -> None:
                 raise OctavoError(f"the model loads but does not run: {out.error}")
 
 
+def slowest_token(llm: LLM) -> float:
+    """Seconds that a token of a prompt takes on the slowest machine that is of any use."""
+    from octavo.memory import parameter_count
+
+    cores = os.cpu_count() or 1 if llm.device.type == "cpu" else 1
+    return 4 * parameter_count(llm.model) / (SLOWEST[llm.device.type] * cores)
+
+
 def device_alive(llm: LLM) -> bool:
     """An error on a GPU stays, and every later call reports it: then only a new process helps."""
     if llm.device.type != "cuda":
@@ -410,6 +437,7 @@ def main(end: str, stacks: int) -> int:
         link.close()
         return 2
     pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
+    pulse.loop.observed.slowest = slowest_token(llm)
     gc.collect()
     gc.freeze()  # what is here stays: walking it takes 50 ms and more, in the middle of a step
     link.send(Ready())

@@ -98,6 +98,7 @@ class News(msgspec.Struct, tag=True, array_like=True):
     begun: list[tuple[str, float]]  # and when, by time.monotonic(), which all processes share
     steps: list[int] = []  # tokens computed in each, since the last news
     untold: int = 0  # tokens of requests that ended before anybody heard of them
+    patience: float = 0.0  # seconds that the step that begins now may take, where that is long
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):

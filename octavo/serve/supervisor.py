@@ -21,7 +21,7 @@ from typing import Any
 from octavo.errors import ModelError
 from octavo.serve.config import ServeConfig
 from octavo.serve.link import FrontLink
-from octavo.serve.messages import Beat, Failed, Loaded, Phase, Ready, Shutdown, Start, ToEngine, ToFront, View
+from octavo.serve.messages import Beat, Failed, Loaded, News, Phase, Ready, Shutdown, Start, ToEngine, ToFront, View
 
 log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
@@ -48,6 +48,7 @@ class Supervisor:
         self.loaded: Loaded | None = None
         self.beat = Beat()
         self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
+        self.patience = 0.0  # seconds more that the step under way may take
         self.stalled = False
         self.recovery = 0.0  # seconds from an engine's end to the next one's being ready, the last time
         self._lost: float | None = None  # when the engine ended, until the next is ready
@@ -113,6 +114,7 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
+        self.patience = 0.0
         link: FrontLink | None = None
         try:
             link = self._link = FrontLink(self._take, self._asked)
@@ -154,6 +156,8 @@ class Supervisor:
             self.failure = message.message
         elif not isinstance(message, View):
             self.progress = now
+            if isinstance(message, News):
+                self.patience = message.patience
             if isinstance(message, Loaded):
                 self.loaded = message
             if isinstance(message, Ready):
@@ -173,18 +177,19 @@ class Supervisor:
 
     async def _watch(self, stacks: Any) -> None:
         """No step for a while though there is work: first write down where it hangs, then end it."""
-        dumped = False
+        dumped = killed = False
         while True:
             await asyncio.sleep(min(self.config.stall_dump / 5, 0.5))
             idle = time.monotonic() - self.progress
-            if self.phase != "ready" or idle < self.config.stall_dump:
+            if self.phase != "ready" or idle < self.config.stall_dump + self.patience:
                 self.stalled = dumped = False
                 continue
             self.stalled = True
             if not dumped:
                 dumped = True
                 await self._dump(stacks, idle)
-            if idle >= self.config.stall_kill:
+            if idle >= self.config.stall_kill + self.patience and not killed:
+                killed = True
                 log.error("no step for %.0f s: ending the engine process", idle)
                 self._kill()
 

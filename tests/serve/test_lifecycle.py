@@ -141,6 +141,17 @@ def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
     assert mortal.complete()["usage"]["completion_tokens"] == 4
 
 
+def test_a_step_that_may_take_long_is_waited_for(tmp_path: Path) -> None:
+    """Four seconds, of which the engine has told: nobody takes it for hung, nor the request for waiting."""
+    limits = dict(stall_dump=0.5, stall_kill=1.5, queue_timeout=2.0)
+    with server(tmp_path, program="tests.serve.slow_engine", **limits) as slow:
+        (engine,) = slow.children()
+        begun = time.monotonic()
+        assert slow.complete(prompt=[18] * 5)["usage"]["completion_tokens"] == 4
+        assert time.monotonic() - begun > 4 and slow.children() == [engine]
+        assert "engine_stalled" not in slow.log.read_text()
+
+
 def test_a_silent_stream_says_that_it_lives(mortal: Running) -> None:
     reply = mortal.post("/v1/completions", {"prompt": [13] * 6, "stream": True})
     assert reply.text.count(": keep-alive\n\n") >= 3
