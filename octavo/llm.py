@@ -458,6 +458,8 @@ class LLM:
 
     def _submit(self, prompt: Read, params: SamplingParams, arrival: float, priority: int = 0) -> Collector:
         text, ids, salt = prompt
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
         params.validate()
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")

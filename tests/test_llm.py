@@ -288,6 +288,11 @@ def test_a_stream_nobody_reads_ends_when_it_is_dropped(llm: LLM) -> None:
     assert not llm.engine.scheduler.live and blocks_in_use(llm) == 0
 
 
+def test_parameters_of_another_kind_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="sampling_params must be SamplingParams, got dict"):
+        llm.generate(["a"], {"max_tokens": 3})  # type: ignore[arg-type]
+
+
 def test_the_empty_text_is_the_token_that_begins_one(llm: LLM) -> None:
     (reply,) = llm.generate([""], SamplingParams(max_tokens=2, **GREEDY))
     assert reply.prompt_token_ids == [257] and len(reply.outputs[0].token_ids) == 2

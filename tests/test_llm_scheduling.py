@@ -73,6 +73,11 @@ def test_priorities_need_the_policy_and_one_each() -> None:
     assert llm.engine.idle, "what was refused leaves nothing behind"
 
 
+def test_a_trace_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="a trace cannot be written to .*nowhere"):
+        make(record_trace=tmp_path / "nowhere" / "trace.jsonl")
+
+
 def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     llm = make(record_trace=file, scheduling_policy="priority")

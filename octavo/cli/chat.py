@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.options import EMBEDDED, EngineOptions, Model, SamplingOptions, command, flag, option
+from octavo.cli.options import EMBEDDED, EngineOptions, Model, SamplingOptions, command, flag, flag_of, option
 from octavo.cli.partner import Local, Messages, Partner, Prompt
 from octavo.cli.screen import DIM, ERASE_LINE, Writer, dim, note, short, tokens
 from octavo.cli.thinking import OPEN, Thinking
@@ -96,7 +96,7 @@ def there(model: str | None, url: str, key: str | None, given: set[str], seed: i
 
     useless = sorted(given & {field.name for field in fields(EngineOptions)})
     if useless:
-        raise InvalidRequest(f"--{useless[0].replace('_', '-')} is for a model that is loaded here, not for a server's (--url)")
+        raise InvalidRequest(f"{flag_of(useless[0])} is for a model that is loaded here, not for a server's (--url)")
     partner = Remote(url, key, model, seed)
     context = f", context {tokens(partner.context)}" if partner.context else ""
     note(f"{partner.model} at {partner.url}{context}; /help, or Ctrl-D to leave")

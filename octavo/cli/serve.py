@@ -57,9 +57,9 @@ def serve(
     max_watchers: Annotated[
         int, option("Live pages that may be open at once; 0: none.", "Load", "N", min=0, show_default=True)
     ] = 8,
-    queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", show_default=True)] = 60.0,
-    request_timeout: Annotated[float, option("Seconds it may take in all.", "Load", "X", show_default=True)] = 600.0,
-    drain_timeout: Annotated[float, option("Seconds to finish in at a SIGTERM.", "Load", "X", show_default=True)] = 30.0,
+    queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", min=0.001, show_default=True)] = 60.0,
+    request_timeout: Annotated[float, option("Seconds it may take in all.", "Load", "X", min=0.001, show_default=True)] = 600.0,
+    drain_timeout: Annotated[float, option("Seconds to finish in at a SIGTERM.", "Load", "X", min=0, show_default=True)] = 30.0,
     check_interval: Annotated[
         float, option("Seconds between checks of the engine's books; 0: none.", "Load", "X", min=0, show_default=True)
     ] = 60.0,

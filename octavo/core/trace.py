@@ -50,7 +50,10 @@ class Recorder:
     that lost before their search was over."""
 
     def __init__(self, path: str | Path):
-        self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
+        try:
+            self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
+        except OSError as error:
+            raise InvalidRequest(f"a trace cannot be written to {path}: {error.strerror}", "record_trace") from None
         self.secret = os.urandom(16)
 
     def ended(self, seq: Sequence) -> None:

@@ -232,7 +232,9 @@ def _open_shards(directory: Path) -> dict[str, StoredTensor]:
                 "are never read here. Convert them to safetensors: load the model in transformers and call "
                 "save_pretrained(..., safe_serialization=True)"
             )
-        raise CheckpointError(f'{directory} holds no *.safetensors file (load_format="dummy" needs none)')
+        raise CheckpointError(
+            f'{directory} holds no *.safetensors file (load_format="dummy", or --load-format dummy, needs none)'
+        )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         shard = open_safetensors(path)

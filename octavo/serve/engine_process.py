@@ -372,17 +372,21 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         },
         str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
         gguf,
+        str(llm.runner.kv.view.dtype).removeprefix("torch."),
         0 if llm.cache.eviction == "none" else llm.cache.budget,
     )
 
 
 def canary(engine: Engine) -> None:
     """One small request through everything: an engine that cannot do this is not ready."""
+    count = engine.scheduler.count
+    asked = count.queried_tokens, count.cached_tokens
     engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
     while not engine.idle:
         for out in engine.step():
             if out.finish_reason == "error":
                 raise OctavoError(f"the model loads but does not run: {out.error}")
+    count.queried_tokens, count.cached_tokens = asked
 
 
 def slowest_token(llm: LLM) -> float:

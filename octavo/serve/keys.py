@@ -123,7 +123,12 @@ class Keys:
             entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
         except (OSError, ValueError) as error:
             raise KeysError(f"cannot use the keys in {file}: {error}") from None
-        return cls([_key(entry, file) for entry in _distinct(entries, file)], limits)
+        found = [_key(entry, file) for entry in _distinct(entries, file)]
+        names: dict[bytes, str] = {}
+        for key in found:
+            if (other := names.setdefault(key.digest, key.name)) != key.name:
+                raise KeysError(f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?")
+        return cls(found, limits)
 
     def check(self, header: str | None, address: str) -> Key | None:
         """Whose key it is. Raises 401, or 429 after many failures from one address."""

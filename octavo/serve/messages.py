@@ -79,6 +79,7 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     memory: dict[str, int]
     tokenizer_directory: str | None
     tokenizer_gguf: dict[str, Any] | None
+    kv_dtype: str = ""
     kv_budget: int = 0  # tokens that a sequence keeps, where its KV is bounded: replies may then go on beyond the context
 
     @property

@@ -187,7 +187,9 @@ class Metrics:
         self.cached_tokens = counter(f"{prefix}:prompt_tokens_cached", "Of those, found in the prefix cache.", mine)
         self.generated = counter(f"{prefix}:generation_tokens", "Tokens generated.", mine)
         labels = ["model_name", "finished_reason"]
-        success = Counter(f"{prefix}:request_success", "Requests done, by how they ended.", labels, registry=registry)
+        success = Counter(
+            f"{prefix}:request_success", "Sequences done (a request has n of them), by how they ended.", labels, registry=registry
+        )
         self.success = {reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")}
         self.rejections = Counter(f"{prefix}:rejections", "Requests refused, by reason.", ["reason"], registry=registry)
         self.ignored = Counter(f"{prefix}:ignored_params", "Requests with fields that have no effect.", registry=registry)
@@ -208,7 +210,7 @@ class Metrics:
     def loaded(self, model: Loaded | None) -> None:
         if model is not None:
             self.cache_info.clear()
-            self.cache_info.labels(model.block_size, model.num_blocks, model.prefix_caching, model.dtype).set(1)
+            self.cache_info.labels(model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype).set(1)
 
     def begun(self, collector: Collector, at: float) -> None:
         self._begun[collector.request.id] = at
@@ -241,6 +243,8 @@ class Metrics:
             id, times = collector.request.id, collector.metrics
             self._last.pop(id, None)
             self._begun.pop(id, None)
+            if call.error and call.error.status == 400:  # it could never run: counted among what was refused
+                continue
             reason = "error" if call.error and call.error.status != 499 else "abort"  # 499: the client left, or cancelled
             for completion in collector.outputs:
                 self.success[completion.finish_reason or reason].inc()
@@ -251,5 +255,6 @@ class Metrics:
                 count = max(len(c.token_ids) for c in collector.outputs)
                 if count > 1 and not collector.request.params.use_beam_search:  # whose tokens come all at once
                     self.per_token.observe(generating / (count - 1))
-        self.classic_requests.inc()
-        self.classic_latency.observe(now - call.arrival)
+        if call.error is None or call.error.status != 400:
+            self.classic_requests.inc()
+            self.classic_latency.observe(now - call.arrival)

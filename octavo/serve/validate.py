@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from octavo.serve.tools import ToolUse
 
 LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")  # as APIs call it
+INSTEAD = {
+    "messages": "this route takes a prompt; /v1/chat/completions takes messages",
+    "prompt": "this route takes messages or prompts; /v1/completions and /generate take a prompt",
+    "stream": "this route replies at once; /v1/completions, /v1/chat/completions and /ws/generate stream",
+    "n": "this route gives one text for a prompt; /v1/completions gives several",
+}
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
@@ -65,7 +71,7 @@ def check_fields(front: Front, unknown: Mapping[str, Any], length: str = "") -> 
         raise unsupported(other, f"it is called {length} here")
     for name, given in unknown.items():
         if name in UNSUPPORTED and given not in UNSUPPORTED[name]:
-            raise unsupported(name, "leave it out")
+            raise unsupported(name, INSTEAD.get(name, "leave it out"))
     ignored = [name for name in unknown if name not in UNSUPPORTED]
     if ignored and front.config.strict_params:
         raise unsupported(ignored[0][:64], "this server refuses what it does not know (--strict-params)")
@@ -89,7 +95,7 @@ def sampling(body: Common, limits: Limits) -> SamplingParams:
     for stop in stops:
         if not stop or len(stop) > limits.stop_chars or "\0" in stop:
             raise bad("stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL")
-    if (temperature := given.get("temperature", 1.0)) > 2:
+    if not 0 <= (temperature := given.get("temperature", 1.0)) <= 2:
         raise bad("temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range")
     if given.get("top_p") == 0:
         given["top_p"] = 1e-9  # the likeliest alone
@@ -148,7 +154,8 @@ def choices(
     if params.use_beam_search:
         ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
     elif params.width > 1 and params.greedy:
-        raise bad("n", "n must be 1 at temperature 0: all choices would be the same", "param_out_of_range")
+        name = "n" if n > 1 else "best_of"
+        raise bad(name, f"{name} must be 1 at temperature 0: all choices would be the same", "param_out_of_range")
     if params.width * prompts > limits.sequences:
         what = f"n (or best_of) x prompts may be at most {limits.sequences}, got {params.width * prompts}"
         raise bad("n", what, "param_out_of_range")

@@ -110,7 +110,7 @@ def waits_for(seq: Sequence, s: Scheduler) -> str:
         return "another computes a prefix that it shares"
     if not s.batches.formed(seq):
         return "its batch has not formed yet"
-    return "no tokens or no blocks are left for it in a step" if s.queues.rows else "every row is in use"
+    return "no step since it came had tokens and blocks for it" if s.queues.rows else "every row is in use"
 
 
 def cells(pool: BlockPool, running: list[Sequence]) -> tuple[int, list[int], list[int], list[int], list[int]]:

@@ -63,15 +63,23 @@ class Session:
         """Listens while a generation runs, so that leaving and cancelling are noticed at once."""
         try:
             while True:
-                text = await self.socket.receive_text()
+                text = await self._message()
                 if self.call is not None and _is_cancel(text):
                     self.call.fail(cancelled())
                 else:
                     await self.inbox.put(text)
-        except (WebSocketDisconnect, KeyError):  # KeyError: bytes where text is meant
+        except WebSocketDisconnect:
             if self.call is not None:
                 self.call.fail(client_gone())
             await self.inbox.put(None)
+
+    async def _message(self) -> str:
+        """Text; of bytes, the text that they are."""
+        message = await self.socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        text = message.get("text")
+        return message["bytes"].decode("utf-8", "replace") if text is None else text
 
     async def _generate(self, text: str) -> None:
         if len(text) > self.front.config.limits.body_bytes:
@@ -80,6 +88,8 @@ class Session:
         if value.get("type") == "cancel":
             return  # nothing runs
         value.pop("type", None)
+        if value.get("stream") is True:
+            del value["stream"]  # which it is
         asked, unknown = body.convert(value, GenerateRequest)
         headers = validate.check_fields(self.front, unknown, "max_new_tokens")
         if asked.prompt is None:

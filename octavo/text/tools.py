@@ -126,6 +126,8 @@ class ToolParser:
         found = self._tag.search(text, pos)
         if found is None:
             end = len(text)
+            if self._ending and self._unclosed and self._format.close.startswith(text[pos:]):
+                return end  # all there is of the tag that closes a call
             if not self._ending:
                 last = text.rfind("<", pos)  # tags have one, their first character
                 if last >= 0 and self._may_become_tag(text, last):

@@ -32,6 +32,13 @@ def pretend_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return pretend
 
 
+def test_it_knows_a_checkpoint_that_is_quantised(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    octavo("quantize", tiny, tmp_path / "small", "--quant", "int8")
+    got, plain = (planned(octavo, model)["weights"] for model in (tmp_path / "small", tiny))
+    assert got == pytest.approx(LLM(tmp_path / "small", progress=False).memory.weights, rel=0.05)  # tiny ones are padded
+    assert got < 0.7 * plain
+
+
 @pytest.mark.parametrize("model", [embedded, "TINY"])
 @pytest.mark.parametrize(
     "options",

@@ -152,6 +152,7 @@ def test_a_model_that_the_server_does_not_have(octavo: Octavo, serving: Running)
 def test_options_of_a_model_that_is_loaded_here(octavo: Octavo, serving: Running) -> None:
     result = octavo("chat", "--url", serving.url, "--max-model-len", "512")
     assert result.exit_code == 2 and "--max-model-len is for a model that is loaded here" in result.stderr
+    assert "error: --quant is for a model" in octavo("chat", "--url", serving.url, "--quant", "int8").stderr
 
 
 def test_a_server_that_dies_takes_the_message_back(tiny: str, tmp_path: Path) -> None:

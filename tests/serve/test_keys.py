@@ -277,6 +277,7 @@ BAD_FILES = {
     "a short key": ('[[keys]]\nname = "a"\nkey = "short"', "at least 16"),
     "a key with a space": ('[[keys]]\nname = "a"\nkey = "0123456789 abcdef"', "no spaces"),
     "neither key nor digest": ('[[keys]]\nname = "a"', "either"),
+    "twice one key": ("".join(f'[[keys]]\nname = "{n}"\nkey = "0123456789abcdef"\n' for n in "ab"), "'a' and 'b' have the same"),
     "twice one name": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\n' * 2, "two keys"),
     "a limit of 0": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\nmax_concurrency = 0', "below 1"),
     "a bad digest": ('[[keys]]\nname = "a"\nsha256 = "abc"', "64"),

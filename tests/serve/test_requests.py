@@ -66,7 +66,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     "best_of below n": (TEXT, {"n": 3, "best_of": 2}, "best_of", "param_out_of_range"),
     "best_of 10^6": (TEXT, {"best_of": 10**6}, "best_of", "param_out_of_range"),
     "best_of streamed": (TEXT, {"best_of": 2, "stream": True}, "best_of", "unsupported_parameter"),
-    "best_of, greedy": (TEXT, {"best_of": 2, "temperature": 0}, "n", "param_out_of_range"),
+    "best_of, greedy": (TEXT, {"best_of": 2, "temperature": 0}, "best_of", "param_out_of_range"),
     "10^6 beams": (TEXT, {"use_beam_search": True, "n": 10**6}, "n", "param_out_of_range"),
     "best_of 10^6 beams": (CHAT, {"use_beam_search": True, "best_of": 10**6}, "best_of", "param_out_of_range"),
     "100 beams": (TEXT, {"use_beam_search": True, "n": 100}, "n", "param_out_of_range"),
@@ -171,6 +171,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     ("body", "said"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"temperature": -1}, "temperature must be in [0, 2], got -1"),
+        ({"best_of": 2, "temperature": 0}, "best_of must be 1 at temperature 0"),
+        ({"prompt": "hi"}, "/v1/completions"),
         ({"n": 0}, "n must be in [1, "),
         ({"stop": 5}, "expected string or array, got integer"),
         ({"messages": "hi"}, "messages: expected array, got string"),
@@ -253,6 +256,19 @@ def test_unknown_fields_are_named_and_counted(running: Running) -> None:
 
 def test_the_empty_prompt_is_the_token_that_begins_a_text(running: Running) -> None:
     assert running.complete(prompt="")["usage"]["prompt_tokens"] == 1
+
+
+def test_what_was_cut_from_a_prompt_is_not_echoed(running: Running) -> None:
+    asked = {
+        "prompt": "one two three",
+        "max_tokens": 2,
+        "truncate_prompt_tokens": 5,
+        "echo": True,
+        "logprobs": 0,
+        "ignore_eos": True,
+    }
+    (choice,) = running.post(TEXT, asked).json()["choices"]
+    assert choice["text"].startswith("three") and "".join(choice["logprobs"]["tokens"][:5]) == "three"
 
 
 def test_max_tokens_is_an_upper_bound(running: Running) -> None:

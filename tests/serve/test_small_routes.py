@@ -70,6 +70,24 @@ def test_a_websocket_tells_what_http_says_in_headers(running: Running) -> None:
         assert ask(ws, prompt="x", max_new_tokens=1)["headers"] == {}
 
 
+def test_a_websocket_takes_bytes_for_the_text_that_they_are(running: Running) -> None:
+    with socket(running) as ws:
+        ws.send(json.dumps({"prompt": "x", "max_new_tokens": 3, "ignore_eos": True, "stream": True}).encode())
+        while (message := json.loads(ws.recv(timeout=10))).get("type") == "text":
+            pass
+        assert message["usage"]["completion_tokens"] == 3
+        ws.send(b"\xff{")
+        assert "error" in json.loads(ws.recv(timeout=10))
+        assert ask(ws, prompt="x", max_new_tokens=1)["type"] == "done"
+
+
+def test_plain_generation_refuses_what_it_would_not_do(running: Running) -> None:
+    for body in ({"stream": True}, {"n": 2}, {"messages": []}, {"max_tokens": 3}):
+        said = check_error(running.post("/generate", {"prompt": "x", **body}), 400, next(iter(body)), "unsupported_parameter")
+        assert "/v1/" in said["message"] or "max_new_tokens" in said["message"]
+    assert running.post("/generate", {"prompt": "x", "max_new_tokens": 1, "stream": False, "n": 1}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [

@@ -108,6 +108,16 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+def test_what_is_refused_is_not_counted_as_done(running: Running) -> None:
+    def done() -> list[str]:
+        lines = running.get("/metrics").text.splitlines()
+        return [line for line in lines if line.startswith(("octavo:request_success_total", "inference_requests_total"))]
+
+    before = done()
+    assert running.post("/v1/chat/completions", {"messages": HI, "guided_regex": "a("}).status_code == 400
+    assert len(before) > 1 and done() == before
+
+
 @pytest.mark.parametrize(("body", "param", "says"), BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_followed_is_a_400(running: Running, body: dict[str, Any], param: str, says: str, stream: bool) -> None:

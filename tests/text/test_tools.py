@@ -37,6 +37,11 @@ def call(name: str, arguments: str = "{}", key: str = "arguments") -> str:
     return f'{{"name": "{name}", "{key}": {arguments}}}'
 
 
+@pytest.mark.parametrize("most", range(1, len("</tool_call>")))
+def test_a_cut_closing_tag_is_no_content(most: int) -> None:
+    assert read(f"Well.{HERMES.open}{call('f')}\n", HERMES.close[:most]) == ("Well.", [("f", "{}")])
+
+
 def tagged(name: str, arguments: str = "{}") -> str:
     return f"<tool_call>\n{call(name, arguments)}\n</tool_call>"
 
