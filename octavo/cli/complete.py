@@ -94,7 +94,7 @@ def ends_early(reason: str | None, count: int, params: SamplingParams) -> bool:
 
 
 def tell_cut(count: int, params: SamplingParams) -> None:
-    note(f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len)")
+    note(f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len, --num-blocks)")
 
 
 def show_logprobs(completion: CompletionOutput) -> None:

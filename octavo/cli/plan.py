@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ import typer
 from octavo.cli.options import EMBEDDED, Model, SizeOptions, command, fail, flag, option, size, sizes
 from octavo.cli.screen import in_bytes, short, tokens
 from octavo.config import DTYPE_BYTES, ModelConfig, ScheduleConfig
-from octavo.errors import ModelError, NotEnoughMemory
+from octavo.errors import CheckpointError, ModelError, NotEnoughMemory
 
 if TYPE_CHECKING:
     from octavo.memory import MemoryPlan
@@ -62,7 +63,11 @@ class Shape:
         from octavo.model.base import registry
         from octavo.model.load import open_checkpoint
 
-        self.checkpoint = open_checkpoint(model, revision, weights=False)
+        stored = model is not None and any(Path(model).expanduser().glob("*.safetensors"))
+        try:  # how weights are stored is said where they are
+            self.checkpoint = open_checkpoint(model, revision, weights=stored)
+        except CheckpointError:
+            self.checkpoint = open_checkpoint(model, revision, weights=False)
         self.cls = registry.find(self.checkpoint.config)
         self.config: ModelConfig = self.cls.parse_config(self.checkpoint.config)
         self._measured: dict[tuple[str, str, str], tuple[int, int, str]] = {}

@@ -55,7 +55,7 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
             if len(ggufs) > 1:
                 raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}")
             return open_gguf(ggufs[0])
-        return _open_directory(path, weights or any(path.glob("*.safetensors")))  # what is there says how it is stored
+        return _open_directory(path, weights)
     name = str(model)
     if name == embedded.NAME:
         return open_gguf(embedded.embedded_path())

@@ -111,7 +111,7 @@ class Asked:
 
 def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> Asked:
     limits = front.config.limits
-    headers = validate.check_fields(front, unknown, "max_tokens")
+    headers = validate.check_fields(front, unknown, body, "max_tokens")
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(body, limits)
     shape = Shape(chat=True, n=1 if body.n is None else body.n)
@@ -156,7 +156,7 @@ async def prepare_completion(
     front: Front, caller: Caller, body: CompletionRequest, unknown: dict[str, Any]
 ) -> tuple[Prepared, Shape]:
     limits = front.config.limits
-    headers = validate.check_fields(front, unknown, "max_tokens")
+    headers = validate.check_fields(front, unknown, body, "max_tokens")
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(body, limits)
     shape = Shape(chat=False, n=1 if body.n is None else body.n, echo=bool(body.echo))

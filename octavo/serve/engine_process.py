@@ -73,13 +73,15 @@ class Observed:
         self.prefill = self.decode = 0
         self.viewer: Viewer | None = None  # while somebody watches
         self.slowest = 0.0  # seconds that a token may take
+        self.long: dict[int, float] = {}  # steps of which it was told, and the seconds that each may take
         self.tell: Callable[[float], None] = lambda seconds: None  # a step that may take so long is about to begin
 
     def launch(self, plan: Plan) -> Handle:
         now = time.monotonic()
         self.begun += [(row.seq, now) for row in plan.rows]
+        count = plan.num_tokens
         if plan.items:
-            self.steps.append(plan.num_tokens)
+            self.steps.append(count)
         for item in plan.items:
             if item.start is None:
                 self.decode += item.num
@@ -87,8 +89,9 @@ class Observed:
                 self.prefill += item.num
         if self.viewer is not None:
             self.viewer.planned(plan)
-        if plan.num_tokens * self.slowest > LONG:
-            self.tell(plan.num_tokens * self.slowest)
+        if (seconds := count * self.slowest) > LONG:
+            self.long[plan.step] = seconds
+            self.tell(seconds)
         return self.runner.launch(plan)
 
 
@@ -107,7 +110,7 @@ class EngineLoop:
         self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
         self.observed = engine.runner = Observed(engine.runner)
         self.observed.tell = self._begin_long
-        self.patience = 0.0  # that was asked for, for the step under way
+        self.patience = 0.0  # that was last asked for
         self.beat = Beat()
         self._snapshot()
 
@@ -151,7 +154,7 @@ class EngineLoop:
                 untold += sum(map(len, self.whole.pop(id, {}).values()))
                 self._ended(engine.abort(id))
             if untold:
-                self.link.send(News([], [], [], untold))
+                self.link.send(News([], [], [], untold, self.patience))
             if engine.idle and not self.held:
                 self._snapshot()
                 self.link.send(self.beat)
@@ -192,10 +195,18 @@ class EngineLoop:
         self._ended(outputs)
         if self.whole:
             outputs = [out for out in outputs if self._tells(out)]
-        if outputs or begun or self.patience:
+        before, self.patience = self.patience, self._patience()
+        if outputs or begun or self.patience != before:
             steps, self.observed.steps = self.observed.steps, []
-            self.patience = 0.0
-            self.link.send(News(outputs, begun, steps))
+            self.link.send(News(outputs, begun, steps, patience=self.patience))
+
+    def _patience(self) -> float:
+        """What the longest step under way may take."""
+        if not self.observed.long:
+            return 0.0
+        under_way = {plan.step for plan, _, _ in self.engine.inflight}
+        self.observed.long = {step: seconds for step, seconds in self.observed.long.items() if step in under_way}
+        return max(self.observed.long.values(), default=0.0)
 
     def _begun(self) -> list[tuple[str, float]]:
         """Requests that have begun since this was asked last."""
@@ -206,8 +217,8 @@ class EngineLoop:
 
     def _begin_long(self, seconds: float) -> None:
         """Nobody shall take the engine for hung, nor what it begins now for waiting."""
-        self.patience = seconds
-        self.link.send(News([], self._begun(), [], patience=seconds))
+        self.patience = max(seconds, self.patience)
+        self.link.send(News([], self._begun(), [], patience=self.patience))
 
     def _look(self) -> None:
         """Somebody watches, until nobody has asked for a while."""
@@ -391,9 +402,11 @@ def canary(engine: Engine) -> None:
 
 def slowest_token(llm: LLM) -> float:
     """Seconds that a token of a prompt takes on the slowest machine that is of any use."""
+    import torch
+
     from octavo.memory import parameter_count
 
-    cores = os.cpu_count() or 1 if llm.device.type == "cpu" else 1
+    cores = torch.get_num_threads() if llm.device.type == "cpu" else 1
     return 4 * parameter_count(llm.model) / (SLOWEST[llm.device.type] * cores)
 
 

@@ -239,11 +239,13 @@ class Metrics:
 
     def ended(self, call: Call) -> None:
         now = time.monotonic()
+        # What could never run is counted among what was refused.
+        refused = call.error and call.error.status == 400 and not any(c.request.id in self._begun for c in call.collectors)
         for collector in call.collectors:
             id, times = collector.request.id, collector.metrics
             self._last.pop(id, None)
             self._begun.pop(id, None)
-            if call.error and call.error.status == 400:  # it could never run: counted among what was refused
+            if refused:
                 continue
             reason = "error" if call.error and call.error.status != 499 else "abort"  # 499: the client left, or cancelled
             for completion in collector.outputs:
@@ -255,6 +257,6 @@ class Metrics:
                 count = max(len(c.token_ids) for c in collector.outputs)
                 if count > 1 and not collector.request.params.use_beam_search:  # whose tokens come all at once
                     self.per_token.observe(generating / (count - 1))
-        if call.error is None or call.error.status != 400:
+        if not refused:
             self.classic_requests.inc()
             self.classic_latency.observe(now - call.arrival)

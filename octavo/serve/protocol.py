@@ -118,8 +118,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "messages": (),  # of a completion
     "prompt": (),  # of a chat
-    "stream": (False,),
-    "n": (1,),
     "function_call": (),
     "suffix": ("",),
     "bad_words": ([],),

@@ -132,7 +132,7 @@ async def prepare_generate(
 
 async def generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(GenerateRequest)
-    headers = validate.check_fields(exchange.front, unknown, "max_new_tokens")
+    headers = validate.check_fields(exchange.front, unknown, body, "max_new_tokens")
     if body.prompt is None:
         raise bad("prompt", "prompt must be a text")
     prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
@@ -142,7 +142,7 @@ async def generate(exchange: Exchange) -> None:
 
 async def batch_generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(BatchGenerateRequest)
-    headers = validate.check_fields(exchange.front, unknown, "max_new_tokens")
+    headers = validate.check_fields(exchange.front, unknown, body, "max_new_tokens")
     prompts = check_prompts(exchange.front, body.prompts)
     prepared = await prepare_generate(exchange.front, exchange.caller, body, prompts, headers)
     await exchange.reply({"generated_texts": await texts(exchange, prepared)}, prepared.headers)

@@ -48,7 +48,7 @@ class Supervisor:
         self.loaded: Loaded | None = None
         self.beat = Beat()
         self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
-        self.patience = 0.0  # seconds more that the step under way may take
+        self.until = 0.0  # when the step under way should be over, where the engine has told of it
         self.stalled = False
         self.recovery = 0.0  # seconds from an engine's end to the next one's being ready, the last time
         self._lost: float | None = None  # when the engine ended, until the next is ready
@@ -114,7 +114,7 @@ class Supervisor:
     async def _live(self) -> int:
         """One engine process, from start to end."""
         self._enter("starting")
-        self.patience = 0.0
+        self.until = 0.0
         link: FrontLink | None = None
         try:
             link = self._link = FrontLink(self._take, self._asked)
@@ -157,7 +157,7 @@ class Supervisor:
         elif not isinstance(message, View):
             self.progress = now
             if isinstance(message, News):
-                self.patience = message.patience
+                self.until = now + min(message.patience, self.config.request_timeout)  # beyond that nobody waits for it
             if isinstance(message, Loaded):
                 self.loaded = message
             if isinstance(message, Ready):
@@ -180,15 +180,15 @@ class Supervisor:
         dumped = killed = False
         while True:
             await asyncio.sleep(min(self.config.stall_dump / 5, 0.5))
-            idle = time.monotonic() - self.progress
-            if self.phase != "ready" or idle < self.config.stall_dump + self.patience:
+            idle = time.monotonic() - max(self.progress, self.until)
+            if self.phase != "ready" or idle < self.config.stall_dump:
                 self.stalled = dumped = False
                 continue
             self.stalled = True
             if not dumped:
                 dumped = True
                 await self._dump(stacks, idle)
-            if idle >= self.config.stall_kill + self.patience and not killed:
+            if idle >= self.config.stall_kill and not killed:
                 killed = True
                 log.error("no step for %.0f s: ending the engine process", idle)
                 self._kill()

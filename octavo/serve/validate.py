@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from octavo.serve.tools import ToolUse
 
 LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")  # as APIs call it
-INSTEAD = {
-    "messages": "this route takes a prompt; /v1/chat/completions takes messages",
-    "prompt": "this route takes messages or prompts; /v1/completions and /generate take a prompt",
-    "stream": "this route replies at once; /v1/completions, /v1/chat/completions and /ws/generate stream",
-    "n": "this route gives one text for a prompt; /v1/completions gives several",
+# What other routes take: the value that asks for nothing, and where to go.
+ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "messages": (None, "/v1/chat/completions takes messages"),
+    "prompt": (None, "/v1/completions and /generate take a prompt, /v1/chat/completions messages, /batch_generate prompts"),
+    "stream": (False, "this route replies at once; /v1/completions, /v1/chat/completions and /ws/generate stream"),
+    "n": (1, "this route gives one text for a prompt; /v1/completions gives several"),
 }
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
@@ -64,14 +65,18 @@ def check_model(front: Front, name: str | None) -> None:
                        "model")  # fmt: skip
 
 
-def check_fields(front: Front, unknown: Mapping[str, Any], length: str = "") -> dict[str, str]:
-    """Fields that are not in the schema: refused if they would change the reply, else named in a header. `length`: what the
-    field that bounds a reply is called, where there is one."""
-    if length and (other := next((name for name in LENGTHS if name in unknown), None)):
-        raise unsupported(other, f"it is called {length} here")
+def check_fields(front: Front, unknown: Mapping[str, Any], body: Any = None, length: str = "") -> dict[str, str]:
+    """Fields that are not in the schema: refused if they would change the reply, else named in a header. `length`: where text is
+    generated, the field of the body that bounds it."""
+    if length:
+        if getattr(body, length) is None and (other := next((name for name in LENGTHS if name in unknown), None)):
+            raise unsupported(other, f"it is called {length} here")
+        for name, (nothing, instead) in ELSEWHERE.items():
+            if unknown.get(name, nothing) != nothing:
+                raise unsupported(name, instead)
     for name, given in unknown.items():
         if name in UNSUPPORTED and given not in UNSUPPORTED[name]:
-            raise unsupported(name, INSTEAD.get(name, "leave it out"))
+            raise unsupported(name, "leave it out")
     ignored = [name for name in unknown if name not in UNSUPPORTED]
     if ignored and front.config.strict_params:
         raise unsupported(ignored[0][:64], "this server refuses what it does not know (--strict-params)")

@@ -91,7 +91,7 @@ class Session:
         if value.get("stream") is True:
             del value["stream"]  # which it is
         asked, unknown = body.convert(value, GenerateRequest)
-        headers = validate.check_fields(self.front, unknown, "max_new_tokens")
+        headers = validate.check_fields(self.front, unknown, asked, "max_new_tokens")
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)

@@ -93,6 +93,7 @@ class ToolParser:
         self._said = False  # there was content
         self._space: list[str] = []  # white space that is content if a word follows it
         self._unclosed = False  # a closing tag is still to come, and is not content
+        self._quiet = False  # nothing was said since the call
         self._tagged = False
         self._begin()
 
@@ -126,7 +127,7 @@ class ToolParser:
         found = self._tag.search(text, pos)
         if found is None:
             end = len(text)
-            if self._ending and self._unclosed and self._format.close.startswith(text[pos:]):
+            if self._ending and self._unclosed and self._quiet and self._format.close.startswith(text[pos:]):
                 return end  # all there is of the tag that closes a call
             if not self._ending:
                 last = text.rfind("<", pos)  # tags have one, their first character
@@ -153,7 +154,7 @@ class ToolParser:
         if words:
             whole = "".join(self._space) + words
             self._out.append(whole.lstrip() if self.calls and not self._said else whole)
-            self._space, self._said = [], True
+            self._space, self._said, self._quiet = [], True, False
         if len(words) < len(text):
             self._space.append(text[len(words) :])
 
@@ -169,7 +170,7 @@ class ToolParser:
     def _give_up(self) -> None:
         """This is no call, or no longer one."""
         self._say("".join(self._held))
-        self._unclosed = self._begun and bool(self._format.close)
+        self._unclosed = self._quiet = self._begun and bool(self._format.close)
         self._state = self._content
 
     def _hold(self, run: re.Pattern[str], text: str, pos: int) -> int:

@@ -33,7 +33,10 @@ def test_it_says_when_the_context_was_full_before_the_length_was_reached(octavo:
     few = ("--max-model-len", 16, "--ignore-eos", "--max-tokens", 99, "--temperature", 0)
     result = octavo("complete", tiny, *prompts, *few)
     left = 11 if len(prompts) == 2 else 10
-    assert result.exit_code == 0 and result.stderr == f"{left} of 99 tokens: then the context was full (--max-model-len)\n"
+    assert (
+        result.exit_code == 0
+        and result.stderr == f"{left} of 99 tokens: then the context was full (--max-model-len, --num-blocks)\n"
+    )
 
 
 def test_a_piped_prompt_loses_only_the_newline_that_echo_adds(octavo: Octavo, tiny: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,13 @@ def test_it_knows_a_checkpoint_that_is_quantised(octavo: Octavo, tiny: str, tmp_
     got, plain = (planned(octavo, model)["weights"] for model in (tmp_path / "small", tiny))
     assert got == pytest.approx(LLM(tmp_path / "small", progress=False).memory.weights, rel=0.05)  # tiny ones are padded
     assert got < 0.7 * plain
+
+
+def test_weights_that_are_not_sound_are_not_needed(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert planned(octavo, tmp_path / "cut")["weights"] == planned(octavo, tiny)["weights"]
+    assert LLM(tmp_path / "cut", load_format="dummy", progress=False).memory.weights > 0
 
 
 @pytest.mark.parametrize("model", [embedded, "TINY"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import deque
@@ -15,9 +16,11 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
+from octavo.serve.config import ServeConfig
 from octavo.serve.engine_process import DeviceLost, EngineLoop
 from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
 from octavo.serve.metrics import Metrics
+from octavo.serve.supervisor import Supervisor
 from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
 from tests.fake_runner import FakeRunner
 from tests.toy_guide import ToyGuide
@@ -263,3 +266,62 @@ def test_a_step_that_fails_on_a_lost_device_ends_the_process_and_another_failure
             with pytest.raises(DeviceLost):
                 loop.run()
             assert not any(isinstance(m, News) for m in link.sent), "the front says what became of them when it misses us"
+
+
+# ---- steps that may take long ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_long_step_is_told_of_until_it_has_landed(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 14 tokens, a second each: before it is launched, and in all news until its result is there."""
+    patience, landed = [0.0], []
+    loop_of = EngineLoop.__init__
+
+    def slow(self: EngineLoop, *args: Any) -> None:
+        loop_of(self, *args)
+        self.observed.slowest = 1.0
+        launch = self.engine.runner.runner.launch  # type: ignore[attr-defined]
+
+        def watched(plan: Any) -> Any:
+            assert patience[-1] >= (plan.num_tokens if plan.num_tokens > 5 else 0), "told before"
+            return launch(plan)
+
+        self.engine.runner.runner.launch = watched  # type: ignore[attr-defined]
+
+    def send(self: FakeLink, message: Any) -> None:
+        if isinstance(message, News):
+            patience.append(message.patience)
+            if message.outputs:
+                landed.append(message.patience)
+        self.sent.append(message)
+
+    monkeypatch.setattr(EngineLoop, "__init__", slow)
+    monkeypatch.setattr(FakeLink, "send", send)
+    _, sent = run([add("a", 14, max_tokens=4), *[None] * 12], depth)
+    assert max(patience) == 14 and patience[-1] == 0 and landed[0] == 0
+    assert [id for m in sent if isinstance(m, News) for id, _ in m.begun] == ["a"], "and that it has begun, once"
+    first = next(i for i, m in enumerate(sent) if isinstance(m, News))
+    assert sent[first].begun and not sent[first].outputs and sent[first].patience == 14
+
+
+def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have_left() -> None:
+    work: dict[str, Any] = {"a": 1}
+    config = ServeConfig(stall_dump=0.1, stall_kill=0.3, request_timeout=0.4)
+    watched = Supervisor(config, lambda message: None, lambda: None, lambda: work)
+    ended: list[float] = []
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def hang() -> None:
+        watched.phase, watched._dump, watched._kill = "ready", nothing, lambda: ended.append(time.monotonic())  # type: ignore
+        watch = asyncio.create_task(watched._watch(None))
+        watched._take(News([], [("a", 0.0)], [], patience=1e6))
+        for steps in range(10):
+            work.clear() if steps == 2 else work.setdefault("b", 1)  # the first leaves, another comes
+            watched._take(Beat(steps=1))
+            await asyncio.sleep(0.2)
+        watch.cancel()
+
+    asyncio.run(hang())
+    assert len(ended) == 1

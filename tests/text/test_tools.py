@@ -42,6 +42,10 @@ def test_a_cut_closing_tag_is_no_content(most: int) -> None:
     assert read(f"Well.{HERMES.open}{call('f')}\n", HERMES.close[:most]) == ("Well.", [("f", "{}")])
 
 
+def test_what_looks_like_the_start_of_a_tag_after_words_is_content() -> None:
+    assert read(f"{HERMES.open}{call('f')} is it a <") == ("is it a <", [("f", "{}")])
+
+
 def tagged(name: str, arguments: str = "{}") -> str:
     return f"<tool_call>\n{call(name, arguments)}\n</tool_call>"
 
