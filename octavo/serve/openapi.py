@@ -139,7 +139,7 @@ def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[
     ids = {"items": id, "maxItems": limits.token_ids}
     several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
     stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
-    many = {"minimum": 1, "maximum": 2**63}
+    many = {"minimum": 1, "maximum": 2**63 - 1}
     return {
         "model": {"enum": [name, None]},
         "temperature": {"minimum": 0, "maximum": 2},

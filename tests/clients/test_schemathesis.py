@@ -36,7 +36,7 @@ WHY = re.compile(
         "is for beam search", "not supported with beam search", "beam search follows no structure",
         "there are two tools by the name", "there is no such tool among", "held to JSON only",
         "both say what the text must match", "exclude each other",
-        r"min_tokens.* must not exceed", r"best_of must be in \[", "n must be 1 at temperature 0", "n x prompts", "x prompts may",
+        r"min_tokens.* must not exceed", r"best_of must be in \[", "must be 1 at temperature 0", "n x prompts", "x prompts may",
         "so many prompt logprobs", "continue_final_message", "tool_calls",
     ))
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -256,6 +257,15 @@ def test_unknown_fields_are_named_and_counted(running: Running) -> None:
 
 def test_the_empty_prompt_is_the_token_that_begins_a_text(running: Running) -> None:
     assert running.complete(prompt="")["usage"]["prompt_tokens"] == 1
+
+
+def test_the_description_says_how_many_tokens_may_be_asked_for(running: Running) -> None:
+    schemas = running.get("/openapi.json").json()["components"]["schemas"]
+    most = {name: json.dumps(schema["properties"][name]) for schema in schemas.values() for name in schema.get("properties", {})
+            if name in ("max_tokens", "max_new_tokens", "max_completion_tokens")}  # fmt: skip
+    assert len(most) == 3 and all(f'"maximum": {2**63 - 1}' in said for said in most.values())
+    assert running.post(TEXT, {"prompt": [5] * 1000, "max_tokens": 2**63 - 1}).status_code == 200
+    check_error(running.post(TEXT, {"prompt": [5] * 1000, "max_tokens": 2**63}), 400, "max_tokens")
 
 
 def test_what_was_cut_from_a_prompt_is_not_echoed(running: Running) -> None:
