@@ -36,13 +36,6 @@ EMBEDDED = "smollm2"  # octavo.model.embedded.NAME, which would import torch; a 
 # ---- values --------------------------------------------------------------------------------------------
 
 
-def flag_of(name: str) -> str:
-    """What the user calls a field of EngineOptions."""
-    said = get_type_hints(EngineOptions, include_extras=True)[name].__metadata__[0]  # typer takes the first name for a default
-    names = (str(each) for each in (said.default, *said.param_decls))
-    return next((each for each in names if each.startswith("--")), f"--{name.replace('_', '-')}")
-
-
 def size(text: str) -> int:
     """32K is 32,768; 1.5G is 1,610,612,736."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
@@ -213,6 +206,13 @@ class SamplingOptions:
     def params(self, **more: Any) -> SamplingParams:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return SamplingParams(**given | more)
+
+
+def flag_of(name: str) -> str:
+    """What the user calls a field of EngineOptions."""
+    said = get_type_hints(EngineOptions, include_extras=True)[name].__metadata__[0]  # typer takes the first name for a default
+    names = (str(each) for each in (said.default, *said.param_decls))
+    return next((each for each in names if each.startswith("--")), f"--{name.replace('_', '-')}")
 
 
 # ---- commands ------------------------------------------------------------------------------------------

@@ -102,14 +102,21 @@ class DeviceLost(OctavoError):
 class EngineLoop:
     alive: Callable[[], bool] = staticmethod(lambda: True)  # whether the device still computes: asked when a step has failed
 
-    def __init__(self, engine: Engine, link: EngineLink, guides: Guides | None = None, check_interval: float = 0.0):
+    def __init__(
+        self,
+        engine: Engine,
+        link: EngineLink,
+        guides: Guides | None = None,
+        check_interval: float = 0.0,
+        slowest: float = 0.0,  # seconds that a token may take
+    ):
         self.engine, self.link, self.guides = engine, link, guides
         self.check_interval, self.checked = check_interval, time.monotonic()
         self.checks = self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
         self.observed = engine.runner = Observed(engine.runner)
-        self.observed.tell = self._begin_long
+        self.observed.slowest, self.observed.tell = slowest, self._begin_long
         self.patience = 0.0  # that was last asked for
         self.beat = Beat()
         self._snapshot()
@@ -453,8 +460,7 @@ def main(end: str, stacks: int) -> int:
         link.send(Failed(str(error)))
         link.close()
         return 2
-    pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval)
-    pulse.loop.observed.slowest = slowest_token(llm)
+    pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval, slowest_token(llm))
     gc.collect()
     gc.freeze()  # what is here stays: walking it takes 50 ms and more, in the middle of a step
     link.send(Ready())

@@ -123,12 +123,7 @@ class Keys:
             entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
         except (OSError, ValueError) as error:
             raise KeysError(f"cannot use the keys in {file}: {error}") from None
-        found = [_key(entry, file) for entry in _distinct(entries, file)]
-        names: dict[bytes, str] = {}
-        for key in found:
-            if (other := names.setdefault(key.digest, key.name)) != key.name:
-                raise KeysError(f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?")
-        return cls(found, limits)
+        return cls(_distinct([_key(entry, file) for entry in entries], file), limits)
 
     def check(self, header: str | None, address: str) -> Key | None:
         """Whose key it is. Raises 401, or 429 after many failures from one address."""
@@ -154,13 +149,16 @@ class Keys:
         return match
 
 
-def _distinct(entries: list[Entry], file: str) -> list[Entry]:
-    if not entries:
+def _distinct(keys: list[Key], file: str) -> list[Key]:
+    if not keys:
         raise KeysError(f"{file} has no [[keys]]: with it, nobody could use the server")
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names):
+    if len({key.name for key in keys}) < len(keys):
         raise KeysError(f"{file} has two keys of one name")
-    return entries
+    names: dict[bytes, str] = {}
+    for key in keys:
+        if (other := names.setdefault(key.digest, key.name)) != key.name:
+            raise KeysError(f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?")
+    return keys
 
 
 def _key(entry: Entry, file: str) -> Key:

@@ -116,8 +116,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": (),
     "functions": (),
-    "messages": (),  # of a completion
-    "prompt": (),  # of a chat
     "function_call": (),
     "suffix": ("",),
     "bad_words": ([],),

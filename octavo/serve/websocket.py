@@ -6,6 +6,8 @@
                                                      headers: what HTTP says in them, such as x-ignored-params
 <- {"error": {...}}                                  instead of done
 -> {"type": "cancel"}                                ends a generation half-way
+
+What the client sends is JSON as text; bytes are taken for the text that they are.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ positive_data_acceptance.expected-statuses = ["2xx", "400", "401", "403", "404",
 WHY = re.compile(
     "|".join((
         "^context_length_exceeded", "^invalid_structured_output", "^structured_output_failed",  # what is in the text
-        "beyond 64 bits", "expected integer, got number", "logit_bias names token", "^None token ids are integers",  # 1.0 is an integer to a schema
+        "beyond 64 bits", "logit_bias names token",
+        "expected integer, got number", "^None token ids are integers",  # 1.0 is an integer to a schema
         "the chat template has no option", "chat_template_kwargs may not name",  # the model's own
         # fields that do not go together
         "are for stream: true", "are not streamed", "cannot be streamed", "needs logprobs: true", "is for requests with tools",

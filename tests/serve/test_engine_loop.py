@@ -278,8 +278,7 @@ def test_a_long_step_is_told_of_until_it_has_landed(depth: int, monkeypatch: pyt
     loop_of = EngineLoop.__init__
 
     def slow(self: EngineLoop, *args: Any) -> None:
-        loop_of(self, *args)
-        self.observed.slowest = 1.0
+        loop_of(self, *args, slowest=1.0)
         launch = self.engine.runner.runner.launch  # type: ignore[attr-defined]
 
         def watched(plan: Any) -> Any:
