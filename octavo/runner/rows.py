@@ -6,9 +6,10 @@ the host knows what the one before it produced: the next input is gathered from 
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.runner.transfer import Upload
@@ -70,31 +71,29 @@ class Rows:
 
     def stage(self, plan: Plan, up: Upload) -> tuple[slice, slice]:
         """Put the plan's changes into the step's upload: where, and what."""
-        tables: dict[int, list[int]] = {}
-        places: list[tuple[int, int]] = []  # first place and how many
-        values: list[NDArray[np.int32]] = []
+        tables: dict[int, array[int]] = {}
+        places: list[int] = []  # where each run of values begins
+        values: list[array[int] | array[float]] = []
         for r in plan.rows:
             self.host[r.row] = r
             (self.special.discard if _plain(r) else self.special.add)(r.row)
-            tables[r.row] = list(r.table)
             first = r.row * self.columns
-            places += [(first, self._floats), (first + self._floats, len(FLOAT_FIELDS)), (first + self._tokens, len(r.tokens))]
-            values += [
-                np.array(_ints(r), np.int32),
-                np.array(_floats(r), np.float32).view(np.int32),
-                np.frombuffer(r.tokens, np.int32),
-            ]
-        grown = []
+            table = tables[r.row] = array("i", r.table)
+            places += (first, first + self._floats, first + self._table, first + self._tokens)
+            values += (array("i", _ints(r)), array("f", _floats(r)), table, r.tokens)
+        grown, blocks = array("q"), array("i")
         for row, at, block in plan.appends:
-            if at < len(table := tables.get(row, [])):
-                table[at] = block  # of a row born in the same plan: no place may be written to twice
+            if row in tables and at < len(tables[row]):
+                tables[row][at] = block  # of a row born in the same plan: no place may be written to twice
             else:
-                grown.append((row * self.columns + self._table + at, block))
-        places += [(row * self.columns + self._table, len(table)) for row, table in tables.items()]
-        values += [np.array(table, np.int32) for table in tables.values()]
-        where = [np.arange(first, first + count) for first, count in places] + [np.array([at for at, _ in grown], np.int64)]
-        values.append(np.array([block for _, block in grown], np.int32))
-        return up.longs(np.concatenate(where)), up.ints(np.concatenate(values))
+                grown.append(row * self.columns + self._table + at)
+                blocks.append(block)
+        if not values:
+            return up.longs(grown), up.ints(blocks)
+        lengths = np.array([len(run) for run in values])
+        before = np.cumsum(lengths) - lengths  # values that stand before each run
+        where = np.repeat(np.array(places) - before, lengths) + np.arange(lengths.sum())
+        return up.longs(np.concatenate([where, grown])), up.ints(np.frombuffer(b"".join([*values, blocks]), np.int32))
 
     def apply(self, staged: tuple[slice, slice], shipped: Tensor) -> None:
         """Make the changes on the device."""
