@@ -51,6 +51,8 @@ class Collector:
         if self.later and out.finish_reason is None and self.news is None and self.metrics.first_token_time is not None:
             self.outputs[out.index].token_ids += out.tokens  # nothing to do with them yet: most of all outputs
             return False
+        if self.outputs[out.index].finish_reason is not None:
+            return False  # its text was over; the engine had not heard of it yet
         now = time.monotonic()
         if out.tokens and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now

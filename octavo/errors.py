@@ -59,6 +59,12 @@ class NotEnoughMemory(OctavoError):
     """The weights or the smallest useful KV pool do not fit; the message names flag values that would."""
 
 
+class NotANumber(OctavoError):
+    """The model's logits hold no finite number to choose by."""
+
+    code = "not_a_number"
+
+
 class DeviceOutOfMemory(OctavoError):
     """A step needs more memory than the device has left. A smaller one may do."""
 

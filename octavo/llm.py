@@ -10,6 +10,7 @@ One thread at a time may call it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
@@ -19,19 +20,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from octavo.collect import Collector
 from octavo.config import CacheConfig, ModelConfig, ScheduleConfig
-from octavo.core.batching import former
+from octavo.core.batching import check_batching
 from octavo.core.engine import Engine
 from octavo.core.eviction import check_eviction, most_positions
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Recorder
-from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
+from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory, OctavoError
 from octavo.memory import (
     BLOCK_SIZE,
     DISK_GIB,
@@ -66,6 +67,8 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import BeamSearchParams, Output, Request, SamplingParams, check_real, check_whole
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}
@@ -81,6 +84,24 @@ HARMLESS = {
 DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
 # Tokens of prompts that warm_up computes, as far as they fit: steps of such sizes may take kernels of their own.
 WARM_UP = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
+
+
+def mends(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM, P], T]:
+    """Of what calls the engine: where that breaks off half-way, by Ctrl-C or a fault of its own, it can still be used."""
+
+    @functools.wraps(method)
+    def run(llm: LLM, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(llm, *args, **options)
+        except OctavoError:  # which change nothing
+            raise
+        except BaseException as error:
+            if error is not llm.engine.dealt_with:
+                llm._renew()
+                llm.engine.dealt_with = error
+            raise
+
+    return run
 
 
 class LLM:
@@ -131,15 +152,14 @@ class LLM:
         check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
         check_whole("max_num_seqs", max_num_seqs, 1)
         policy = find_policy(scheduling_policy)
-        former(ScheduleConfig(batching=batching))
-        check_whole("max_batch", max_batch, 1)
-        check_real("window_ms", window_ms, 0, 60_000)
-        check_real("target_ms", target_ms, 0, 60_000, open_low=True)
+        check_batching([batching], max_batch, window_ms, target_ms)
         check_real("short_share", short_share, 0, 1)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
         check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
+        if kv_disk_path is None and kv_disk_gib != DISK_GIB:
+            raise InvalidRequest("kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)", "kv_disk_gib")
         if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
             raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
         if kv_canary and (swap_space or kv_disk_path is not None or kv_eviction != "none"):
@@ -197,8 +217,13 @@ class LLM:
         self.schedule = replace(schedule, max_model_len=max_model_len)
         cache = self._bound(cache, kv_eviction, kv_budget, kv_sinks, max_model_len)
         kv_token = self.config.kv_bytes_per_token(kv_name)
-        spare = available_memory(torch.device("cpu"))[0] - (0 if on_gpu else cache.num_blocks * block_size * kv_token)
-        host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare)
+        spare, taken = available_memory(torch.device("cpu"))[0], 0 if on_gpu else cache.num_blocks * block_size * kv_token
+        if taken > spare:
+            raise NotEnoughMemory(
+                f"a KV pool of {cache.num_blocks} blocks takes {taken / 2**30:.1f} GiB, but {spare / 2**30:.1f} GiB of memory "
+                "are left: lower num_gpu_blocks_override (--num-blocks)"
+            )
+        host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare - taken)
         self.cache = replace(cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token)
         kv = KVStore(self.config, self.cache, self.kv_dtype, self.device)
         tiers = None
@@ -238,6 +263,8 @@ class LLM:
             check_whole("kv_budget", budget, 1)
             if eviction == "none":
                 raise InvalidRequest("kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy", "kv_budget")
+        if eviction == "none" and sinks != cache.sinks:
+            raise InvalidRequest("kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks")
         if budget is None:
             budget = min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size
         cache = replace(cache, eviction=eviction, budget=budget, sinks=sinks)
@@ -399,12 +426,26 @@ class LLM:
 
     # ---- the loop ----------------------------------------------------------------------------------
 
+    def _renew(self) -> None:
+        """An engine with empty books in place of one whose books may be half-written. What it was working on ends."""
+        log.warning("the engine was interrupted where its books may be half-written: it begins anew, with nothing cached")
+        recorder = self.engine.scheduler.recorder
+        self.engine = self.new_engine(self.schedule)
+        self.engine.scheduler.recorder = recorder
+        for id, collector in self._open.items():
+            for index, completion in enumerate(collector.outputs):
+                if completion.finish_reason is None:
+                    collector.take(Output(id, index, [], finish_reason="error", error="the engine was interrupted"))
+        self._open.clear()
+
+    @mends
     def step(self) -> list[RequestOutput]:
         """One step of the engine. Returns the requests that ended in it."""
         while self._dropped:
             self.abort(self._dropped.pop())
         return self._take(self.engine.step())
 
+    @mends
     def abort(self, request_id: str) -> None:
         self._take(self.engine.abort(request_id))
 
@@ -467,6 +508,10 @@ class LLM:
             raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
         guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
         request = Request(str(self._count), ids, params, arrival, salt, priority=priority, guide=guide)
+        return self._add(request, text)
+
+    @mends
+    def _add(self, request: Request, text: str | None) -> Collector:
         self.engine.add(request)
         self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -476,3 +477,84 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(ll
     assert ids_of(llm.generate(prompts, params)) == want
     scheduler.check()
     assert blocks_in_use(llm) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Ctrl-C at lines drawn from all that the engine's bookkeeping executes."""
+    llm = make(depth=depth, swap_space=1 / 1024)
+    many, params = prompts(5), SamplingParams(max_tokens=6, **GREEDY)
+    want = ids_of(llm.generate(many, params))
+    places, g = ("/octavo/core/", "/octavo/llm.py", "/octavo/collect.py"), random.Random(depth)
+
+    class Interrupt:
+        def __init__(self, at: int):
+            self.at, self.lines = at, 0
+
+        def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+            return self.line if any(place in frame.f_code.co_filename for place in places) else None
+
+        def line(self, frame: Any, event: str, arg: Any) -> Any:
+            self.lines += event == "line"
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return self.line
+
+    def interrupted(at: int) -> int:
+        watch, before = Interrupt(at), sys.gettrace()
+        sys.settrace(watch)
+        try:
+            llm.generate(many, params, use_tqdm=False)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return watch.lines
+
+    total = interrupted(10**9)
+    for at in g.sample(range(1, total), 40):
+        llm.reset_prefix_cache()
+        interrupted(at)
+        assert ids_of(llm.generate(many, params)) == want, f"after an interrupt at line {at}"
+        assert blocks_in_use(llm) == 0 and llm.engine.idle
+        llm.engine.scheduler.check()
+    assert "begins anew" in caplog.text
+
+
+def test_a_fault_in_the_scheduler_ends_what_runs_and_no_more(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=6, **GREEDY)
+    want = ids_of(llm.generate(["good"], params))
+    stream = llm.stream("good", params)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler.pool, "take", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(["x" * 40], params)
+    assert [(piece.finish_reason, piece.error) for piece in stream] == [("error", "the engine was interrupted")]
+    assert ids_of(llm.generate(["good"], params)) == want
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2, "repetition_penalty": 1.2}])
+def test_a_model_that_computes_no_numbers_says_so(more: dict[str, Any]) -> None:
+    llm = make(depth=2)
+    with torch.inference_mode():
+        llm.model.norm.fill_(torch.nan)  # type: ignore[operator]
+    (found,) = llm.generate(["hello"], SamplingParams(max_tokens=4, **more))
+    assert found.outputs[0].finish_reason == "error" and "no finite number" in (found.error or "")
+    assert llm.engine.idle
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_disk_gib": 1.0}, {"target_ms": 10.0}, {"max_batch": 2}, {"window_ms": 3.0}, {"kv_sinks": 3},
+     {"window_ms": 3.0, "batching": "static"}],
+)  # fmt: skip
+def test_options_without_an_effect_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        make(**options)
+
+
+def test_a_pool_beyond_memory_is_refused_by_its_own_name() -> None:
+    with pytest.raises(NotEnoughMemory, match="--num-blocks"):
+        make(num_gpu_blocks_override=10**10)

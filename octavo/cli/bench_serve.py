@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from octavo.cli.bench import ModelOrShape, Output, app, finish
 from octavo.cli.options import EngineOptions, command, option, size
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, OctavoError
 
 if TYPE_CHECKING:
     from octavo.bench.http_load import Load
@@ -62,7 +63,12 @@ def ask_url(url: str, load: Load, names: list[str], repeat: int, step: Any) -> l
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise InvalidRequest(f"{url} is not the address of a server: give http://HOST:PORT", "url")
-    return measure(Running(parts.hostname, parts.port or 80), load, names, repeat, step)
+    running = Running(parts.hostname, parts.port or 80)
+    try:
+        socket.create_connection((running.host, running.port), timeout=5).close()
+    except OSError as error:
+        raise OctavoError(f"no server answers at {url} ({error.strerror or error}): start one with `octavo serve`") from None
+    return measure(running, load, names, repeat, step)
 
 
 def ask_fresh(

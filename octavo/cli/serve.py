@@ -12,6 +12,7 @@ import typer
 
 from octavo.cli.options import EMBEDDED, EngineOptions, Model, command, fail, flag, option, size
 from octavo.cli.screen import in_bytes
+from octavo.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:
     from octavo.serve.front import Front
@@ -49,6 +50,12 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, flag("--trust-request-chat-template", "Let requests bring chat templates.", "Safety")
     ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a Jinja template for conversations. Default: the model's own.", metavar="FILE", show_default=False
+        ),
+    ] = None,
     tool_parser: Annotated[
         str, typer.Option(help="How the model writes calls of tools: auto, hermes, llama_json or none.", metavar="NAME")
     ] = "auto",
@@ -94,6 +101,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
         strict_params=strict_params,
+        chat_template=None if chat_template is None else read_template(chat_template),
         request_templates=trust_request_chat_template,
         tool_parser=tool_parser,
         metrics_prefix=metrics_prefix,
@@ -114,6 +122,16 @@ def public_name(model: str | None) -> str:
         return EMBEDDED
     path = Path(model).expanduser()
     return path.resolve().name.removesuffix(".gguf") if path.exists() or os.path.isabs(model) else model
+
+
+def read_template(path: Path) -> str:
+    """Told of now what is wrong with it, not to the first client."""
+    from octavo.text.chat import ChatTemplate
+
+    try:
+        return ChatTemplate(path.read_text(encoding="utf-8")).source
+    except (OSError, UnicodeDecodeError, ModelError) as error:
+        raise InvalidRequest(f"--chat-template {path}: {error}", "chat_template") from None
 
 
 def announce(front: Front, port: int) -> None:

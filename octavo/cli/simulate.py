@@ -67,6 +67,7 @@ def simulate(
 ) -> None:
     """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""  # noqa: E501
     from octavo.config import CacheConfig, ScheduleConfig
+    from octavo.core.batching import check_batching
     from octavo.core.simulate import EMBEDDED_CPU
     from octavo.core.simulate import simulate as run
     from octavo.core.trace import read
@@ -78,6 +79,7 @@ def simulate(
         return
     if trace is None:
         raise InvalidRequest("give a TRACE: a file, or poisson:rate=4,n=100", "trace")
+    check_batching(batching or ["continuous"], max_batch, window_ms, target_ms)
     entries, used = read(trace), EMBEDDED_CPU if costs is None else _read_costs(costs)
     size, rows = sizes.block_size or 16, sizes.max_num_seqs
     longest = sizes.max_model_len or 2048

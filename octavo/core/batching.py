@@ -19,7 +19,7 @@ from itertools import takewhile
 
 from octavo.config import ScheduleConfig
 from octavo.errors import InvalidRequest
-from octavo.types import Plan, Sequence
+from octavo.types import Plan, Sequence, check_real, check_whole
 
 Form = Callable[[list[Sequence], float], int]  # who waits, now -> how many of the first make the next batch; 0: wait for more
 MODES = ("continuous", "adaptive", "window", "static", "none")
@@ -38,6 +38,23 @@ def collected(size: int, seconds: float) -> Form:
         return size if ready else 0
 
     return form
+
+
+def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms: float) -> None:
+    """Raise InvalidRequest for what no schedule can be made of, and for what none of these modes would use."""
+    for mode in modes:
+        former(ScheduleConfig(batching=mode))
+    check_whole("max_batch", max_batch, 1)
+    check_real("window_ms", window_ms, 0, 60_000)
+    check_real("target_ms", target_ms, 0, 60_000, open_low=True)
+    usual = ScheduleConfig()
+    for name, changed, where in (
+        ("max_batch", max_batch != usual.max_batch, ("window", "static")),
+        ("window_ms", window_ms != usual.window * 1e3, ("window",)),
+        ("target_ms", target_ms != usual.target * 1e3, ("adaptive",)),
+    ):
+        if changed and not any(mode in where for mode in modes):
+            raise InvalidRequest(f"{name} has no effect here: it is for batching {' or '.join(where)}", name)
 
 
 def former(schedule: ScheduleConfig) -> Form | None:

@@ -56,6 +56,7 @@ class Engine:
             self.observers.append(scheduler.pace.observe)
         self._landed = 0.0  # when the latest step did
         self._late: list[Output] = []  # of a step that was interrupted
+        self.dealt_with: BaseException | None = None  # the last interrupt whose requests were ended in order
 
     @property
     def idle(self) -> bool:
@@ -73,6 +74,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step if there is one, then take in the oldest result that is due."""
+        self.dealt_with = None
         if self._late:
             late, self._late = self._late, []
             return late
@@ -106,13 +108,15 @@ class Engine:
 
     def _fail(self, plan: Plan, e: BaseException) -> list[Output]:
         """A step that raises ends the requests in it and nothing else; one that is too large for the device's memory is tried
-        again in smaller ones. An interrupt goes on to whoever runs the loop."""
+        again in smaller ones. An interrupt goes on to whoever runs the loop. What breaks off in the scheduler itself is not
+        for here: its books may be half-written, and the engine is lost (LLM makes a new one, a server a new process)."""
         if isinstance(e, DeviceOutOfMemory):
             log.warning("step %d: %s; its requests are tried again in smaller steps", plan.step, e)
             return self.scheduler.shrink(plan, str(e), e.code)
         outputs = self.scheduler.fail(plan, f"{type(e).__name__}: {e}")
         if not isinstance(e, Exception):
             self._late += outputs
+            self.dealt_with = e
             raise e
         log.exception("step %d failed; its requests end with an error", plan.step, exc_info=e)
         return outputs

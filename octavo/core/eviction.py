@@ -55,7 +55,7 @@ def pick(seq: Sequence, cache: CacheConfig) -> int:
 
 def looks(seq: Sequence, at: int, cache: CacheConfig) -> bool:
     """Whether position `at` of a sequence is one whose attention counts: for those who will outgrow their budget."""
-    return seq.limit > cache.budget and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
+    return at >= seq.prompt_len and seq.limit > cache.budget and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
 
 
 def weigh(seq: Sequence, found: list[float]) -> None:
@@ -69,7 +69,6 @@ def drop(seq: Sequence, j: int, size: int) -> None:
     seq.dropped_prompt += min(max(seq.prompt_kept - first, 0), size)
     seq.dropped += size
     del seq.tokens[first : first + size]
-    if seq.mass:
-        del seq.mass[j]
+    del seq.mass[j : j + 1]
     seq.limit, seq.prompt_len = seq.limit - size, seq.prompt_len - size
     seq.hashes = []

@@ -58,6 +58,10 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
         bad = next(t for t in prompt if type(t) is not int or not 0 <= t < vocab_size)
         raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{vocab_size - 1}", "prompt")
+    try:
+        request.cache_salt.encode()
+    except (UnicodeEncodeError, AttributeError):
+        raise InvalidRequest("cache_salt must be a string of valid Unicode, without lone surrogates", "cache_salt") from None
 
 
 def _limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> int:

@@ -109,6 +109,7 @@ class Fair(Policy):
 
     def __init__(self) -> None:
         self.served: dict[str, int] = {}  # key -> tokens of what has ended
+        self.share = 0.0  # what a key that was always there would have been given
         self.live: dict[str, int] = {}  # key -> sequences that have not
         self._turn: dict[int, int] = {}  # Sequence.id -> its key's counter when its turn comes
 
@@ -116,6 +117,7 @@ class Fair(Policy):
         key = seq.request.key
         if key not in self.live:
             least = min((self.served[k] for k in self.live), default=max(self.served.values(), default=0))
+            least = max(least, int(self.share))  # of those who come but once, one is always at the start
             self.served[key] = max(self.served.get(key, 0), least)
             self.served = {k: v for k, v in self.served.items() if k in self.live or k == key or v > least}
         self.live[key] = self.live.get(key, 0) + 1
@@ -123,7 +125,9 @@ class Fair(Policy):
     def ended(self, seq: Sequence) -> None:
         key = seq.request.key
         if len(seq.tokens) > seq.prompt_len:  # who never got to speak is charged nothing
-            self.served[key] += self._given(seq, len(seq.tokens))
+            given = self._given(seq, len(seq.tokens))
+            self.served[key] += given
+            self.share += given / len(self.live)
         self.live[key] -= 1
         if not self.live[key]:
             del self.live[key]

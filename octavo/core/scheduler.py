@@ -39,11 +39,12 @@ from octavo.core.tables import admission_takes, chunk, evict, reserve
 from octavo.core.tiers import TierCounters
 from octavo.core.trace import Recorder
 from octavo.core.urgency import Room, Urgency
-from octavo.errors import GuideError, InvalidRequest
+from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.types import Guide, Item, Output, Plan, Rank, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
 
 RELAX = 200  # steps after which larger ones are tried again, when the device was short of memory
 NO_BLOCK = "no block was free"
+NO_NUMBER = "the model computed no finite number to choose a token by: its weights are damaged, or its dtype too narrow for it"
 
 
 @dataclass(slots=True)
@@ -340,7 +341,7 @@ class Scheduler:
         self.queues.begin(seq)
         self.prefix.give(seq, found, plan)
         seq.table += [self.pool.take() for _ in range(len(seq.table), -(-(cached + num) // self.pool.size))]
-        if seq.preemptions == 0:
+        if seq.preemptions == 0 and not seq.shared:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
@@ -372,6 +373,9 @@ class Scheduler:
                 weigh(seq, result.mass[i])
             if caching and seq.computed >= (seq.published + 1) * size:
                 self.prefix.publish(seq)
+            if new and new[0] < 0:
+                out += self.abort(seq.request.id, "error", NO_NUMBER, NotANumber.code)
+                continue
             if new and seq.beam is not None:
                 assert result.logprobs is not None
                 count.generated_tokens += 1

@@ -21,12 +21,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
 from octavo.core.links import DISK_RATE, LINK_RATE, Links
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
+
+TICKETS = count(1)  # of all engines: a runner outlives them
 
 
 @dataclass(slots=True)
@@ -75,7 +77,6 @@ class Tiers:
         self.news = 1  # how often a slot was settled: who waits looks again when this has moved
         self.count = TierCounters()
         self.links = Links(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
-        self._tickets = 0
 
     # ---- up: what admission finds ------------------------------------------------------------------
 
@@ -134,8 +135,7 @@ class Tiers:
         for j in wanted:
             slot = self._take()
             assert slot is not None
-            self._tickets += 1
-            fetch = Fetch(self._tickets, slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size])
+            fetch = Fetch(next(TICKETS), slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size])
             self._fill(slot, fetch.hash, fetch.tokens)
             self.fetching[fetch.ticket] = fetch
             plan.fetches.append(fetch)

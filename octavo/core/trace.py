@@ -14,19 +14,24 @@ engine, when the engine took it in (a step may have been under way), and when it
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
 import re
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TypeVar
 
 from octavo.core.blocks import chain, root
 from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
+T = TypeVar("T", int, float)
+log = logging.getLogger(__name__)
 BLOCK = 16
 
 
@@ -54,11 +59,11 @@ class Recorder:
             self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
         except OSError as error:
             raise InvalidRequest(f"a trace cannot be written to {path}: {error.strerror}", "record_trace") from None
-        self.secret = os.urandom(16)
+        self.secret, self.full = os.urandom(16), False
 
     def ended(self, seq: Sequence) -> None:
         request, output = seq.request, len(seq.tokens) - seq.prompt_len
-        if output < 1 or not request.arrival:
+        if self.full or output < 1 or not request.arrival:
             return
         blocks, parent = [], self.secret + root(request.cache_salt)
         known = array("i", request.prompt) if seq.dropped else seq.tokens
@@ -69,7 +74,13 @@ class Recorder:
             request.arrival, len(request.prompt), output, blocks, request.priority, request.key, request.deadline,
             request.id, request.submitted, seq.queued, seq.first,
         )  # fmt: skip
-        self.file.write(json.dumps(asdict(entry)) + "\n")
+        try:
+            self.file.write(json.dumps(asdict(entry)) + "\n")
+        except OSError as error:
+            log.error("no more requests are recorded: the trace %s cannot be written (%s)", self.file.name, error.strerror)
+            self.full = True
+            with suppress(OSError):  # what it holds back cannot be written either
+                self.file.close()
 
 
 def read(source: str) -> list[Entry]:
@@ -87,7 +98,7 @@ def read(source: str) -> list[Entry]:
 def _lines(path: str) -> Iterator[Entry]:
     known = {f.name for f in fields(Entry)}
     try:
-        opened = open(path, encoding="utf-8")  # noqa: SIM115  (closed below)
+        opened = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  (closed below; what is no JSON is told of there)
     except OSError as error:
         raise InvalidRequest(
             f"{path} cannot be read ({error.strerror}): name a file of --record-trace, or a trace such as poisson:rate=4,n=100",
@@ -117,27 +128,44 @@ DEFAULTS = {"rate": "4", "n": "100", "prompt": "32-512", "output": "16-256", "sh
 def _made_up(spec: str) -> Iterator[Entry]:
     """rate: requests a second, at random times. n: how many. prompt, output: lengths, A-B: uniform. shared: tokens that the
     prompts of a group begin with, groups of them. urgent: the part that has priority -1. keys: tenants."""
-    given = dict(re.findall(r"(\w+)=([^,]+)", spec.partition(":")[2]))
-    if unknown := sorted(given.keys() - DEFAULTS.keys()):
-        raise InvalidRequest(f"a made-up trace has no {unknown[0]}: it has {', '.join(DEFAULTS)}", "trace")
-    try:
-        value = {name: [float(x) for x in text.split("-")] for name, text in (DEFAULTS | given).items()}
-    except ValueError:
-        raise InvalidRequest(f"{spec}: values are numbers, or A-B for prompt and output", "trace") from None
-    rate, n, shared, groups, urgent, keys, seed = (
-        value[k][0] for k in ("rate", "n", "shared", "groups", "urgent", "keys", "seed")
-    )
-    if rate <= 0 or n < 1 or groups < 1 or keys < 1 or min(value["prompt"][0], value["output"][0]) < 1:
-        raise InvalidRequest(f"{spec}: rate, n, groups, keys, prompt and output are above 0", "trace")
-    g, now = random.Random(int(seed)), 0.0
-    for i in range(int(n)):
+    given: dict[str, str] = {}
+    for part in filter(None, spec.partition(":")[2].split(",")):
+        name, _, text = part.partition("=")
+        if name not in DEFAULTS:
+            raise InvalidRequest(f"a made-up trace has no {name}: it has {', '.join(DEFAULTS)}, each as NAME=VALUE", "trace")
+        given[name] = text
+    rate, urgent = (_number(k, given, float) for k in ("rate", "urgent"))
+    n, shared, groups, keys, seed = (_number(k, given, int) for k in ("n", "shared", "groups", "keys", "seed"))
+    lengths = [_lengths(k, given) for k in ("prompt", "output")]
+    if not (0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0 and min(n, groups, keys) >= 1):
+        raise InvalidRequest(f"{spec}: rate, n, groups and keys are above 0, urgent is from 0 to 1", "trace")
+    g, now = random.Random(seed), 0.0
+    for i in range(n):
         now += g.expovariate(rate)
-        prompt, output = (g.randint(int(value[k][0]), int(value[k][-1])) for k in ("prompt", "output"))
-        group, common = g.randrange(int(groups)), int(shared) // BLOCK
-        total = (int(shared) + prompt + output) // BLOCK
+        prompt, output = (g.randint(low, high) for low, high in lengths)
+        group, common = g.randrange(groups), shared // BLOCK
+        total = (shared + prompt + output) // BLOCK
         blocks = [group * common + j for j in range(common)] + [10**6 * (1 + i) + j for j in range(total - common)]
         level = -1 if g.random() < urgent else 0
-        yield Entry(now, int(shared) + prompt, output, blocks, level, f"key {g.randrange(int(keys))}")
+        yield Entry(now, shared + prompt, output, blocks, level, f"key {g.randrange(keys)}")
+
+
+def _number(name: str, given: dict[str, str], kind: type[T]) -> T:
+    text = given.get(name, DEFAULTS[name])
+    try:
+        return kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise InvalidRequest(f"a made-up trace's {name} is {what}, not {text!r}", "trace") from None
+
+
+def _lengths(name: str, given: dict[str, str]) -> tuple[int, int]:
+    text = given.get(name, DEFAULTS[name])
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not 1 <= low <= high:
+        raise InvalidRequest(f"a made-up trace's {name} is tokens: N or A-B, from 1 upwards, not {text!r}", "trace")
+    return low, high
 
 
 def tokens(entry: Entry, index: int, vocab_size: int) -> list[int]:

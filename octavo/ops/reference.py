@@ -168,7 +168,8 @@ class ReferenceOps:
         heat = temperature[at][:, None]
         noise = gumbel(seed_low[at], seed_high[at], position, logits.shape[1])
         drawn = logits.float() / torch.where(heat == 0, 1.0, heat) + noise.masked_fill(heat == 0, 0.0)
-        return drawn.argmax(1).int()
+        chosen = drawn.argmax(1)
+        return chosen.where(drawn.gather(1, chosen[:, None])[:, 0].isfinite(), -1).int()
 
 
 def as_bytes(codes: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def gather(laid_out: Tensor, num_items: int, state: Rows, block_size: int, spans
     token_rows, positions = item_rows[which], (start[which] + offset).long()
     blocks = state.table[token_rows, positions // block_size].long()
     return ForwardBatch(
-        ids=state.tokens[token_rows, positions].long(),
+        ids=state.tokens[token_rows, positions].long().clamp_(min=0),  # a row that nothing could be chosen for ends soon
         positions=positions,
         kv_slots=blocks * block_size + positions % block_size,
         query_start=starts,

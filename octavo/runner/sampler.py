@@ -63,7 +63,7 @@ class SampleJob:
 
 
 def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops, wanted: Tensor | None = None) -> Tensor:
-    """Tokens [R] (int32) for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens that each row holds,
+    """Tokens [R] (int32), or -1, for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens that each holds,
     so the new one's position. wanted [R] (int32), where given: 0 for a row whose next token is known, which stays as it is."""
     place = lengths + state.ints[rows.long(), 6] if state.evicting else lengths  # in the text: or its noise would repeat
     tokens = ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], place)
@@ -121,8 +121,9 @@ def penalise(
     position = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
     known = position < lengths[:, None]
     said = known & (position >= prompt_len[:, None])
-    counts = torch.zeros_like(logits).scatter_add_(1, tokens.long(), said.float())
-    seen = torch.zeros_like(logits).scatter_add_(1, tokens.long(), known.float()) > 0
+    tokens = tokens.long().clamp_(min=0)
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, said.float())
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, known.float()) > 0
     factor = repetition[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
@@ -145,7 +146,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, T
     """(logprob [R], rank [R], top ids [R, n], top logprobs [R, n]) of tokens [R] under logits [R, vocab] as the model
     gave them, before any parameter changed them."""
     logprobs = logits.float().log_softmax(1)
-    chosen = logprobs.gather(1, tokens.long()[:, None])
+    chosen = logprobs.gather(1, tokens.long().clamp_(min=0)[:, None])
     rank = (logprobs > chosen).sum(1) + 1
     top, ids = logprobs.topk(num_top, dim=1) if num_top else (chosen[:, :0], rank[:, None][:, :0])
     return chosen[:, 0], rank, ids, top

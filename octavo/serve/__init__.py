@@ -3,3 +3,7 @@
 The front imports no torch. Read in this order: messages, engine_process, supervisor, client; then protocol, validate,
 completions; then http and what stands around it.
 """
+
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C++ core writes lines of its own to stderr, some whenever a client likes

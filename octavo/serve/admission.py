@@ -33,12 +33,12 @@ class Queue:
         self._seconds, self._begun = 0.0, 0.0  # time in which somebody waited, and how many began in it; older counts less
         self._told: deque[float] = deque()  # when those who were turned away should come back, about in order
 
-    def check(self, requests: int, tokens: int, priority: int = 0) -> None:
-        """Raise what the client gets if so much more cannot wait."""
+    def check(self, requests: int, tokens: int, priority: int = 0, free: int = 0) -> None:
+        """Raise what the client gets if so much more cannot wait. `free`: so many will have a row as soon as the engine looks."""
         while True:
             if not self.waiting:
                 return  # alone, whatever it is: else a batch larger than the queue would be told to come back for ever
-            if len(self.waiting) + requests > self.max_requests:
+            if len(self.waiting) + requests > self.max_requests + free:
                 what = f"{len(self.waiting)} requests"
             elif self.tokens + tokens > self.max_tokens:
                 what = f"{self.tokens} prompt tokens"

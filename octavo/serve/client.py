@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from octavo.collect import Collector, Until, made_later
-from octavo.errors import DeviceOutOfMemory
+from octavo.errors import DeviceOutOfMemory, NotANumber
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
 from octavo.serve.admission import Queue
@@ -174,6 +174,8 @@ class Call:
         if out.finish_reason in ("error", "abort"):
             if out.code == DeviceOutOfMemory.code:
                 self.fail(errors.out_of_memory())
+            elif out.code == NotANumber.code and out.error is not None:
+                self.fail(errors.not_a_number(out.error))
             elif out.code is not None and out.error is not None:
                 self.fail(ApiError(400, out.error, out.code, self.structure))
             else:
@@ -244,8 +246,8 @@ class EngineClient:
     ) -> Call:
         """Send requests to the engine. `follow`: the caller wants pieces as they come. `key`: whose they are, and who hears
         when they are over; `structure`: see Call; `until`: Collector."""
-        self.model  # noqa: B018  (raises unless ready)
-        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), key.priority if key is not None else 0)
+        free = max(self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting), 0)
+        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), key.priority if key is not None else 0, free)
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
@@ -427,7 +429,10 @@ class EngineClient:
         return self.supervisor.loaded
 
     async def _load_tokenizer(self, loaded: Loaded) -> None:
-        self.tokenizer = await asyncio.to_thread(read_tokenizer, loaded)
+        tokenizer = await asyncio.to_thread(read_tokenizer, loaded)
+        if self.config.chat_template is not None:
+            tokenizer.chat_templates = {"default": self.config.chat_template}
+        self.tokenizer = tokenizer
         gc.collect()
         gc.freeze()  # a vocabulary's objects stay, and are not looked through again and again
         gc.set_threshold(OBJECTS)

@@ -262,10 +262,4 @@ def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape)
     """What comes before the first piece of a choice: the role, or the prompt."""
     if shape.chat:
         return [writer.role(index)]
-    if not shape.echo:
-        return []
-    echoed = CompletionOutput(index, replies.prompt_text(writer.tokenizer, collector), collector.request.prompt)
-    if collector.prompt_logprobs is not None and shape.top is not None:
-        chunk_logprobs: list[Any] = list(collector.prompt_logprobs)
-        echoed.logprobs = chunk_logprobs
-    return [writer.piece(index, echoed, [collector])]
+    return [writer.echo(index, collector)] if shape.echo else []

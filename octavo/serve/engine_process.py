@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ from octavo.serve.messages import (
     ToEngine,
 )
 from octavo.serve.view import Viewer
-from octavo.types import Guide, Output, Plan, Request, SamplingParams
+from octavo.types import Guide, Output, Plan, Request, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -66,9 +66,9 @@ PR_SET_PDEATHSIG = 1
 class Observed:
     """A runner that takes note of the plans that pass: which requests begin, how many tokens of which kind."""
 
-    def __init__(self, runner: Runner):
-        self.runner = runner
-        self.begun: list[tuple[int, float]] = []  # Sequence.id, and when
+    def __init__(self, runner: Runner, live: Mapping[int, Sequence]):
+        self.runner, self.live = runner, live
+        self.begun: list[tuple[str, float]] = []  # requests, and when
         self.steps: list[int] = []  # tokens of each
         self.prefill = self.decode = 0
         self.viewer: Viewer | None = None  # while somebody watches
@@ -78,7 +78,7 @@ class Observed:
 
     def launch(self, plan: Plan) -> Handle:
         now = time.monotonic()
-        self.begun += [(row.seq, now) for row in plan.rows]
+        self.begun += [(seq.request.id, now) for row in plan.rows if (seq := self.live[row.seq]).preemptions == 0]
         count = plan.num_tokens
         if plan.items:
             self.steps.append(count)
@@ -115,7 +115,7 @@ class EngineLoop:
         self.checks = self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
-        self.observed = engine.runner = Observed(engine.runner)
+        self.observed = engine.runner = Observed(engine.runner, engine.scheduler.live)
         self.observed.slowest, self.observed.tell = slowest, self._begin_long
         self.patience = 0.0  # that was last asked for
         self.beat = Beat()
@@ -203,7 +203,8 @@ class EngineLoop:
         if self.whole:
             outputs = [out for out in outputs if self._tells(out)]
         before, self.patience = self.patience, self._patience()
-        if outputs or begun or self.patience != before:
+        last = bool(self.observed.steps) and self.engine.idle  # of steps for those who left: nothing else would bring it
+        if outputs or begun or last or self.patience != before:
             steps, self.observed.steps = self.observed.steps, []
             self.link.send(News(outputs, begun, steps, patience=self.patience))
 
@@ -217,9 +218,7 @@ class EngineLoop:
 
     def _begun(self) -> list[tuple[str, float]]:
         """Requests that have begun since this was asked last."""
-        live = self.engine.scheduler.live
-        begun = [(live[id].request.id, at) for id, at in self.observed.begun if id in live and live[id].preemptions == 0]
-        self.observed.begun.clear()
+        begun, self.observed.begun = self.observed.begun, []
         return begun
 
     def _begin_long(self, seconds: float) -> None:

@@ -120,6 +120,10 @@ def out_of_memory() -> ApiError:
                     "shorten it", "out_of_memory", retry_after=5.0)  # fmt: skip
 
 
+def not_a_number(why: str) -> ApiError:
+    return ApiError(500, why, "not_a_number")
+
+
 def poisoned() -> ApiError:
     return ApiError(500, "this request failed the engine again and again: it is not tried any more for a while", "poison_request")
 

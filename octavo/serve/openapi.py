@@ -31,6 +31,7 @@ GETS = {
     "/v1/models": "The models: one.",
     "/tokenizer_info": "What the tokenizer is.",
     "/v1/limits": "The bounds of everything a request may hold.",
+    "/v1/dumps": "Where the engine stood when it last hung: for administrators.",
     "/version": "The server's version.",
     "/livez": "200 while the server's loop runs.",
     "/readyz": "200 while requests are taken.",

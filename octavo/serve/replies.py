@@ -15,6 +15,7 @@ import msgspec
 from octavo.collect import Collector
 from octavo.outputs import CompletionOutput, Logprob
 from octavo.serve.tools import ToolUse, whole_call
+from octavo.text.detokenize import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import CallDelta, ToolParser
 
@@ -88,15 +89,26 @@ def chat_logprobs(tokenizer: Tokenizer, found: list[dict[int, Logprob]], top: in
     return {"content": content, "refusal": None}
 
 
+class Offsets:
+    """Where in a text each of its tokens begins: one that is part of a character where that does, one that is not shown where
+    what follows it does."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0):
+        self.ids, self.at = Detokenizer(tokenizer, skip_special_tokens, continuing), at
+
+    def push(self, ids: list[int]) -> list[int]:
+        found = []
+        for id in ids:
+            found.append(self.at)
+            self.at += len(self.ids.push([id]))
+        return found
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, ids: list[int], found: list[dict[int, Logprob] | None], top: int, offset: int = 0
+    tokenizer: Tokenizer, ids: list[int], found: list[dict[int, Logprob] | None], top: int, offsets: list[int]
 ) -> dict[str, Any]:
     """`found` is None where nothing came before: the first token of a prompt."""
     tokens = [token_text(tokenizer, id) for id in ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     each: list[dict[str, float] | None] = []
     for at in found:
         if at is None:
@@ -177,17 +189,21 @@ def text_choice(
 ) -> dict[str, Any]:
     text, ids = completion.text, completion.token_ids
     found: list[Any] = list(completion.logprobs or [])
-    reason = completion.finish_reason
+    reason, said = completion.finish_reason, ""
     if shape.prompt_only:
         text, ids, found, reason = "", [], [], "length"
+    prompt = collector.request.prompt if shape.echo else []
     if shape.echo:
-        prompt = collector.request.prompt
-        text = prompt_text(tokenizer, collector) + text
-        ids, found = prompt + ids, [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
-    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason,
+        said = prompt_text(tokenizer, collector)
+        found = [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
+    choice: dict[str, Any] = {"index": index, "text": said + text, "logprobs": None, "finish_reason": reason,
                               "stop_reason": completion.stop_reason}  # fmt: skip
     if shape.top is not None:
-        choice["logprobs"] = completion_logprobs(tokenizer, ids, found, shape.top)
+        offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(prompt)
+        offsets = [min(at, len(said)) for at in offsets]
+        skip = collector.request.params.skip_special_tokens
+        offsets += [min(at, len(said + text)) for at in Offsets(tokenizer, skip, at=len(said)).push(ids)]
+        choice["logprobs"] = completion_logprobs(tokenizer, prompt + ids, found, shape.top, offsets)
     if shape.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs_of(collector)
     return choice
@@ -215,12 +231,23 @@ class ChunkWriter:
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage is None else b'],"usage":null}\n\n'
-        self.offset: dict[int, int] = {}  # of each choice's text
+        self._offsets: dict[int, Offsets] = {}  # of each choice
 
     def role(self, index: int) -> bytes:
         """What opens a choice of a chat."""
         first = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._head + first + self._tail
+
+    def echo(self, index: int, collector: Collector) -> bytes:
+        """What opens a choice that begins with its prompt."""
+        echoed = CompletionOutput(index, prompt_text(self.tokenizer, collector), collector.request.prompt)
+        if collector.prompt_logprobs is not None and self.top is not None:
+            found: list[Any] = list(collector.prompt_logprobs)
+            echoed.logprobs = found
+        self._offsets[index] = Offsets(self.tokenizer, collector.prompt is not None, continuing=False)
+        chunk = self.piece(index, echoed, [collector])
+        self._offsets[index] = Offsets(self.tokenizer, collector.request.params.skip_special_tokens, at=len(echoed.text))
+        return chunk
 
     def piece(self, index: int, piece: CompletionOutput, collectors: list[Collector]) -> bytes:
         if self.tools is not None:
@@ -263,10 +290,10 @@ class ChunkWriter:
         else:
             choice.update(text=piece.text, logprobs=None)
             if piece.logprobs is not None and self.top is not None:
-                offset = self.offset.get(index, 0)
-                found = completion_logprobs(self.tokenizer, piece.token_ids, list(piece.logprobs), self.top, offset)
-                self.offset[index] = offset + sum(map(len, found["tokens"]))
-                choice["logprobs"] = found
+                if index not in self._offsets:
+                    self._offsets[index] = Offsets(self.tokenizer, collectors[0].request.params.skip_special_tokens)
+                ids, offsets = piece.token_ids, self._offsets[index].push(piece.token_ids)
+                choice["logprobs"] = completion_logprobs(self.tokenizer, ids, list(piece.logprobs), self.top, offsets)
         choice["finish_reason"] = piece.finish_reason
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason

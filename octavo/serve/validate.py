@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -190,7 +191,23 @@ def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> lis
 
 def check_template(front: Front, body: ChatRequest) -> None:
     if body.chat_template is not None and not front.config.request_templates:
-        raise ApiError(403, "this server takes no chat templates from requests", "template_not_allowed", "chat_template")
+        raise ApiError(
+            403,
+            "this server takes no chat templates from requests: start it with --trust-request-chat-template",
+            "template_not_allowed",
+            "chat_template",
+        )
+    if body.chat_template is None and front.tokenizer.chat_template is None:
+        raise bad(
+            "messages",
+            "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "
+            "--chat-template FILE",
+        )
+
+
+def longest(front: Front, truncated: int | None) -> int:
+    """Tokens that a prompt may have before it is looked at: of one that is to be truncated any number."""
+    return front.client.model.max_model_len if truncated is None else sys.maxsize
 
 
 async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
@@ -201,7 +218,7 @@ async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) ->
         return await front.text.encode_chat(
             front.tokenizer,
             messages,
-            front.client.model.max_model_len,
+            longest(front, body.truncate_prompt_tokens),
             body.chat_template,
             tools.tools if tools else None,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
@@ -226,9 +243,8 @@ async def completion_prompts(front: Front, body: CompletionRequest) -> list[tupl
         raise bad("prompt", f"there may be at most {limits.prompts} prompts, got {len(many)}", "param_out_of_range")
     for one in many:
         if isinstance(one, str):
-            ids = await front.text.encode(
-                front.tokenizer, one, front.client.model.max_model_len, body.add_special_tokens is not False
-            )
+            most = longest(front, body.truncate_prompt_tokens)
+            ids = await front.text.encode(front.tokenizer, one, most, body.add_special_tokens is not False)
             found.append((one, ids))
         elif isinstance(one, list):
             found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))

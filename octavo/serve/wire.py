@@ -211,6 +211,12 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         else:
             super().data_received(data)
 
+    async def send(self, message: Any) -> None:
+        """Who was refused has had an answer too: uvicorn would log an error for each."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True
+
 
 async def drop_unread(connections: Collection[Any], seconds: float) -> None:
     """Connections that we have closed, HTTP's and WebSockets', stay open until their clients have read what was written. Who

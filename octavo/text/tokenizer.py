@@ -93,7 +93,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """`add_special_tokens` puts BOS and EOS around the text where the model wants them. `allow_special` takes special
         tokens written in the text for what they say; without it they are ordinary characters."""
-        return self._whole(text, self._run(self.backend, text).ids, add_special_tokens, allow_special)
+        return self._whole(text, self._ids(self.backend, text), add_special_tokens, allow_special)
 
     def encode_many(self, asked: list[tuple[str, bool, bool]]) -> list[list[int]]:
         """What `encode` says of each (text, add_special_tokens, allow_special), in one call of the library."""
@@ -133,16 +133,18 @@ class Tokenizer:
         cuts = [0, *sorted(starts), len(text)]
         return mark.join(text[a:b] for a, b in pairwise(cuts)) if starts else text
 
-    def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    def _ids(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Other threads go on meanwhile: of the library's calls only those for batches let go of the interpreter."""
         try:
-            return backend.encode(text, add_special_tokens=False)
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("the text must be a string of valid Unicode, without lone surrogates", "prompt") from None
 
     def _plain_ids(self, text: str) -> list[int]:
         unknown = self._id("unk_token")
         ids: list[int] = []
-        for id in self._run(self._plain.backend, text).ids:
+        for id in self._ids(self._plain.backend, text):
             if id in self._plain.ids:
                 ids.append(self._plain.ids[id])
             elif id in self.special_ids and id != unknown:  # a vocabulary whose merges spell a special token

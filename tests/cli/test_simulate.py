@@ -79,11 +79,29 @@ def test_no_feature_makes_a_step_shorter() -> None:
         ([TRACE, "--policy", "best"], "unknown scheduling policy 'best'"),
         ([TRACE, "--batching", "best"], "unknown batching mode 'best'"),
         ([TRACE, "--max-model-len", "10"], "shorten the prompt"),
+        ([TRACE, "--batching", "window", "--max-batch", "0"], "max_batch must be"),
+        ([TRACE, "--batching", "static", "--max-batch", "-1"], "max_batch must be"),
+        ([TRACE, "--window-ms", "-1"], "window_ms must be"),
+        ([TRACE, "--target-ms", "0"], "target_ms must be"),
+        ([TRACE, "--window-ms", "30"], "window_ms has no effect"),
+        (["poisson:rate=nan,n=3"], "rate, n, groups"),
+        (["poisson:urgent=7,n=3"], "urgent is from 0 to 1"),
+        (["poisson:rate8,n=3"], "has no rate8"),
+        (["poisson:rate = 9,n=3"], "has no rate "),
+        (["poisson:n=2.5"], "n is a whole number"),
+        (["poisson:n=3,prompt=200-20"], "N or A-B"),
+        (["poisson:n=3,output=5-6-7"], "N or A-B"),
     ],
 )
 def test_what_cannot_be_simulated_is_an_error(octavo: Octavo, args: list[str], says: str) -> None:
     result = octavo("simulate", *args)
     assert result.exit_code == 2 and says in result.stderr
+
+
+def test_a_file_that_is_no_text(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(bytes(range(256)))
+    result = octavo("simulate", tmp_path / "t")
+    assert result.exit_code == 2 and "line 1 is no request" in result.stderr
 
 
 def test_a_file_that_holds_no_costs(octavo: Octavo, tmp_path: Path) -> None:

@@ -44,6 +44,19 @@ def test_of_the_middle_the_least_attended_leaves() -> None:
     assert seq.mass == [0.0, 0.9, 0.5, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_who_was_looked_at_less_often_than_it_lost_blocks() -> None:
+    seq = sequence(33)
+    seq.mass = [0.1]
+    eviction.drop(seq, 3, SIZE)
+    assert seq.mass == [0.1]
+
+
+def test_the_prompt_is_not_looked_at_whoever_computes_its_last_token() -> None:
+    """A sequence that is forked computes it as one that decodes, the others as part of their prompt."""
+    seq = sequence(8, prompt=8)
+    assert [eviction.looks(seq, at, CACHE) for at in (6, 7, 8, 9)] == [False, False, True, True]
+
+
 def test_older_looks_count_for_less() -> None:
     seq = sequence(9)
     eviction.weigh(seq, [1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -151,6 +152,27 @@ def test_what_a_key_had_is_forgotten_once_it_no_longer_matters() -> None:
         ask(engine, f"{i}", key=f"key {i}")
         drain(engine)
     assert len(engine.scheduler.policy.served) < 5  # type: ignore[attr-defined]
+
+
+def test_who_was_served_once_does_not_wait_for_ever_new_keys() -> None:
+    """Somebody who has had nothing yet is always there; whoever had something comes next all the same, in time."""
+    engine = make_engine(60, 4, 2, 16, 1, policy="fair")
+    scheduler, numbers = engine.scheduler, count()
+
+    def ended_after(name: str, most: int) -> int:
+        for step in range(most):
+            while len(scheduler.requests) < 5:
+                i = next(numbers)
+                ask(engine, f"guest {i}", 3, max_tokens=2 + i % 5, key=f"guest {i}")
+            if name in [out.request_id for out in engine.step() if out.finish_reason is not None]:
+                return step
+        raise AssertionError(f"{name} has not ended in {most} steps")
+
+    ask(engine, "long", 9, max_tokens=50, key="K")
+    ended_after("long", 500)
+    ask(engine, "again", 2, max_tokens=1, key="K")
+    ended_after("again", 200)
+    assert len(scheduler.policy.served) < 20  # type: ignore[attr-defined]
 
 
 def test_what_the_cache_has_comes_before_what_it_has_not() -> None:

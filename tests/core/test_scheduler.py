@@ -288,3 +288,35 @@ def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, mon
     got = drain(engine)
     assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [oracle.generate(r.prompt, r.params, 1) for r in asked]
     assert engine.scheduler.count.cached_tokens < 15 * 4, "next to nothing can be found"
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_a_request_does_not_count_its_own_prompt_as_cached(rows: int) -> None:
+    """With one row, the second completion begins when the first has ended, and finds the prompt."""
+    engine = make_engine(60, 4, rows, 64, 1)
+    engine.add(Request("r", list(range(1, 42)), SamplingParams(n=3, max_tokens=3, ignore_eos=True, seed=1)))
+    cached = 0
+    while not engine.idle:
+        cached = max([cached, *(out.cached_tokens for out in engine.step())])
+    count = engine.scheduler.count
+    assert (cached, count.queried_tokens, count.cached_tokens) == (0, 41, 0)
+
+
+def test_a_salt_that_cannot_be_hashed_is_refused_before_anything_changes() -> None:
+    engine = make_engine(20, 4, 2, 16, 1)
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        engine.add(Request("r", [1, 2], SamplingParams(), cache_salt="\ud800"))
+    assert engine.idle
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
+    engine = make_engine(20, 4, 2, 16, 1)
+    for name in "ab":
+        engine.add(Request(name, [1, 2], SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
+    plan = engine.scheduler.plan()
+    first = engine.scheduler.commit(plan, StepResult([[-1], [7]]))
+    assert [(o.request_id, o.tokens, o.finish_reason, o.code) for o in first] == [
+        ("a", [], "error", "not_a_number"), ("b", [7], None, None)
+    ]  # fmt: skip
+    engine.scheduler.check()
+    assert list(engine.scheduler.requests) == ["b"]

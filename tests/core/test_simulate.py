@@ -16,6 +16,7 @@ from octavo.core.simulate import EMBEDDED_CPU, FEATURES, Costs, features, percen
 from octavo.core.trace import BLOCK, Entry, Recorder
 from octavo.errors import InvalidRequest
 from octavo.types import Item, Plan, Request, SamplingParams, Sequence
+from tests.workloads import make_engine
 
 COSTS = Costs(step=0.010, prefill=0.001, row=0.002, kv=0.0, pairs=0.0)
 CACHE = CacheConfig(16, 1000)
@@ -193,3 +194,14 @@ def test_an_urgent_request_has_its_first_token_within_twice_its_time(machine: st
 def test_a_trace_that_is_not_there_is_refused_with_what_may_be_named() -> None:
     with pytest.raises(InvalidRequest, match=r"nowhere.jsonl cannot be read \(No such file or directory\): name a file"):
         trace.read("nowhere.jsonl")
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(20, 4, 2, 16, 1)
+    engine.scheduler.recorder = Recorder("/dev/full")
+    for name in "ab":
+        engine.add(Request(name, [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=1), arrival=1.0))
+    ended = []
+    while not engine.idle:
+        ended += [out.request_id for out in engine.step() if out.finish_reason == "length"]
+    assert sorted(ended) == ["a", "b"] and caplog.text.count("no more requests are recorded") == 1

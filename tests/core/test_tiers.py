@@ -416,3 +416,13 @@ def test_check_notices_a_slot_in_two_states() -> None:
     tiers._take()
     with pytest.raises(AssertionError, match="lost"):
         tiers.check()
+
+
+def test_a_ticket_is_nobody_elses_in_an_engine_that_comes_after() -> None:
+    """News of what the disk was asked for by an engine that is gone must not be taken for this one's."""
+    (_, _, old), (scheduler, _, new) = asked(FakeDisk()), asked(FakeDisk())
+    assert old and new and not set(old) & set(new)
+    tiers = scheduler.tiers
+    assert tiers is not None
+    scheduler.commit(Plan(99), fetched(*old))
+    assert sorted(tiers.fetching) == new, "all are still waited for"

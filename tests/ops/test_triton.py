@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops import select
 from octavo.ops.reference import ReferenceOps
 from tests.conftest import DEVICE
 from tests.ops.test_reference import BATCHES, draw, filled
@@ -142,13 +143,16 @@ def test_choose_never_forbids_a_token() -> None:
         assert ops.choose(logits, rows, heat, low, high, position).tolist() == [5]
 
 
-def test_choose_gives_an_id_that_exists_whatever_the_logits() -> None:
-    logits = torch.stack([torch.full((97,), -torch.inf), torch.full((97,), torch.nan)]).to(DEVICE)
-    rows = torch.arange(2, dtype=torch.int32, device=DEVICE)
-    zeros = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    for heat in (0.0, 1.0):
-        got = TRITON.choose(logits, rows, torch.full((2,), heat, device=DEVICE), zeros, zeros, zeros)
-        assert all(0 <= t < 97 for t in got.tolist())
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [97, 5000])
+def test_choose_tells_where_there_is_nothing_to_choose_by(vocab: int, heat: float) -> None:
+    logits = random(4, vocab)
+    logits[0], logits[1], logits[2, 7] = -torch.inf, torch.nan, torch.inf
+    rows = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    zeros = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for ops in (TRITON, REFERENCE, select("cpu")) if DEVICE == "cpu" else (TRITON, REFERENCE):
+        got = ops.choose(logits, rows, torch.full((4,), heat, device=DEVICE), zeros, zeros, zeros).tolist()
+        assert got[:3] == [-1, -1, -1] and 0 <= got[3] < vocab
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -102,10 +102,14 @@ class CpuOps(ReferenceOps):
         torch copies rows with threads of its own, which then spin where ours should work."""
         if logits.dtype != torch.float32:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
-        chosen = torch.from_numpy(logits.numpy().argmax(1))
+        values = logits.numpy()
+        best = values.argmax(1)
+        lost = ~np.isfinite(values[np.arange(len(best)), best])
+        chosen = torch.from_numpy(best)
         at = rows.long()
         heat = temperature[at]
         if not heat.any():
+            best[lost] = -1
             return chosen.int()
         team = workers()
         if team is None:
@@ -118,6 +122,7 @@ class CpuOps(ReferenceOps):
         job[step.HEAT] = heat.data_ptr()
         with team.lock:
             team.run(job)
+        best[lost] = -1
         return chosen.int()
 
 

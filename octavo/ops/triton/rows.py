@@ -24,7 +24,8 @@ def advance_kernel(
         tl.store(entry, block)
     else:
         block = tl.load(entry)
-    tl.store(ids + item, tl.load(tokens + row * s_tokens + at).to(tl.int64))
+    token = tl.load(tokens + row * s_tokens + at)
+    tl.store(ids + item, tl.maximum(token, 0).to(tl.int64))  # -1: none could be chosen, and the row ends soon
     tl.store(positions + item, at.to(tl.int64))
     tl.store(slots + item, block.to(tl.int64) * B + at % B)
     tl.store(seq_lens + item, at + 1)

@@ -72,8 +72,10 @@ def join_kernel(best_value, best_token, out, parts, vocab, P: tl.constexpr):
     row, p = tl.program_id(0), tl.arange(0, P)
     value = tl.load(best_value + row * parts + p, mask=p < parts, other=-float("inf"))
     token = tl.load(best_token + row * parts + p, mask=p < parts, other=2**31 - 1)
-    best = tl.min(tl.where(value == tl.max(value, 0), token, 2**31 - 1), 0)
-    tl.store(out + row, tl.minimum(best, vocab - 1))  # of logits that are all -inf or NaN none is best: any id that exists
+    peak = tl.max(value, 0)
+    best = tl.min(tl.where(value == peak, token, 2**31 - 1), 0)
+    finite = (peak > -float("inf")) & (peak < float("inf"))  # which no NaN is
+    tl.store(out + row, tl.where(finite, tl.minimum(best, vocab - 1), -1))
 
 
 def choose(logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor) -> Tensor:
