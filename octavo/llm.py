@@ -301,10 +301,15 @@ class LLM:
     def close(self) -> None:
         """Write to disk what an engine that is idle has in its cache, as far as it fits into host memory at once, and end the
         threads that do it. Nothing to do without a disk."""
-        if self._close is not None and self._close.alive:
+        if self._close is None or not self._close.alive:
+            return
+        try:
+            while not self.engine.idle and not self.engine.scheduler.live:  # steps on their way for who was interrupted
+                self.step()
             if self.engine.idle:
                 plan = self.engine.scheduler.flush()
                 self.engine.scheduler.commit(plan, self.runner.launch(plan).wait())
+        finally:
             self._close()
 
     # ---- whole answers -----------------------------------------------------------------------------

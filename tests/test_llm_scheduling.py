@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.batching import MODES
+from octavo.core.batching import MODES, USED
 from octavo.core.policy import POLICIES
 from octavo.errors import InvalidRequest
 from tests.test_llm import GREEDY, ids_of, make, prompts
@@ -20,9 +20,13 @@ def want() -> list[list[int]]:
     return ids_of(make().generate(prompts(6), SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False))
 
 
-@pytest.mark.parametrize("options", [{"scheduling_policy": p} for p in POLICIES] + [{"batching": m} for m in MODES], ids=str)
+SMALL = {"max_batch": 2, "window_ms": 1.0}  # where they are used
+BATCHING = [{"batching": mode, **{name: SMALL[name] for name in SMALL if mode in USED[name]}} for mode in MODES]
+
+
+@pytest.mark.parametrize("options", [{"scheduling_policy": p} for p in POLICIES] + BATCHING, ids=str)
 def test_the_tokens_are_the_same_under_every_policy_and_mode(options: dict[str, Any], want: list[list[int]]) -> None:
-    llm = make(max_num_seqs=3, block_size=4, num_gpu_blocks_override=30, max_batch=2, window_ms=1, depth=2, **options)
+    llm = make(max_num_seqs=3, block_size=4, num_gpu_blocks_override=30, depth=2, **options)
     assert ids_of(llm.generate(prompts(6), SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False)) == want
 
 

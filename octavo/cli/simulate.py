@@ -67,7 +67,7 @@ def simulate(
 ) -> None:
     """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""  # noqa: E501
     from octavo.config import CacheConfig, ScheduleConfig
-    from octavo.core.batching import check_batching
+    from octavo.core.batching import USED, check_batching
     from octavo.core.simulate import EMBEDDED_CPU
     from octavo.core.simulate import simulate as run
     from octavo.core.trace import read
@@ -99,7 +99,9 @@ def simulate(
     if verify is not None:
         engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
         engine.scheduling_policy, engine.batching = (policy or ["fcfs"])[0], (batching or ["continuous"])[0]
-        engine.max_batch, engine.window_ms, engine.target_ms = max_batch, window_ms, target_ms
+        for name, modes in USED.items():
+            if engine.batching in modes:
+                setattr(engine, name, {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}[name])
         result["verify"] = _verify(_load(engine, verify), entries, used, results[0], picture)
     _finish(result, output)
 

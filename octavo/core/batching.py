@@ -23,6 +23,7 @@ from octavo.types import Plan, Sequence, check_real, check_whole
 
 Form = Callable[[list[Sequence], float], int]  # who waits, now -> how many of the first make the next batch; 0: wait for more
 MODES = ("continuous", "adaptive", "window", "static", "none")
+USED = {"max_batch": ("window", "static"), "window_ms": ("window",), "target_ms": ("adaptive",)}  # by which modes
 LAST_CALL = 1.0  # seconds that a static batch waits to be full: the last one never would be
 
 
@@ -48,12 +49,13 @@ def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms
     check_real("window_ms", window_ms, 0, 60_000)
     check_real("target_ms", target_ms, 0, 60_000, open_low=True)
     usual = ScheduleConfig()
-    for name, changed, where in (
-        ("max_batch", max_batch != usual.max_batch, ("window", "static")),
-        ("window_ms", window_ms != usual.window * 1e3, ("window",)),
-        ("target_ms", target_ms != usual.target * 1e3, ("adaptive",)),
-    ):
-        if changed and not any(mode in where for mode in modes):
+    changed = {
+        "max_batch": max_batch != usual.max_batch,
+        "window_ms": window_ms != usual.window * 1e3,
+        "target_ms": target_ms != usual.target * 1e3,
+    }
+    for name, where in USED.items():
+        if changed[name] and not any(mode in where for mode in modes):
             raise InvalidRequest(f"{name} has no effect here: it is for batching {' or '.join(where)}", name)
 
 

@@ -148,6 +148,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, T
     logprobs = logits.float().log_softmax(1)
     chosen = logprobs.gather(1, tokens.long().clamp_(min=0)[:, None])
     rank = (logprobs > chosen).sum(1) + 1
+    num_top = min(num_top, logprobs.shape[1])
     top, ids = logprobs.topk(num_top, dim=1) if num_top else (chosen[:, :0], rank[:, None][:, :0])
     return chosen[:, 0], rank, ids, top
 

@@ -137,6 +137,8 @@ def test_bad_arguments(octavo: Octavo) -> None:
     assert result.exit_code == 2 and "unknown case other: use same, long" in result.output
     result = octavo("bench", "serve", "--url", "ftp://x")
     assert result.exit_code == 2 and "give http://HOST:PORT" in result.output
+    result = octavo("bench", "serve", "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 2 and "no server answers at http://127.0.0.1:1" in result.output
 
 
 def test_a_shapes_text_tells_how_many_tokens_it_has(tmp_path: Path) -> None:

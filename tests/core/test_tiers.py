@@ -420,7 +420,7 @@ def test_check_notices_a_slot_in_two_states() -> None:
 
 def test_a_ticket_is_nobody_elses_in_an_engine_that_comes_after() -> None:
     """News of what the disk was asked for by an engine that is gone must not be taken for this one's."""
-    (_, _, old), (scheduler, _, new) = asked(FakeDisk()), asked(FakeDisk())
+    (_, _, old), (scheduler, _, new) = asked(FakeDisk(slowest=1)), asked(FakeDisk(slowest=1))
     assert old and new and not set(old) & set(new)
     tiers = scheduler.tiers
     assert tiers is not None

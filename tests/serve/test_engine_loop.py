@@ -324,3 +324,16 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
 
     asyncio.run(hang())
     assert len(ended) == 1
+
+
+def test_a_request_that_ends_with_its_first_step_has_begun_too() -> None:
+    _, sent = run([add("a", max_tokens=1), *[None] * 3])
+    (news,) = [m for m in sent if isinstance(m, News) and m.outputs]
+    assert [id for id, _ in news.begun] == ["a"] and news.outputs[0].finish_reason == "length"
+
+
+def test_the_steps_of_who_left_are_counted_when_the_engine_rests() -> None:
+    m = add("a", max_tokens=50)
+    m.whole = True
+    _, sent = run([m, *[None] * 8, Abort(["a"]), None], depth=2)
+    assert sum(len(news.steps) for news in sent if isinstance(news, News)) >= 8

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.supervisor import Supervisor
+from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.serve.running import ROOT, Running, alive, check_error, children, events, free_port, server
 from tests.serve.test_streams import settled
@@ -344,3 +345,29 @@ def test_an_engine_that_cannot_be_started_again_just_now_is_tried_once_more() ->
         running.cancel()
 
     asyncio.run(run())
+
+
+def test_numbers_that_are_none_end_who_meets_them_and_nobody_else(tmp_path: Path) -> None:
+    """A row of the embedding is damaged: whoever says "z" computes NaN."""
+    folder = shutil.copytree(tiny.model_dir("qwen2"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (z,) = Tokenizer.from_directory(folder).encode("z", add_special_tokens=False)
+    weights["model.embed_tokens.weight"][z] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with server(tmp_path, model=str(folder)) as running:
+        want = running.complete(temperature=0)
+        for more in ({}, {"logprobs": 1, "temperature": 0}, {"use_beam_search": True, "best_of": 2, "temperature": 0}):
+            reply = running.post("/v1/completions", {"prompt": "zebra", "max_tokens": 4, **more})
+            assert "no finite number" in check_error(reply, 500, code="not_a_number")["message"]
+        reply = running.post("/v1/completions", {"prompt": "zebra", "stream": True})
+        assert events(reply.text)[-1]["error"]["code"] == "not_a_number"
+        assert running.complete(temperature=0)["choices"] == want["choices"]
+
+
+def test_a_model_that_computes_no_numbers_is_not_served(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny.model_dir(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match="loads but does not run: the model computed no finite number"):
+        server(tmp_path, model=str(folder)).__enter__()

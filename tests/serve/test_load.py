@@ -48,6 +48,15 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     queue.check(1, 40)
 
 
+def test_who_finds_a_row_does_not_wait() -> None:
+    queue = Queue(max_requests=2, max_tokens=100)
+    for k in range(5):
+        queue.check(1, 1, free=3)  # not yet told that any of them has begun
+        queue.enter(str(k), Owner(), 1)
+    with pytest.raises(ApiError, match="5 requests"):
+        queue.check(1, 1, free=3)
+
+
 def test_alone_any_request_may_wait() -> None:
     Queue(1, 10).check(1, 1000)
     Queue(1, 10).check(1000, 1000)  # a batch of prompts
@@ -124,6 +133,11 @@ def test_a_burst_of_ten_times_what_fits(small: Running) -> None:
     begun = time.monotonic()
     small.complete()
     assert time.monotonic() - begun < 1, "recovered"
+
+
+def test_a_burst_that_rows_and_queue_hold_is_taken(small: Running) -> None:
+    replies = asyncio.run(post_all(small, [{"prompt": "hello", "max_tokens": 2, "ignore_eos": True}] * 6))
+    assert [r.status_code for r in replies] == [200] * 6
 
 
 def test_openai_python_comes_back_by_itself(small: Running) -> None:

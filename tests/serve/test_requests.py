@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.serve.running import NAME, Running, check_error, events
 
 HI = [{"role": "user", "content": "hi"}]
@@ -329,3 +330,26 @@ def test_an_echo_can_be_streamed(running: Running) -> None:
     assert "".join(p["text"] for p in pieces) == whole["text"]
     assert [v for p in pieces for v in p["logprobs"]["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
     assert [v for p in pieces for v in p["logprobs"]["text_offset"]] == whole["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_those_of_the_text(running: Running, stream: bool) -> None:
+    """Of characters of several tokens, and of tokens that are not shown: never beyond the text."""
+    said = "日本👩‍👧é"
+    body = {"prompt": said, "max_tokens": 4, "echo": True, "logprobs": 0, "seed": 1, "allowed_token_ids": [tiny.EOS, 97],
+            "ignore_eos": True, "logit_bias": {str(tiny.EOS): 50}, "stream": stream}  # fmt: skip
+    reply = running.post(TEXT, body)
+    pieces = [e["choices"][0] for e in events(reply.text)] if stream else reply.json()["choices"]
+    text = "".join(p["text"] for p in pieces)
+    offsets = [at for p in pieces for at in (p["logprobs"] or {"text_offset": []})["text_offset"]]
+    sizes = [len(character.encode()) for character in said]  # every token is a byte
+    assert text == said and len(offsets) == len(said.encode()) + 4
+    assert offsets[: sum(sizes)] == [at for at, size in enumerate(sizes) for _ in range(size)]
+    assert offsets[sum(sizes) :] == [len(said)] * 4
+
+
+def test_what_is_to_be_cut_may_be_of_any_length(running: Running) -> None:
+    long = "a" * 3_000_000
+    check_error(running.post(TEXT, {"prompt": long, "max_tokens": 1}), 400, "prompt", "context_length_exceeded")
+    reply = running.post(TEXT, {"prompt": long, "max_tokens": 1, "truncate_prompt_tokens": 5})
+    assert reply.status_code == 200 and reply.json()["usage"]["prompt_tokens"] == 5

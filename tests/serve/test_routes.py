@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from octavo.serve.http import GET, POST
+from tests import tiny
 from tests.serve.running import NAME, Running, check_error, server
 
 JSON = {"content-type": "application/json"}
@@ -165,10 +167,12 @@ def test_metrics_count_what_happened(running: Running) -> None:
     assert sum(blocks) == 512 and blocks[0] == 0
 
 
-def test_metrics_tell_waiting_from_computing(running: Running) -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_metrics_tell_waiting_from_computing(running: Running, tokens: int) -> None:
+    """Of a request that ends with its first step too."""
     names = [f"octavo:{name}_seconds_sum" for name in ("request_queue_time", "request_prefill_time", "time_to_first_token")]
     before = running.metrics()
-    running.complete(prompt=[1] * 120, max_tokens=2)
+    running.complete(prompt=[tokens] * 120, max_tokens=tokens)
     time.sleep(0.05)
     queue, prefill, first = (running.metrics()[name] - before[name] for name in names)
     assert prefill > 0.0002 and queue + prefill == pytest.approx(first, abs=1e-4)
@@ -207,7 +211,7 @@ def test_no_label_comes_from_a_client(running: Running) -> None:
 
 def test_the_description_names_every_route(running: Running) -> None:
     found = running.get("/openapi.json").json()
-    paths = {p.replace(":path", "") for p in (*GET, *POST)} - {"/openapi.json", "/v1/dumps"}
+    paths = {p.replace(":path", "") for p in (*GET, *POST)} - {"/openapi.json"}
     assert set(found["paths"]) == paths
     chat = found["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["messages"] and "temperature" in chat["properties"]
@@ -240,3 +244,22 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
         headers["origin"] = "https://evil.com"
         assert "access-control-allow-origin" not in other.http.options("/v1/completions", headers=headers).headers
         assert other.get("/v1/models").json()["data"][0]["id"] == NAME
+
+
+def test_a_chat_template_of_the_servers_own(tmp_path: Path) -> None:
+    with server(tmp_path, chat_template="A: {{ messages[0].content }}") as other:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        assert other.post("/v1/chat/completions/render", body).json()["prompt"] == "A: hi"
+        assert other.get("/tokenizer_info").json()["chat_template"] == "A: {{ messages[0].content }}"
+        refused = other.post("/v1/chat/completions", {**body, "chat_template": "x"})
+        assert "--trust-request-chat-template" in check_error(refused, 403, "chat_template")["message"]
+
+
+def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny.model_dir(), tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with server(tmp_path, model=str(folder)) as other:
+        reply = other.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        assert "--chat-template FILE" in check_error(reply, 400, "messages")["message"]

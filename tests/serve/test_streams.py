@@ -188,6 +188,12 @@ def test_a_websocket_streams_the_same_text(running: Running) -> None:
             assert text == want and end["type"] == "done" and end["usage"]["completion_tokens"] == 20
 
 
+def test_a_refused_websocket_is_no_error_of_ours(running: Running) -> None:
+    with pytest.raises(InvalidStatus), connect(f"ws://127.0.0.1:{running.port}/ws/nowhere", open_timeout=5):
+        pass
+    assert "handshake" not in running.log.read_text()
+
+
 def test_a_websocket_survives_bad_requests(running: Running) -> None:
     with ws(running) as socket:
         for bad, code in (("hello", "invalid_json"), ("[]", "invalid_json"), ("{}", None), ('{"prompt": 5}', None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -71,3 +72,19 @@ def test_who_leaves_before_the_turn_is_over_disturbs_nobody(tokenizer: Tokenizer
             worker.close()
 
     assert asyncio.run(run()) == tokenizer.encode("world")
+
+
+def test_others_go_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
+    """The library holds the interpreter in its calls for one text, not in those for many."""
+    text, turns, done = "a b " * 500_000, 0, threading.Event()
+
+    def work() -> None:
+        tokenizer.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 20
