@@ -20,6 +20,7 @@ FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repet
 
 
 MOST = 2**31 - 1  # an int32 holds
+LEAST = 1e-6  # penalty: less would be no different, and what is divided by it perhaps no number
 
 
 def _ints(row: NewRow) -> list[int]:
@@ -32,7 +33,8 @@ def _ints(row: NewRow) -> list[int]:
 def _floats(row: NewRow) -> list[float]:
     p = row.params
     temperature = 0.0 if p.greedy else p.temperature
-    return [temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty]
+    repetition = max(p.repetition_penalty, LEAST)
+    return [temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, repetition]
 
 
 def _plain(row: NewRow) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from typing import Any
 
 import pytest
 import torch
@@ -226,3 +227,19 @@ def test_logprobs_are_of_the_model_and_ranked() -> None:
     assert records[1].rank == 1 and records[1].top[0] == (records[1].token, pytest.approx(float(want[1].max())))
     for r, row in zip(records, want, strict=True):
         assert r.logprob == pytest.approx(float(row[r.token])) and r.rank == 1 + int((row > row[r.token]).sum())
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e4])
+def test_no_parameter_makes_of_numbers_what_is_none(scale: float) -> None:
+    extremes: list[dict[str, Any]] = [
+        {"repetition_penalty": 5e-324}, {"repetition_penalty": 100.0}, {"temperature": 1.1e-5}, {"temperature": 100.0},
+        {"repetition_penalty": 5e-324, "temperature": 1.1e-5}, {"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 1},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "temperature": 1.1e-5}, {"logit_bias": {1: -100.0, 5: 100.0}},
+    ]  # fmt: skip
+    params = [SamplingParams(seed=1, **{"temperature": 1.0, **extreme}) for extreme in extremes]
+    assert min(choose(random_logits(len(params), scale=scale), params)) >= 0
+
+
+def test_fewer_tokens_than_alternatives_asked_for() -> None:
+    _, _, ids, top = sampler.logprobs_of(random_logits(2)[:, :5], torch.tensor([1, 4]), 20)
+    assert ids.shape == top.shape == (2, 5) and sorted(ids[0].tolist()) == [0, 1, 2, 3, 4]
