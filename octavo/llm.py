@@ -41,6 +41,7 @@ from octavo.memory import (
     MemoryPlan,
     activation_bytes,
     available_memory,
+    check_disk,
     kv_memory,
     parameter_count,
     parse_kv_dtype,
@@ -96,9 +97,9 @@ def mends(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM,
         except OctavoError:  # which change nothing
             raise
         except BaseException as error:
-            if error is not llm.engine.dealt_with:
+            if llm.engine.dealt_with != id(error):
                 llm._renew()
-                llm.engine.dealt_with = error
+                llm.engine.dealt_with = id(error)
             raise
 
     return run
@@ -157,9 +158,7 @@ class LLM:
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
-        check_real("kv_disk_gib", kv_disk_gib, 0, 2**30, open_low=True)
-        if kv_disk_path is None and kv_disk_gib != DISK_GIB:
-            raise InvalidRequest("kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)", "kv_disk_gib")
+        check_disk(kv_disk_path, kv_disk_gib)
         if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
             raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
         if kv_canary and (swap_space or kv_disk_path is not None or kv_eviction != "none"):
@@ -220,7 +219,7 @@ class LLM:
         spare, taken = available_memory(torch.device("cpu"))[0], 0 if on_gpu else cache.num_blocks * block_size * kv_token
         if taken > spare:
             raise NotEnoughMemory(
-                f"a KV pool of {cache.num_blocks} blocks takes {taken / 2**30:.1f} GiB, but {spare / 2**30:.1f} GiB of memory "
+                f"a KV pool of {cache.num_blocks} blocks takes {taken / 2**30:.3g} GiB, but {spare / 2**30:.3g} GiB of memory "
                 "are left: lower num_gpu_blocks_override (--num-blocks)"
             )
         host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare - taken)
@@ -404,6 +403,7 @@ class LLM:
             raise InvalidRequest(f"{name} cannot be streamed: which is best is known at the end", name, "unsupported_parameter")
         return Stream(self, self._submit(read, params, arrival))
 
+    @mends
     def reset_prefix_cache(self) -> None:
         """Forget every cached prompt, as if the engine had just started: what is on disk can be found again."""
         self.engine.scheduler.forget()
@@ -423,7 +423,9 @@ class LLM:
                 self.generate([[0] * tokens], params, use_tqdm=False)
                 self.reset_prefix_cache()
         finally:
-            scheduler.recorder, self.engine.observers = recorder, observers
+            if self.engine.scheduler is scheduler:
+                self.engine.observers = observers
+            self.engine.scheduler.recorder = recorder
             scheduler.count.queried_tokens, scheduler.count.cached_tokens = asked
             if scheduler.tiers is not None and links is not None:
                 scheduler.tiers.links = links
@@ -434,13 +436,14 @@ class LLM:
     def _renew(self) -> None:
         """An engine with empty books in place of one whose books may be half-written. What it was working on ends."""
         log.warning("the engine was interrupted where its books may be half-written: it begins anew, with nothing cached")
-        recorder = self.engine.scheduler.recorder
+        before = self.engine.scheduler
         self.engine = self.new_engine(self.schedule)
-        self.engine.scheduler.recorder = recorder
+        self.engine.scheduler.recorder, self.engine.scheduler.arrivals = before.recorder, before.arrivals
         for id, collector in self._open.items():
             for index, completion in enumerate(collector.outputs):
                 if completion.finish_reason is None:
                     collector.take(Output(id, index, [], finish_reason="error", error="the engine was interrupted"))
+            collector.open = 0  # also if it was being told of an end
         self._open.clear()
 
     @mends
@@ -484,6 +487,7 @@ class LLM:
             raise InvalidRequest(f"{len(urgency)} priorities for {len(prompts)} prompts: give one each", "priority")
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
+        first = self._count
         try:
             for prompt, p, level in zip(prompts, each, urgency, strict=True):
                 collector = self._submit(prompt, p, arrival, level)
@@ -495,8 +499,9 @@ class LLM:
                             done[output.request_id] = output
                             bar.update(output)
         finally:
-            for request_id in [r for r in mine if r not in done]:  # refused half-way, or interrupted: nothing stays behind
-                self.abort(request_id)
+            for number in range(first, self._count):  # refused half-way, or interrupted: nothing stays behind
+                if str(number) in self._open:
+                    self.abort(str(number))
         failed = [output for output in done.values() if output.error]
         if failed:
             log.error("%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error)

@@ -16,6 +16,7 @@ import torch
 from octavo.config import DTYPE_BYTES, KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
+from octavo.types import check_real
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
@@ -103,8 +104,17 @@ def available_memory(device: torch.device) -> tuple[int, int]:
         except (OSError, ValueError):
             continue
         if cap < total:
-            free, total = min(free, cap - now), cap
+            free, total = min(free, cap - now + _given_back(Path("/sys/fs/cgroup", used).with_name("memory.stat"))), cap
     return free, total
+
+
+def _given_back(stat: Path) -> int:
+    """Bytes of files that a container holds in memory and gives back when they are needed: they count as used."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+        return int(fields.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def kv_memory(device: torch.device, utilization: float, activations: int) -> int:
@@ -166,6 +176,12 @@ def size_pool(
     if num_blocks is None:  # more than every row at full length is of no use but to the prefix cache
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
+
+
+def check_disk(path: object, gib: float) -> None:
+    check_real("kv_disk_gib", gib, 0, 2**30, open_low=True)
+    if path is None and gib != DISK_GIB:
+        raise InvalidRequest("kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)", "kv_disk_gib")
 
 
 def size_tiers(swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int) -> tuple[int, int]:

@@ -483,7 +483,7 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(ll
 def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(depth: int, caplog: pytest.LogCaptureFixture) -> None:
     """Ctrl-C at lines drawn from all that the engine's bookkeeping executes."""
     llm = make(depth=depth, swap_space=1 / 1024)
-    many, params = prompts(5), SamplingParams(max_tokens=6, **GREEDY)
+    many, params = prompts(4), SamplingParams(max_tokens=5, **GREEDY)
     want = ids_of(llm.generate(many, params))
     places, g = ("/octavo/core/", "/octavo/llm.py", "/octavo/collect.py"), random.Random(depth)
 
@@ -505,6 +505,7 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(depth: int, cap
         watch, before = Interrupt(at), sys.gettrace()
         sys.settrace(watch)
         try:
+            llm.reset_prefix_cache()
             llm.generate(many, params, use_tqdm=False)
         except KeyboardInterrupt:
             pass
@@ -513,9 +514,12 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(depth: int, cap
         return watch.lines
 
     total = interrupted(10**9)
-    for at in g.sample(range(1, total), 40):
-        llm.reset_prefix_cache()
+    for at in g.sample(range(1, total), 20):
+        stream = llm.stream(many[0], params)
+        next(stream)
         interrupted(at)
+        pieces = list(stream)
+        assert pieces[-1].finish_reason in ("length", "error")
         assert ids_of(llm.generate(many, params)) == want, f"after an interrupt at line {at}"
         assert blocks_in_use(llm) == 0 and llm.engine.idle
         llm.engine.scheduler.check()
@@ -560,3 +564,15 @@ def test_options_without_an_effect_are_refused(options: dict[str, Any]) -> None:
 def test_a_pool_beyond_memory_is_refused_by_its_own_name() -> None:
     with pytest.raises(NotEnoughMemory, match="--num-blocks"):
         make(num_gpu_blocks_override=10**10)
+
+
+def test_a_fault_that_is_over_leaves_nothing_in_the_cache() -> None:
+    llm, params, prompt = make(block_size=4), SamplingParams(max_tokens=5, **GREEDY), "a system prompt of some length"
+    want = ids_of(llm.generate([prompt], params))
+    llm.reset_prefix_cache()
+    with torch.inference_mode():
+        norm = llm.model.norm.clone()  # type: ignore[operator]
+        llm.model.norm.fill_(torch.nan)  # type: ignore[operator]
+        assert llm.generate([prompt], params)[0].error
+        llm.model.norm.copy_(norm)  # type: ignore[operator]
+    assert ids_of(llm.generate([prompt], params)) == want

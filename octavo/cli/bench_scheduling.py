@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
@@ -30,13 +31,17 @@ def batching_modes(
 
     from octavo.bench.scheduling import modes as measure
     from octavo.cli.progress import Steps
+    from octavo.core.batching import check_batching
 
-    names = modes.split(",")
+    names, window, target = modes.split(","), engine.window_ms, engine.target_ms
+    check_batching(names, engine.max_batch, window, target)
+    engine = replace(engine, max_batch=SMALL.max_batch, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)  # of its own mode
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()
         progress.update(task, description="measuring", total=1 + len(names))
+        llm.schedule = replace(llm.schedule, window=window / 1e3, target=target / 1e3)
         r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("batching", "tok/s", "of continuous", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms"):

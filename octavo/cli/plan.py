@@ -201,11 +201,12 @@ def with_tiers(memory: MemoryPlan, case: Case, options: SizeOptions, on_this_mac
     """The plan with what was asked of host memory and disk, or NotEnoughMemory. Another machine's host memory is not known."""
     import torch
 
-    from octavo.memory import available_memory, size_tiers
+    from octavo.memory import available_memory, check_disk, size_tiers
 
     spare = available_memory(torch.device("cpu"))[0] if on_this_machine else 2**62
     if case.kind == "cpu":
         spare = min(spare, case.free) - memory.weights - memory.kv
+    check_disk(options.kv_disk, options.kv_disk_gib)
     host, disk = size_tiers(options.kv_host_gib, options.kv_disk, options.kv_disk_gib, memory.block_bytes, spare)
     return replace(memory, host_blocks=host, disk=disk)
 

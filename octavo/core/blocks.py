@@ -69,9 +69,13 @@ class BlockPool:
 
     def withdraw(self, block: int) -> None:
         """It is about to be overwritten: what it holds can no longer be found."""
+        if (h := self.hash[block]) is not None and (content := self.content(h)):
+            self.evicted.append(content)
+        self.disown(block)
+
+    def disown(self, block: int) -> None:
+        """What it holds can no longer be found, and goes nowhere else."""
         if (h := self.hash[block]) is not None:
-            if content := self.content(h):
-                self.evicted.append(content)
             self.hash[block] = self.tokens[block] = None
             del self.index[h]
 

@@ -56,7 +56,7 @@ class Engine:
             self.observers.append(scheduler.pace.observe)
         self._landed = 0.0  # when the latest step did
         self._late: list[Output] = []  # of a step that was interrupted
-        self.dealt_with: BaseException | None = None  # the last interrupt whose requests were ended in order
+        self.dealt_with = 0  # id of the last interrupt, if its requests were ended in order
 
     @property
     def idle(self) -> bool:
@@ -74,7 +74,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step if there is one, then take in the oldest result that is due."""
-        self.dealt_with = None
+        self.dealt_with = 0
         if self._late:
             late, self._late = self._late, []
             return late
@@ -116,7 +116,7 @@ class Engine:
         outputs = self.scheduler.fail(plan, f"{type(e).__name__}: {e}")
         if not isinstance(e, Exception):
             self._late += outputs
-            self.dealt_with = e
+            self.dealt_with = id(e)
             raise e
         log.exception("step %d failed; its requests end with an error", plan.step, exc_info=e)
         return outputs

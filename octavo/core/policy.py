@@ -15,6 +15,7 @@ A policy of your own is a subclass with a `rank`, given by name: --policy packag
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 
 from octavo.errors import InvalidRequest
@@ -102,24 +103,22 @@ class Deadline(Policy):
 
 
 class Fair(Policy):
-    """As many tokens for each key. A key's counter is what it was given so far; the lowest comes next. Who comes back starts
-    where the least served one stands: idle time earns nothing."""
+    """As many tokens for each key that waits. A key's counter is what it was given so far; the lowest comes next. A key that had
+    nothing waiting starts where one that always had would stand (`even`): what it left to others earns nothing, and whoever
+    waits is not overtaken by ever new keys."""
 
     fixed = False
 
     def __init__(self) -> None:
-        self.served: dict[str, int] = {}  # key -> tokens of what has ended
-        self.share = 0.0  # what a key that was always there would have been given
+        self.served: dict[str, int] = {}  # key -> tokens of what has ended, and what it did not ask for
         self.live: dict[str, int] = {}  # key -> sequences that have not
+        self.even = 0.0
+        self._ended, self._given_before = 0, 0  # tokens of all that has ended; and what was given up to the last look
         self._turn: dict[int, int] = {}  # Sequence.id -> its key's counter when its turn comes
 
     def arrived(self, seq: Sequence) -> None:
         key = seq.request.key
-        if key not in self.live:
-            least = min((self.served[k] for k in self.live), default=max(self.served.values(), default=0))
-            least = max(least, int(self.share))  # of those who come but once, one is always at the start
-            self.served[key] = max(self.served.get(key, 0), least)
-            self.served = {k: v for k, v in self.served.items() if k in self.live or k == key or v > least}
+        self.served.setdefault(key, 0)
         self.live[key] = self.live.get(key, 0) + 1
 
     def ended(self, seq: Sequence) -> None:
@@ -127,7 +126,7 @@ class Fair(Policy):
         if len(seq.tokens) > seq.prompt_len:  # who never got to speak is charged nothing
             given = self._given(seq, len(seq.tokens))
             self.served[key] += given
-            self.share += given / len(self.live)
+            self._ended += given
         self.live[key] -= 1
         if not self.live[key]:
             del self.live[key]
@@ -136,13 +135,34 @@ class Fair(Policy):
         return max(upto + seq.dropped - seq.shared, 0)  # a request's completions share its prompt, its beams more
 
     def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
-        counter = dict(self.served)
+        counter, given = {key: self.served[key] for key in self.live}, self._ended
         for seq in running:
-            counter[seq.request.key] += self._given(seq, seq.planned)
+            counter[seq.request.key] += (some := self._given(seq, seq.planned))
+            given += some
+        waited = {seq.request.key for seq in waiting if seq.id in self._turn or seq.preemptions}
+        new = {seq.request.key for seq in waiting} - waited
+        self._move_on(counter, waited, new, given - self._given_before)
+        for key in new:
+            lift = max(math.ceil(self.even) - counter[key], 0)
+            self.served[key] += lift
+            counter[key] += lift
+        self.served = {key: n for key, n in self.served.items() if key in self.live or n > self.even}
+        self._given_before = given
         self._turn.clear()
         for seq in sorted(waiting, key=lambda s: s.rank[1:]):  # by arrival: each adds to its key's counter
             self._turn[seq.id] = counter[seq.request.key]
             counter[seq.request.key] += len(seq.tokens)
+
+    def _move_on(self, counter: dict[str, int], waited: set[str], new: set[str], given: int) -> None:
+        """By an equal part of what was given since the last look, for each key that waited for it; at most to where the last of
+        them stands. Where none waited, to the least of those that are served."""
+        if waited:
+            most = max(counter[key] for key in waited)
+            self.even = max(self.even, min(self.even + max(given, 0) / len(waited), most))
+        elif others := [n for key, n in counter.items() if key not in new]:
+            self.even = max(self.even, min(others))
+        else:
+            self.even = max(self.even, *self.served.values())
 
     def rank(self, seq: Sequence) -> float:
         return self._turn[seq.id]

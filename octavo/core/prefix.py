@@ -123,6 +123,13 @@ class PrefixCache:
             self.computing.pop(seq.hashes[j], None)
         seq.published = full
 
+    def disown(self, seq: Sequence) -> None:
+        """What this sequence has computed is no good, or what it was given: nobody is to find any of it."""
+        for block in seq.table:
+            self.pool.disown(block)
+        if self.tiers is not None:
+            self.tiers.disown(seq.hashes)
+
     def demote(self, plan: Plan) -> None:
         """The plan is complete: what it evicts goes to the tiers."""
         if self.tiers is not None:

@@ -95,6 +95,7 @@ class Scheduler:
         self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
         self.relaxed = 0  # until this step
         self.gave_way = False  # somebody did, in this plan
+        self.full = False  # somebody waits for more than his turn in the budget: for rows, for blocks, for his batch
         self.arrivals = 0
         self.count = Counters()
         self.recorder: Recorder | None = None
@@ -198,7 +199,8 @@ class Scheduler:
         left -= self._plan_decoding(plan, aside | self.urgency.sit_out(room))
         left -= self._plan_short(plan, left, room)
         left = self._plan_prefilling(plan, left, room.before, aside)
-        self._plan_waiting(plan, left, room.before)
+        left = self._plan_waiting(plan, left, room.before)
+        self.full = left > 0 and bool(self.waiting)
         self.urgency.settle(room, plan)
         self.prefix.demote(plan)
         self.count.aside += len(aside)
@@ -371,11 +373,13 @@ class Scheduler:
                 take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
             if item.mass:
                 weigh(seq, result.mass[i])
-            if caching and seq.computed >= (seq.published + 1) * size:
-                self.prefix.publish(seq)
             if new and new[0] < 0:
+                for one in self.requests[seq.request.id]:
+                    self.prefix.disown(one)
                 out += self.abort(seq.request.id, "error", NO_NUMBER, NotANumber.code)
                 continue
+            if caching and seq.computed >= (seq.published + 1) * size:
+                self.prefix.publish(seq)
             if new and seq.beam is not None:
                 assert result.logprobs is not None
                 count.generated_tokens += 1

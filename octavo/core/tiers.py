@@ -268,6 +268,13 @@ class Tiers:
                 self.fetched.add(fetch.slot)
             self._settle(fetch.slot, arrived)
 
+    def disown(self, hashes: list[bytes]) -> None:
+        """These contents are not what they should be."""
+        for h in hashes:
+            self.on_disk.discard(h)
+            if h in self.ready:
+                self._discard(self.ready[h])
+
     def forget(self) -> None:
         """Nothing here is findable any more; what is being filled is given back when that is over. The disk keeps its own."""
         known = [*self.ready.values(), *self.filling.values()]

@@ -114,6 +114,9 @@ def _lines(path: str) -> Iterator[Entry]:
                 if entry.prompt < 1 or entry.output < 1 or not math.isfinite(entry.arrival):
                     raise ValueError("prompt and output are at least 1, arrival is a number")
             except (ValueError, TypeError, AttributeError) as error:
+                if not line.endswith("\n"):
+                    log.warning("%s breaks off in line %d, which is left out", path, number)
+                    return
                 raise InvalidRequest(
                     f"{path}, line {number} is no request ({error}): a line has at least arrival, prompt and output, in JSON",
                     "trace",
@@ -130,7 +133,7 @@ def _made_up(spec: str) -> Iterator[Entry]:
     prompts of a group begin with, groups of them. urgent: the part that has priority -1. keys: tenants."""
     given: dict[str, str] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
-        name, _, text = part.partition("=")
+        name, _, text = (one.strip() for one in part.partition("="))
         if name not in DEFAULTS:
             raise InvalidRequest(f"a made-up trace has no {name}: it has {', '.join(DEFAULTS)}, each as NAME=VALUE", "trace")
         given[name] = text
@@ -153,8 +156,10 @@ def _made_up(spec: str) -> Iterator[Entry]:
 def _number(name: str, given: dict[str, str], kind: type[T]) -> T:
     text = given.get(name, DEFAULTS[name])
     try:
-        return kind(text)
-    except ValueError:
+        if (found := kind(float(text))) != float(text) and not math.isnan(found):
+            raise ValueError
+        return found
+    except (ValueError, OverflowError):
         what = "a whole number" if kind is int else "a number"
         raise InvalidRequest(f"a made-up trace's {name} is {what}, not {text!r}", "trace") from None
 

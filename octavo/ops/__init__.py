@@ -152,8 +152,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Draw a token from softmax(logits / temperature) for each of logits [R, vocab]; temperature 0 takes the likeliest.
         rows [R] says which entries of temperature (float32) and the seed's halves are whose; position [R] is the new
-        token's. The draw is a function of (logits, temperature, seed, position). Returns [R] int32; -1 where no logit is a
-        number and the largest one finite."""
+        token's. The draw is a function of (logits, temperature, seed, position). Returns [R] int32; -1 where one
+        of the logits is NaN or the largest not finite."""
         ...
 
 

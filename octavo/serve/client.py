@@ -202,6 +202,7 @@ class EngineClient:
         self._outputs: deque[Output] = deque()  # that came and have not been looked at
         self.tokenizer: Tokenizer | None = None
         self.draining = False
+        self.full = False  # the engine has no room for who waits: as it last said
         self.view: View | None = None  # the engine's last one, until watch.py takes it
         self.suspects = Suspects()
         self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: self.open_requests)
@@ -246,7 +247,8 @@ class EngineClient:
     ) -> Call:
         """Send requests to the engine. `follow`: the caller wants pieces as they come. `key`: whose they are, and who hears
         when they are over; `structure`: see Call; `until`: Collector."""
-        free = max(self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting), 0)
+        rows = self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting)
+        free = 0 if self.full else max(rows, 0)
         self.queue.check(len(requests), sum(len(r.prompt) for r in requests), key.priority if key is not None else 0, free)
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
@@ -338,6 +340,7 @@ class EngineClient:
 
     def receive(self, message: ToFront) -> None:
         if isinstance(message, News):
+            self.full = message.full
             for id, at in message.begun:
                 self._begun(id, at)
             for tokens in message.steps:
@@ -413,6 +416,7 @@ class EngineClient:
                 self._output(self._outputs.popleft(), time.monotonic())
             except Exception:  # whatever one of them may do, all hear of the end
                 log.exception("what the engine said last could not be used")
+        self.full = False
         self._blame(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(errors.engine_lost())

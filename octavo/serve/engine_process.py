@@ -117,7 +117,7 @@ class EngineLoop:
         self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
         self.observed = engine.runner = Observed(engine.runner, engine.scheduler.live)
         self.observed.slowest, self.observed.tell = slowest, self._begin_long
-        self.patience = 0.0  # that was last asked for
+        self.patience, self.full = 0.0, False  # as last told
         self.beat = Beat()
         self._snapshot()
 
@@ -161,7 +161,7 @@ class EngineLoop:
                 untold += sum(map(len, self.whole.pop(id, {}).values()))
                 self._ended(engine.abort(id))
             if untold:
-                self.link.send(News([], [], [], untold, self.patience))
+                self.link.send(News([], [], [], untold, self.patience, self.full))
             if engine.idle and not self.held:
                 self._snapshot()
                 self.link.send(self.beat)
@@ -202,11 +202,12 @@ class EngineLoop:
         self._ended(outputs)
         if self.whole:
             outputs = [out for out in outputs if self._tells(out)]
-        before, self.patience = self.patience, self._patience()
+        before = self.patience, self.full
+        self.patience, self.full = self._patience(), self.engine.scheduler.full
         last = bool(self.observed.steps) and self.engine.idle  # of steps for those who left: nothing else would bring it
-        if outputs or begun or last or self.patience != before:
+        if outputs or begun or last or (self.patience, self.full) != before:
             steps, self.observed.steps = self.observed.steps, []
-            self.link.send(News(outputs, begun, steps, patience=self.patience))
+            self.link.send(News(outputs, begun, steps, patience=self.patience, full=self.full))
 
     def _patience(self) -> float:
         """What the longest step under way may take."""
@@ -224,7 +225,7 @@ class EngineLoop:
     def _begin_long(self, seconds: float) -> None:
         """Nobody shall take the engine for hung, nor what it begins now for waiting."""
         self.patience = max(seconds, self.patience)
-        self.link.send(News([], self._begun(), [], patience=self.patience))
+        self.link.send(News([], self._begun(), [], patience=self.patience, full=self.full))
 
     def _look(self) -> None:
         """Somebody watches, until nobody has asked for a while."""

@@ -100,6 +100,7 @@ class News(msgspec.Struct, tag=True, array_like=True):
     steps: list[int] = []  # tokens computed in each, since the last news
     untold: int = 0  # tokens of requests that ended before anybody heard of them
     patience: float = 0.0  # seconds that the step that begins now may take, where that is long
+    full: bool = False  # who waits does so for rows, blocks or a batch, not just for the next step
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):

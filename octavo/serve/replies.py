@@ -94,14 +94,16 @@ class Offsets:
     what follows it does."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0):
-        self.ids, self.at = Detokenizer(tokenizer, skip_special_tokens, continuing), at
+        self.ids, self.at, self.shown = Detokenizer(tokenizer, skip_special_tokens, continuing), at, at
 
-    def push(self, ids: list[int]) -> list[int]:
+    def push(self, ids: list[int], shown: int, last: bool = True) -> list[int]:
+        """`shown`: so many characters more are. What is held back until the `last` may be a stop string, which is not."""
         found = []
         for id in ids:
             found.append(self.at)
             self.at += len(self.ids.push([id]))
-        return found
+        self.shown += shown
+        return [min(at, self.shown) for at in found] if last else found
 
 
 def completion_logprobs(
@@ -199,10 +201,9 @@ def text_choice(
     choice: dict[str, Any] = {"index": index, "text": said + text, "logprobs": None, "finish_reason": reason,
                               "stop_reason": completion.stop_reason}  # fmt: skip
     if shape.top is not None:
-        offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(prompt)
-        offsets = [min(at, len(said)) for at in offsets]
+        offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(prompt, len(said))
         skip = collector.request.params.skip_special_tokens
-        offsets += [min(at, len(said + text)) for at in Offsets(tokenizer, skip, at=len(said)).push(ids)]
+        offsets += Offsets(tokenizer, skip, at=len(said)).push(ids, len(text))
         choice["logprobs"] = completion_logprobs(tokenizer, prompt + ids, found, shape.top, offsets)
     if shape.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs_of(collector)
@@ -292,8 +293,9 @@ class ChunkWriter:
             if piece.logprobs is not None and self.top is not None:
                 if index not in self._offsets:
                     self._offsets[index] = Offsets(self.tokenizer, collectors[0].request.params.skip_special_tokens)
-                ids, offsets = piece.token_ids, self._offsets[index].push(piece.token_ids)
-                choice["logprobs"] = completion_logprobs(self.tokenizer, ids, list(piece.logprobs), self.top, offsets)
+                known = self._offsets[index]
+                offsets = known.push(piece.token_ids, len(piece.text), piece.finish_reason is not None)
+                choice["logprobs"] = completion_logprobs(self.tokenizer, piece.token_ids, list(piece.logprobs), self.top, offsets)
         choice["finish_reason"] = piece.finish_reason
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason

@@ -197,7 +197,7 @@ def check_template(front: Front, body: ChatRequest) -> None:
             "template_not_allowed",
             "chat_template",
         )
-    if body.chat_template is None and front.tokenizer.chat_template is None:
+    if body.chat_template is None and not front.tokenizer.chat_templates:
         raise bad(
             "messages",
             "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "

@@ -136,6 +136,8 @@ class Tokenizer:
     def _ids(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         """Other threads go on meanwhile: of the library's calls only those for batches let go of the interpreter."""
         try:
+            if not isinstance(text, str):
+                raise TypeError  # a pair of texts would be taken too
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         except (UnicodeEncodeError, TypeError):

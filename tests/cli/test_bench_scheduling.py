@@ -34,6 +34,14 @@ def test_every_mode_plays_the_same_requests(octavo: Octavo, tiny: str, tmp_path:
     assert steps["none"] == r["output_tokens"] and steps["continuous"] < steps["none"]
 
 
+def test_what_a_mode_is_given(octavo: Octavo, tiny: str) -> None:
+    few = ["--requests", 4, "--longest", 20, "--max-num-seqs", 2]
+    result = octavo("bench", "batching-modes", tiny, "--modes", "window", "--window-ms", 5, *few)
+    assert result.exit_code == 0, result.output
+    result = octavo("bench", "batching-modes", tiny, "--modes", "window,static", "--target-ms", 5, *few)
+    assert result.exit_code == 2 and "target_ms has no effect here: it is for batching adaptive" in result.stderr
+
+
 def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:
     result = octavo("bench", "priority", tiny, "--low", 8, "--high", 3, "--tokens", 16, "--prompt", 16, "--longest", 64,
                     "--max-num-seqs", 2, "--max-model-len", 128)  # fmt: skip

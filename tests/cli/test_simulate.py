@@ -87,7 +87,7 @@ def test_no_feature_makes_a_step_shorter() -> None:
         (["poisson:rate=nan,n=3"], "rate, n, groups"),
         (["poisson:urgent=7,n=3"], "urgent is from 0 to 1"),
         (["poisson:rate8,n=3"], "has no rate8"),
-        (["poisson:rate = 9,n=3"], "has no rate "),
+        (["poisson:rate = 9, m=3"], "has no m:"),
         (["poisson:n=2.5"], "n is a whole number"),
         (["poisson:n=3,prompt=200-20"], "N or A-B"),
         (["poisson:n=3,output=5-6-7"], "N or A-B"),

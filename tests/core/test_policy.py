@@ -175,6 +175,23 @@ def test_who_was_served_once_does_not_wait_for_ever_new_keys() -> None:
     assert len(scheduler.policy.served) < 20  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("history", [100, 1600])
+def test_what_a_key_left_to_others_earns_it_nothing(history: int) -> None:
+    """One takes what the other leaves, for however long; then that one sends a batch, and somebody new asks one thing."""
+    engine, numbers = make_engine(200, 4, 8, 64, 1, policy="fair"), count()
+    for _ in range(history):
+        keys = [family[0].request.key for family in engine.scheduler.requests.values()]
+        for key, most in (("much", 6), ("little", 2)):
+            for _ in range(most - keys.count(key)):
+                ask(engine, f"{key} {next(numbers)}", 3, max_tokens=8, key=key)
+        engine.step()
+    for i in range(500):
+        ask(engine, f"batch {i}", 3, max_tokens=8, key="little")
+    ask(engine, "new", 3, max_tokens=8, key="new")
+    waited = next(k for k in range(1000) if "new" in [o.request_id for o in engine.step() if o.finish_reason is not None])
+    assert waited < 40
+
+
 def test_what_the_cache_has_comes_before_what_it_has_not() -> None:
     engine = one_row("prefix")
     known = ask(engine, "known", 40).prompt

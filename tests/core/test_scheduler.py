@@ -320,3 +320,27 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
     ]  # fmt: skip
     engine.scheduler.check()
     assert list(engine.scheduler.requests) == ["b"]
+
+
+@pytest.mark.parametrize("host", [0, 20])
+def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: int) -> None:
+    engine = make_engine(40, 4, 2, 16, 1, host=host)
+    scheduler, prompt = engine.scheduler, list(range(1, 31))
+    engine.add(Request("a", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
+    scheduler.commit(scheduler.plan(), StepResult([[]]))  # half of it
+    assert scheduler.pool.index
+    scheduler.commit(scheduler.plan(), StepResult([[-1]]))
+    engine.add(Request("b", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
+    assert not scheduler.pool.index and scheduler.plan().rows[0].computed == 0
+    scheduler.check()
+
+
+def test_full_is_who_waits_for_more_than_the_budget() -> None:
+    engine = make_engine(8, 4, 4, 16, 1)
+    for name in "abc":
+        engine.add(Request(name, [ord(name) - 96] * 12, SamplingParams(max_tokens=4, ignore_eos=True, seed=1)))
+    found = []
+    for _ in range(3):
+        engine.step()
+        found.append((len(engine.scheduler.waiting), engine.scheduler.full))
+    assert found == [(1, False), (1, True), (1, True)], "first its turn, then blocks"

@@ -205,3 +205,9 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(caplog: pytest.LogC
     while not engine.idle:
         ended += [out.request_id for out in engine.step() if out.finish_reason == "length"]
     assert sorted(ended) == ["a", "b"] and caplog.text.count("no more requests are recorded") == 1
+
+
+def test_a_trace_that_breaks_off_is_read_as_far_as_it_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = json.dumps({"arrival": 1.0, "prompt": 3, "output": 2})
+    (tmp_path / "t").write_text(f"{line}\n{line[:20]}")
+    assert len(trace.read(str(tmp_path / "t"))) == 1 and "breaks off in line 2" in caplog.text

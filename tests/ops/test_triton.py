@@ -146,13 +146,13 @@ def test_choose_never_forbids_a_token() -> None:
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [97, 5000])
 def test_choose_tells_where_there_is_nothing_to_choose_by(vocab: int, heat: float) -> None:
-    logits = random(4, vocab)
-    logits[0], logits[1], logits[2, 7] = -torch.inf, torch.nan, torch.inf
-    rows = torch.arange(4, dtype=torch.int32, device=DEVICE)
-    zeros = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    logits = random(5, vocab)
+    logits[0], logits[1], logits[2, 7], logits[3, 90] = -torch.inf, torch.nan, torch.inf, torch.nan
+    rows = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    zeros = torch.zeros(5, dtype=torch.int32, device=DEVICE)
     for ops in (TRITON, REFERENCE, select("cpu")) if DEVICE == "cpu" else (TRITON, REFERENCE):
-        got = ops.choose(logits, rows, torch.full((4,), heat, device=DEVICE), zeros, zeros, zeros).tolist()
-        assert got[:3] == [-1, -1, -1] and 0 <= got[3] < vocab
+        got = ops.choose(logits, rows, torch.full((5,), heat, device=DEVICE), zeros, zeros, zeros).tolist()
+        assert got[:4] == [-1] * 4 and 0 <= got[4] < vocab
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

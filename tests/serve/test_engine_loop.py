@@ -337,3 +337,13 @@ def test_the_steps_of_who_left_are_counted_when_the_engine_rests() -> None:
     m.whole = True
     _, sent = run([m, *[None] * 8, Abort(["a"]), None], depth=2)
     assert sum(len(news.steps) for news in sent if isinstance(news, News)) >= 8
+
+
+def test_the_front_is_told_whether_there_is_room() -> None:
+    """Four rows: the fifth waits for one, and the front need not hear of anything else meanwhile to know."""
+    messages = [add(name, max_tokens=20) for name in "abcde"]
+    for m in messages:
+        m.whole = True
+    _, sent = run([*messages, *[None] * 60])
+    told = [news.full for news in sent if isinstance(news, News)]
+    assert True in told and told[-1] is False

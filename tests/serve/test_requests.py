@@ -348,6 +348,15 @@ def test_offsets_are_those_of_the_text(running: Running, stream: bool) -> None:
     assert offsets[sum(sizes) :] == [len(said)] * 4
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_at_a_stop_string_are_the_same_in_a_stream(running: Running, echo: bool) -> None:
+    body = {"prompt": "x", "guided_regex": "c?ab", "stop": ["ab"], "logprobs": 0, "max_tokens": 5, "echo": echo, "seed": 1}
+    whole = running.complete(**body)["choices"][0]
+    pieces = [e["choices"][0] for e in events(running.post(TEXT, {**body, "stream": True, "ignore_eos": True}).text)]
+    streamed = [at for p in pieces for at in (p["logprobs"] or {"text_offset": []})["text_offset"]]
+    assert streamed == whole["logprobs"]["text_offset"] and max(streamed) <= len(whole["text"])
+
+
 def test_what_is_to_be_cut_may_be_of_any_length(running: Running) -> None:
     long = "a" * 3_000_000
     check_error(running.post(TEXT, {"prompt": long, "max_tokens": 1}), 400, "prompt", "context_length_exceeded")

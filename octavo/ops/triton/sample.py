@@ -58,6 +58,7 @@ def choose_kernel(
             log1p = tl.where(uniform < 1e-3, -uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), _log(1.0 - uniform))
             value = value / heat - _log(-log1p)
             value = tl.where(mask, value, -float("inf"))
+        value = tl.where(value == value, value, float("inf"))  # NaN: nothing may be better
         better = value > top
         top = tl.where(better, value, top)
         token = tl.where(better, c, token)
