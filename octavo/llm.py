@@ -92,6 +92,7 @@ def mends(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM,
 
     @functools.wraps(method)
     def run(llm: LLM, *args: P.args, **options: P.kwargs) -> T:
+        llm.engine.dealt_with = 0
         try:
             return method(llm, *args, **options)
         except OctavoError:  # which change nothing

@@ -112,7 +112,7 @@ def _given_back(stat: Path) -> int:
     """Bytes of files that a container holds in memory and gives back when they are needed: they count as used."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
-        return int(fields.get("inactive_file", 0))
+        return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
     except (OSError, ValueError):
         return 0
 

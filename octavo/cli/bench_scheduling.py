@@ -7,6 +7,7 @@ from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
 from octavo.cli.options import EngineOptions, command, option, size
+from octavo.errors import InvalidRequest
 
 SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, no_prefix_caching=True)
 
@@ -34,8 +35,10 @@ def batching_modes(
     from octavo.core.batching import check_batching
 
     names, window, target = modes.split(","), engine.window_ms, engine.target_ms
-    check_batching(names, engine.max_batch, window, target)
-    engine = replace(engine, max_batch=SMALL.max_batch, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)  # of its own mode
+    check_batching(names, SMALL.max_batch, window, target)
+    if engine.max_batch != SMALL.max_batch:
+        raise InvalidRequest("here a batch is as many as run at once: use --max-num-seqs", "max_batch")
+    engine = replace(engine, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)  # of its own mode
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)

@@ -136,10 +136,10 @@ class Fair(Policy):
 
     def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
         counter, given = {key: self.served[key] for key in self.live}, self._ended
-        for seq in running:
-            counter[seq.request.key] += (some := self._given(seq, seq.planned))
+        for seq in [*running, *(seq for seq in waiting if seq.preemptions)]:
+            counter[seq.request.key] += (some := self._given(seq, max(seq.planned, seq.lost)))
             given += some
-        waited = {seq.request.key for seq in waiting if seq.id in self._turn or seq.preemptions}
+        waited = {seq.request.key for seq in waiting if seq.id in self._turn}
         new = {seq.request.key for seq in waiting} - waited
         self._move_on(counter, waited, new, given - self._given_before)
         for key in new:
@@ -155,12 +155,12 @@ class Fair(Policy):
 
     def _move_on(self, counter: dict[str, int], waited: set[str], new: set[str], given: int) -> None:
         """By an equal part of what was given since the last look, for each key that waited for it; at most to where the last of
-        them stands. Where none waited, to the least of those that are served."""
+        them stands. Where none waited, to the most that anybody has: nobody is owed anything."""
         if waited:
             most = max(counter[key] for key in waited)
             self.even = max(self.even, min(self.even + max(given, 0) / len(waited), most))
         elif others := [n for key, n in counter.items() if key not in new]:
-            self.even = max(self.even, min(others))
+            self.even = max(self.even, *others)
         else:
             self.even = max(self.even, *self.served.values())
 

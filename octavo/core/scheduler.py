@@ -95,7 +95,8 @@ class Scheduler:
         self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
         self.relaxed = 0  # until this step
         self.gave_way = False  # somebody did, in this plan
-        self.full = False  # somebody waits for more than his turn in the budget: for rows, for blocks, for his batch
+        self.stuck = False  # somebody had no blocks, in this plan
+        self.full = False  # who waits does so for rows, blocks or a batch, not just for a turn
         self.arrivals = 0
         self.count = Counters()
         self.recorder: Recorder | None = None
@@ -192,15 +193,15 @@ class Scheduler:
         if self.batches.form is not None and self.waiting:
             self.batches.look(self.waiting, self.requests, self.clock())
         room = self.urgency.make_room(self.cap, self._budget, self._may_begin, self._preempt)
-        self.gave_way = False
+        self.gave_way = self.stuck = False
         self.families.split(plan)
         aside = self.urgency.aside(room)
         left = room.tokens or self._budget(len(self.decoding))
         left -= self._plan_decoding(plan, aside | self.urgency.sit_out(room))
         left -= self._plan_short(plan, left, room)
         left = self._plan_prefilling(plan, left, room.before, aside)
-        left = self._plan_waiting(plan, left, room.before)
-        self.full = left > 0 and bool(self.waiting)
+        self._plan_waiting(plan, left, room.before)
+        self.full = bool(self.waiting) and (self.stuck or self.gave_way or not self.queues.rows or self.batches.form is not None)
         self.urgency.settle(room, plan)
         self.prefix.demote(plan)
         self.count.aside += len(aside)
@@ -266,6 +267,7 @@ class Scheduler:
             while not self._reserve(seq, num, plan):
                 weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
                 if not weaker:
+                    self.stuck = True
                     return 0  # it waits for older work to finish, and nobody younger may take what it waits for
                 self._preempt(self.policy.victim(weaker), NO_BLOCK)
             self._schedule(seq, num, plan)
@@ -329,6 +331,7 @@ class Scheduler:
                 continue
             used = self._admit(seq, found, left, plan)
             if used == 0:
+                self.stuck = True
                 break
             left -= used
         return left

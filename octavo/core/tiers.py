@@ -269,11 +269,15 @@ class Tiers:
             self._settle(fetch.slot, arrived)
 
     def disown(self, hashes: list[bytes]) -> None:
-        """These contents are not what they should be."""
+        """These contents are not what they should be. What is on disk, or on its way there, may come back: who meets it then
+        says so again."""
         for h in hashes:
             self.on_disk.discard(h)
+            self.rising.pop(h, None)
             if h in self.ready:
                 self._discard(self.ready[h])
+            elif (slot := self.filling.pop(h, None)) is not None:  # given back when it has been filled
+                self.hash[slot] = self.tokens[slot] = None
 
     def forget(self) -> None:
         """Nothing here is findable any more; what is being filled is given back when that is over. The disk keeps its own."""
@@ -325,6 +329,7 @@ class Tiers:
         h = self.hash[slot]
         if h is not None and self.ready.get(h) == slot:
             del self.ready[h]
+            self.fetched.discard(slot)
             self.hash[slot] = self.tokens[slot] = None
             self._free_if_unused(slot)
 

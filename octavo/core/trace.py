@@ -155,8 +155,10 @@ def _made_up(spec: str) -> Iterator[Entry]:
 
 def _number(name: str, given: dict[str, str], kind: type[T]) -> T:
     text = given.get(name, DEFAULTS[name])
+    with suppress(ValueError):
+        return kind(text)
     try:
-        if (found := kind(float(text))) != float(text) and not math.isnan(found):
+        if (found := kind(float(text))) != float(text):  # 1e3 is a whole number too
             raise ValueError
         return found
     except (ValueError, OverflowError):

@@ -160,9 +160,11 @@ class EngineLoop:
                 self.held.pop(id, None)
                 untold += sum(map(len, self.whole.pop(id, {}).values()))
                 self._ended(engine.abort(id))
-            if untold:
+            rests = engine.idle and not self.held
+            was, self.full = self.full, self.full and not rests
+            if untold or was != self.full:
                 self.link.send(News([], [], [], untold, self.patience, self.full))
-            if engine.idle and not self.held:
+            if rests:
                 self._snapshot()
                 self.link.send(self.beat)
         elif isinstance(message, Look):

@@ -97,7 +97,8 @@ class Offsets:
         self.ids, self.at, self.shown = Detokenizer(tokenizer, skip_special_tokens, continuing), at, at
 
     def push(self, ids: list[int], shown: int, last: bool = True) -> list[int]:
-        """`shown`: so many characters more are. What is held back until the `last` may be a stop string, which is not."""
+        """`shown`: so many characters more are. What is held back may be a stop string, which never is: that is known at the
+        `last`, and the tokens of one that were told of before then have the places where it would have stood."""
         found = []
         for id in ids:
             found.append(self.at)

@@ -40,6 +40,8 @@ def test_what_a_mode_is_given(octavo: Octavo, tiny: str) -> None:
     assert result.exit_code == 0, result.output
     result = octavo("bench", "batching-modes", tiny, "--modes", "window,static", "--target-ms", 5, *few)
     assert result.exit_code == 2 and "target_ms has no effect here: it is for batching adaptive" in result.stderr
+    result = octavo("bench", "batching-modes", tiny, "--max-batch", 1, *few)
+    assert result.exit_code == 2 and "--max-num-seqs" in result.stderr
 
 
 def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import count
 from typing import Any
 
@@ -190,6 +191,50 @@ def test_what_a_key_left_to_others_earns_it_nothing(history: int) -> None:
     ask(engine, "new", 3, max_tokens=8, key="new")
     waited = next(k for k in range(1000) if "new" in [o.request_id for o in engine.step() if o.finish_reason is not None])
     assert waited < 40
+
+
+@pytest.mark.parametrize("history", [100, 1600])
+def test_what_a_key_took_while_nobody_waited_is_not_held_against_it(history: int) -> None:
+    """Beside one that has a long reply, which is the least served all the time."""
+    engine, numbers = make_engine(2000, 4, 16, 64, 1, policy="fair", max_len=3000), count()
+    ask(engine, "long", 3, max_tokens=2900, key="quiet")
+    for _ in range(history):
+        keys = [family[0].request.key for family in engine.scheduler.requests.values()]
+        for key, most in (("much", 10), ("little", 2)):
+            for _ in range(most - keys.count(key)):
+                i = next(numbers)
+                ask(engine, f"{key} {i}", 3, max_tokens=4 + i % 9, key=key)
+        engine.step()
+    for i in range(1000):
+        ask(engine, f"batch {i}", 3, max_tokens=8, key="little")
+    ask(engine, "one", 3, max_tokens=8, key="much")
+    waited = next(k for k in range(1000) if "one" in [o.request_id for o in engine.step() if o.finish_reason is not None])
+    assert waited < 60
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_key_that_was_preempted_comes_back_where_it_stood(preempted: bool) -> None:
+    engine, numbers = make_engine(700, 4, 4, 64, 1, policy="fair", max_len=2500), count()
+    scheduler = engine.scheduler
+
+    def steps(n: int) -> Counter[str]:
+        ended: Counter[str] = Counter()
+        for _ in range(n):
+            keys = [family[0].request.key for family in scheduler.requests.values()]
+            for key in "AB":
+                for _ in range(4 - keys.count(key)):
+                    ask(engine, f"{key} {next(numbers)}", 3, max_tokens=8, key=key)
+            ended.update(out.request_id[0] for out in engine.step() if out.finish_reason is not None)
+        return ended
+
+    ask(engine, "long", 3, max_tokens=2400, key="P")
+    steps(1500)
+    if preempted:
+        scheduler._preempt(scheduler.requests["long"][0], "no block was free")
+    for i in range(300):
+        ask(engine, f"P {i}", 3, max_tokens=8, key="P")
+    ended = steps(200)
+    assert min(ended["A"], ended["B"]) > ended["P"] > 5, "it has one more row all the time"
 
 
 def test_what_the_cache_has_comes_before_what_it_has_not() -> None:

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from octavo.core.blocks import BlockPool, chain
+from octavo.core.blocks import BlockPool, Content, chain
 from octavo.core.engine import Engine
 from octavo.core.links import PROBE, Links
 from octavo.core.scheduler import Scheduler
@@ -426,3 +426,20 @@ def test_a_ticket_is_nobody_elses_in_an_engine_that_comes_after() -> None:
     assert tiers is not None
     scheduler.commit(Plan(99), fetched(*old))
     assert sorted(tiers.fetching) == new, "all are still waited for"
+
+
+def test_what_is_disowned_is_found_nowhere() -> None:
+    """Ready, fetched from disk, or being filled: the slot is given back, and what comes next is not taken for the disk's."""
+    tiers, tokens = Tiers(3, SIZE, 2**20, disk=True), array("i", [1, 2, 3, 4])
+    scheduler, _, tickets = asked(FakeDisk(slowest=1))
+    assert scheduler.tiers is not None
+    scheduler.commit(Plan(99), fetched(tickets[0]))
+    scheduler.tiers.disown(list(scheduler.tiers.ready))
+    scheduler.tiers.check()
+    assert not scheduler.tiers.ready and not scheduler.tiers.fetched
+    plan = Plan(1)
+    tiers._store(Content(1, b"h", tokens, b""), plan)
+    tiers.disown([b"h"])
+    tiers.commit(plan, StepResult([]))
+    tiers.check()
+    assert tiers.find(b"h", tokens) is None and len(tiers.free) == 3

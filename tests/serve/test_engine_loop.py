@@ -347,3 +347,8 @@ def test_the_front_is_told_whether_there_is_room() -> None:
     _, sent = run([*messages, *[None] * 60])
     told = [news.full for news in sent if isinstance(news, News)]
     assert True in told and told[-1] is False
+
+
+def test_who_leaves_an_engine_that_rests_leaves_room() -> None:
+    _, sent = run([*[add(name, max_tokens=50) for name in "abcde"], None, None, Abort(list("abcde"))])
+    assert [news.full for news in sent if isinstance(news, News)][-1] is False
