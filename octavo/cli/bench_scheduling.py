@@ -38,7 +38,7 @@ def batching_modes(
     check_batching(names, SMALL.max_batch, window, target)
     if engine.max_batch != SMALL.max_batch:
         raise InvalidRequest("here a batch is as many as run at once: use --max-num-seqs", "max_batch")
-    engine = replace(engine, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)  # of its own mode
+    engine = replace(engine, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)  # which it loads without
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)

@@ -97,11 +97,10 @@ def simulate(
     _table(results)
     result: dict[str, Any] = {"simulate": trace, "costs": asdict(used), "results": results}
     if verify is not None:
-        engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
-        engine.scheduling_policy, engine.batching = (policy or ["fcfs"])[0], (batching or ["continuous"])[0]
-        for name, modes in USED.items():
-            if engine.batching in modes:
-                setattr(engine, name, {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}[name])
+        mode, given = results[0]["batching"], {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}
+        used_there: dict[str, Any] = {name: value for name, value in given.items() if mode in USED[name]}
+        engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching, batching=mode, **used_there)
+        engine.scheduling_policy = results[0]["policy"]
         result["verify"] = _verify(_load(engine, verify), entries, used, results[0], picture)
     _finish(result, output)
 

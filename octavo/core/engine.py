@@ -74,7 +74,6 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step if there is one, then take in the oldest result that is due."""
-        self.dealt_with = 0
         if self._late:
             late, self._late = self._late, []
             return late

@@ -112,7 +112,7 @@ class Fair(Policy):
     def __init__(self) -> None:
         self.served: dict[str, int] = {}  # key -> tokens of what has ended, and what it did not ask for
         self.live: dict[str, int] = {}  # key -> sequences that have not
-        self.even = 0.0
+        self.even = 0.0  # the counter of a key that always has something waiting
         self._ended, self._given_before = 0, 0  # tokens of all that has ended; and what was given up to the last look
         self._turn: dict[int, int] = {}  # Sequence.id -> its key's counter when its turn comes
 
@@ -141,7 +141,7 @@ class Fair(Policy):
             given += some
         waited = {seq.request.key for seq in waiting if seq.id in self._turn}
         new = {seq.request.key for seq in waiting} - waited
-        self._move_on(counter, waited, new, given - self._given_before)
+        self._move_on(counter, waited, given - self._given_before)
         for key in new:
             lift = max(math.ceil(self.even) - counter[key], 0)
             self.served[key] += lift
@@ -153,16 +153,14 @@ class Fair(Policy):
             self._turn[seq.id] = counter[seq.request.key]
             counter[seq.request.key] += len(seq.tokens)
 
-    def _move_on(self, counter: dict[str, int], waited: set[str], new: set[str], given: int) -> None:
-        """By an equal part of what was given since the last look, for each key that waited for it; at most to where the last of
-        them stands. Where none waited, to the most that anybody has: nobody is owed anything."""
+    def _move_on(self, counter: dict[str, int], waited: set[str], given: int) -> None:
+        """`even`, by an equal part of what was given since the last look, for each key that waited for it; at most to where the
+        last of them stands. Where none waited, to the most that anybody has had: nobody is owed anything."""
         if waited:
             most = max(counter[key] for key in waited)
             self.even = max(self.even, min(self.even + max(given, 0) / len(waited), most))
-        elif others := [n for key, n in counter.items() if key not in new]:
-            self.even = max(self.even, *others)
         else:
-            self.even = max(self.even, *self.served.values())
+            self.even = max(self.even, *counter.values(), *self.served.values())
 
     def rank(self, seq: Sequence) -> float:
         return self._turn[seq.id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -130,3 +131,13 @@ def test_debugging_shows_where_an_error_arose(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("OCTAVO_DEBUG", "1")
     assert isinstance(run(broken).exception, ModelError)
+
+
+@pytest.mark.parametrize(("template", "says"), [(None, "No such file"), ("{{ broken", "syntax error in line 1")])
+def test_a_chat_template_that_cannot_be_used_is_told_of_at_the_start(
+    octavo: Octavo, tmp_path: Path, template: str | None, says: str
+) -> None:
+    if template is not None:
+        (tmp_path / "t.jinja").write_text(template)
+    result = octavo("serve", "--chat-template", tmp_path / "t.jinja")
+    assert result.exit_code == 2 and "--chat-template" in result.stderr and says in result.stderr
