@@ -360,7 +360,7 @@ def test_numbers_that_are_none_end_who_meets_them_and_nobody_else(tmp_path: Path
             reply = running.post("/v1/completions", {"prompt": "zebra", "max_tokens": 4, **more})
             assert "no finite number" in check_error(reply, 500, code="not_a_number")["message"]
         reply = running.post("/v1/completions", {"prompt": "zebra", "stream": True})
-        assert events(reply.text)[-1]["error"]["code"] == "not_a_number"
+        assert '"code":"not_a_number"' in reply.text, "in the stream, or in its place if that had not begun"
         assert running.complete(temperature=0)["choices"] == want["choices"]
 
 
