@@ -89,3 +89,4 @@ class ScheduleConfig:
     window: float = 0.02  # seconds that a batch forms, in mode "window"
     target: float = 0.05  # seconds from token to token, in mode "adaptive"
     short_share: float = 0.25  # of a step: short prompts take it before longer ones that are being computed
+    ride: int = 0  # tokens of a step up to which prompts cost less beside rows that decode than in steps of their own; 0: none

@@ -45,6 +45,7 @@ from octavo.memory import (
     kv_memory,
     parameter_count,
     parse_kv_dtype,
+    ride_tokens,
     size_pool,
     size_tiers,
     step_tokens,
@@ -196,7 +197,8 @@ class LLM:
         self.model_dtype = self.model.dtype
         self.kv_dtype = _pick_kv_dtype(kv_asked, self.model)
         kv_name = dtype_name(self.kv_dtype)
-        budget = max_num_batched_tokens or step_tokens(self.device.type, parameter_count(self.model), max_num_seqs)
+        parameters, weights = parameter_count(self.model), weight_bytes(self.model)
+        budget = max_num_batched_tokens or step_tokens(self.device.type, parameters, max_num_seqs)
         schedule = ScheduleConfig(
             max_num_seqs,
             budget,
@@ -207,6 +209,7 @@ class LLM:
             window=window_ms / 1e3,
             target=target_ms / 1e3,
             short_share=short_share,
+            ride=ride_tokens(self.device.type, parameters, weights),
         )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
@@ -233,9 +236,7 @@ class LLM:
         if tiers is None:
             host_blocks = disk_bytes = 0
         self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
-        self.memory = MemoryPlan(
-            weight_bytes(self.model), activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
-        )
+        self.memory = MemoryPlan(weights, activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes)
         graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
         canary = Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
         evicting = kv_eviction != "none"
@@ -399,10 +400,12 @@ class LLM:
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
         params = sampling_params or SamplingParams()
+        self._check(params)
         if params.ranked:
             name = "use_beam_search" if params.use_beam_search else "best_of"
             raise InvalidRequest(f"{name} cannot be streamed: which is best is known at the end", name, "unsupported_parameter")
-        return Stream(self, self._submit(read, params, arrival))
+        self._count += 1
+        return Stream(self, self._submit(read, params, arrival, self._count - 1))
 
     @mends
     def reset_prefix_cache(self) -> None:
@@ -486,13 +489,16 @@ class LLM:
         urgency = [0] * len(prompts) if priority is None else priority
         if len(urgency) != len(prompts):
             raise InvalidRequest(f"{len(urgency)} priorities for {len(prompts)} prompts: give one each", "priority")
+        for one in {id(p): p for p in each}.values():
+            self._check(one)
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
         first = self._count
+        order = self._longest_first(each) if self.schedule.ride and self.schedule.policy == "fcfs" else range(len(each))
+        self._count += len(prompts)
         try:
-            for prompt, p, level in zip(prompts, each, urgency, strict=True):
-                collector = self._submit(prompt, p, arrival, level)
-                mine[collector.request.id] = collector
+            for i in order:
+                mine[str(first + i)] = self._submit(prompts[i], each[i], arrival, first + i, urgency[i], len(prompts) > 1)
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
                     for output in self.step():
@@ -500,31 +506,40 @@ class LLM:
                             done[output.request_id] = output
                             bar.update(output)
         finally:
-            for number in range(first, self._count):  # refused half-way, or interrupted: nothing stays behind
+            for number in range(first, first + len(prompts)):  # refused half-way, or interrupted: nothing stays behind
                 if str(number) in self._open:
                     self.abort(str(number))
         failed = [output for output in done.values() if output.error]
         if failed:
             log.error("%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error)
-        return [done[request_id] for request_id in mine]
+        return [done[str(first + i)] for i in range(len(prompts))]
 
-    def _submit(self, prompt: Read, params: SamplingParams, arrival: float, priority: int = 0) -> Collector:
-        text, ids, salt = prompt
+    def _longest_first(self, params: list[SamplingParams]) -> list[int]:
+        """What came at once may begin in any order. In this one all can end together, and prompts ride along (core.batching)."""
+        return sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or sys.maxsize))
+
+    def _check(self, params: SamplingParams) -> None:
+        """What can be said of them without the prompt. One set may be that of many."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
         params.validate()
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
+
+    def _submit(
+        self, prompt: Read, params: SamplingParams, arrival: float, number: int, priority: int = 0, patient: bool = False
+    ) -> Collector:
+        """`params` are checked."""
+        text, ids, salt = prompt
         if priority and self.schedule.policy == "fcfs":
             raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
         guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
-        request = Request(str(self._count), ids, params, arrival, salt, priority=priority, guide=guide)
+        request = Request(str(number), ids, params, arrival, salt, priority=priority, guide=guide, patient=patient)
         return self._add(request, text)
 
     @mends
     def _add(self, request: Request, text: str | None) -> Collector:
         self.engine.add(request)
-        self._count += 1
         collector = self._open[request.id] = Collector(request, text, self.tokenizer)
         return collector
 

@@ -20,6 +20,7 @@ from octavo.types import check_real
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
+RIDE, RIDERS = 320, 2 * 10**9  # likewise: see ride_tokens
 STAGING = {"cuda": 2**29, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
 DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
 DISK_GIB = 16.0  # of a disk, likewise
@@ -77,6 +78,12 @@ def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
     if kind == "cuda":
         tokens = max(2048, min(tokens, 2 ** round(math.log2(0.2 * 600e12 / (2 * parameters)))))
     return max(max_num_seqs, tokens)
+
+
+def ride_tokens(kind: str, parameters: int, weights: int) -> int:
+    """ScheduleConfig.ride. On a GPU, where the weights have 16 bits and are so many that a step is mostly products: a smaller
+    model loses by the second kernel of attention what its products gain, and products of codes gain nothing."""
+    return RIDE if kind == "cuda" and parameters >= RIDERS and weights >= 2 * parameters else 0
 
 
 def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:

@@ -299,6 +299,7 @@ class Request:
     key: str = ""  # whose it is: what is shared fairly
     guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
     submitted: float = 0.0  # time.monotonic() when it was handed to the engine, if that is another process
+    patient: bool = False  # nobody waits for it before all the others that are patient have ended too
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------

@@ -38,7 +38,7 @@ def test_lower_priorities_are_served_first() -> None:
 
 def test_an_urgent_stream_pauses_others() -> None:
     llm = make(max_num_seqs=1, scheduling_policy="priority")
-    low = llm._submit((None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, priority=1)
+    low = llm._submit((None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, number=99, priority=1)
     for _ in range(4):
         llm.step()
     (urgent,) = llm.generate([[6] * 8], SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False, priority=[-100_000])

@@ -150,6 +150,8 @@ def trial(
     policy, batching = policy or drawn[0], batching or drawn[1]
     modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
     modes["short_share"] = random.Random(f"short {seed}").choice([0.0, 0.25, 0.25, 0.9])
+    riders = random.Random(f"ride {seed}")
+    modes["ride"], patient = riders.choice([0, 0, 1, 8, 16]), riders.choice([1.0, 1.0, 0.5])
     dice = random.Random(f"tiers {seed}")  # of their own: what else a seed draws does not change with them
     host, disk = random_tiers(dice)
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
@@ -170,6 +172,8 @@ def trial(
         if r.guide is None and g.random() < 0.4:
             r.params = random_beams(g)
     requests = {r.id: r for r in todo}
+    for r in todo:
+        r.patient = riders.random() < patient
     if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
         earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed, keep=keep)
         for r in todo:

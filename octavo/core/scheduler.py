@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core.batching import Batches, Pace
+from octavo.core.batching import Batches, Pace, Ride
 from octavo.core.blocks import BlockPool
 from octavo.core.eviction import check_eviction, drop, looks, most_positions, pick, weigh
 from octavo.core.families import Families
@@ -91,6 +91,8 @@ class Scheduler:
         self.families = Families(self.queues, self.pool)
         self.adaptive = schedule.batching == "adaptive"
         self.pace = Pace(schedule.target) if self.adaptive or self.policy.pausing else None
+        rides = schedule.ride and schedule.batching == "continuous" and not self.policy.pausing
+        self.ride = Ride(schedule.ride, schedule.max_num_seqs) if rides else None
         self.urgency = Urgency(self.queues, self.prefix, self.pace, schedule.depth)
         self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
         self.relaxed = 0  # until this step
@@ -210,8 +212,11 @@ class Scheduler:
 
     def _budget(self, decoding: int) -> int:
         """Tokens of a step in which so many decode. Where it adapts to a target: as many of prompts as let those have their
-        next in time."""
+        next in time. Where nobody waits: as many as ride along."""
         most = self.cap - decoding
+        if self.ride is not None:
+            to_come = [*self.prefilling, *self.waiting]
+            return decoding + self.ride.chunk(most, self.decoding, to_come, self.count.steps, self.arrivals)
         return decoding + (self.pace.chunk(most) if self.pace is not None and self.adaptive and decoding else most)
 
     def _plan_decoding(self, plan: Plan, aside: set[int]) -> int:
@@ -251,8 +256,9 @@ class Scheduler:
         first. Not where the long ones may need the memory. Returns the tokens they take."""
         share = min(int(left * self.schedule.short_share), left - 1)
         todo = [len(seq.tokens) - seq.planned for seq in self.prefilling]
-        if room.ahead or not self.waiting or share < 1 or sum(todo) <= left - share:
-            return 0  # or all fit
+        patient = self.ride is not None and self.ride.due is not None
+        if patient or room.ahead or not self.waiting or share < 1 or sum(todo) <= left - share:
+            return 0  # nobody is in a hurry, or all fit
         if len(self.pool.free) - sum(-(-num // self.pool.size) for num in todo) < share + len(self.decoding):
             return 0
         return share - self._plan_waiting(plan, share, room.before, whole=True)

@@ -21,9 +21,11 @@ def lay_out(items: list[Item]) -> NDArray[np.int32]:
     return _joined(pairs[:, 0], pairs[:, 1])
 
 
-def lay_out_padded(items: list[Item], padding: int, num_items: int, num_tokens: int) -> NDArray[np.int32]:
-    """The same for a fixed size: items of no tokens follow, and one last item takes the tokens that are left over."""
+def lay_out_padded(items: list[Item], padding: int, num_items: int, num_tokens: int, decoding: int) -> NDArray[np.int32]:
+    """The same for a fixed size: items of no tokens follow, and one last item takes the tokens that are left over. The first
+    `decoding` have one token each, in any case."""
     rows, nums = np.full(num_items, padding), np.zeros(num_items, dtype=np.int64)
+    nums[:decoding] = 1
     rows[: len(items)] = [item.row for item in items]
     nums[: len(items)] = [item.num for item in items]
     nums[-1] = num_tokens - nums.sum()

@@ -5,6 +5,8 @@ one decode step takes 1. A graph has a fixed size, so there is a ladder of sizes
 
     decode   every item is one token; sampled in the graph. What is left over is the padding row, at position 0 of block 0
     mixed    up to 512 tokens of any items, sampled in the graph too. What is left over is one more item, of the padding row
+    beside   the same, up to 640 tokens, and the first so many items are one token each: attention takes those for decoding rows.
+             No row is left over for that: who decodes and is not among them is an item like any other
 
 Attention lengths, tokens and tables are read from device memory when the graph runs.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +31,21 @@ from octavo.runner.rows import Rows
 from octavo.runner.sampler import choose
 from octavo.types import Item, Plan
 
-MIXED_SIZES = [16, 32, 64, 128, 192, 256, 384, 512]  # tokens
-MIXED_ITEMS = 64
+MIXED_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 512]  # tokens
+MIXED_ITEMS = 64  # that are not taken for decoding
+BESIDE_SIZES = [192, 320, 640]  # tokens, in which products waste little on an H200: 640 take less than twice the time of 320
+BESIDE_ROWS = range(32, 257, 32)  # that decode
+
+
+class Shape(NamedTuple):
+    """Of a graph: all that varies between them."""
+
+    decoding: int  # items of one token, which come first
+    tokens: int  # of all items: as many, where the step only decodes
+
+    @property
+    def items(self) -> int:
+        return self.decoding + min(self.tokens - self.decoding, MIXED_ITEMS)
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -58,17 +73,20 @@ class StepGraphs:
     def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
         self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len
         self.decode_sizes = decode_sizes(max_rows)
+        shapes = [Shape(0, size) for size in MIXED_SIZES]
+        shapes += [Shape(rows, size) for size in BESIDE_SIZES for rows in BESIDE_ROWS if rows < min(size, max_rows + 1)]
         # Not above max_len: what is left over of a graph is one item, and it too must fit a row.
-        self.mixed_sizes = [size for size in MIXED_SIZES if size <= min(max_tokens, max_len)]
-        self.captured: dict[tuple[str, int], Captured] = {}
+        self.mixed_shapes = [s for s in shapes if s.tokens <= max_tokens and s.tokens - s.decoding <= max_len]
+        self.mixed_shapes.sort(key=lambda s: (s.tokens, -s.decoding))
+        self.captured: dict[Shape, Captured] = {}
         self.pool: Any = None  # memory that all graphs share: only one runs at a time
 
     def capture_all(self) -> None:
         """The largest first: the others then fit in its memory."""
         for size in reversed(self.decode_sizes):
-            self._get("decode", size)
-        for size in reversed(self.mixed_sizes):
-            self._get("mixed", size)
+            self._get(Shape(size, size))
+        for shape in reversed(self.mixed_shapes):
+            self._get(shape)
         self.tell(torch.empty(1, dtype=torch.int32, pin_memory=True), self.rows.ints[0, :1])
 
     # ---- decode ------------------------------------------------------------------------------------
@@ -82,7 +100,7 @@ class StepGraphs:
         """Launch the step. (rows, logits, lengths, tokens) of its items, valid until the next launch."""
         count = len(plan.items)
         size = self.decode_sizes[bisect.bisect_left(self.decode_sizes, count)]
-        captured = self._get("decode", size)
+        captured = self._get(Shape(size, size))
         fresh = {row: block for row, _, block in plan.appends}
         rows = [item.row for item in plan.items]
         blocks = [fresh.get(row, 0) for row in rows] if fresh else [0] * count
@@ -117,32 +135,35 @@ class StepGraphs:
 
     # ---- mixed -------------------------------------------------------------------------------------
 
-    def mixed_size(self, items: list[Item]) -> int | None:
-        """The smallest graph that these items fit in, if there is one."""
+    def mixed_shape(self, items: list[Item]) -> Shape | None:
+        """The smallest graph that these items fit in, if there is one; of equals the one that takes most for decoding."""
         tokens = sum(item.num for item in items)
-        if len(items) >= MIXED_ITEMS or any(item.prompt_logprobs is not None for item in items):
+        if any(item.prompt_logprobs is not None for item in items):
             return None
-        return next((s for s in self.mixed_sizes if s >= tokens and min(s, MIXED_ITEMS) > len(items)), None)
+        singles = next((i for i, item in enumerate(items) if item.num != 1), len(items))
+        fit = (s for s in self.mixed_shapes if s.tokens >= tokens and s.decoding <= singles and s.items > len(items))
+        return next(fit, None)
 
-    def lay_out(self, items: list[Item], size: int) -> NDArray[np.int32]:
+    def lay_out(self, items: list[Item], shape: Shape) -> NDArray[np.int32]:
         """As in batch.py, and then for each item whether it is sampled."""
-        count = min(size, MIXED_ITEMS)
-        sampled = np.zeros(count, np.int32)
+        sampled = np.zeros(shape.items, np.int32)
         sampled[: len(items)] = [item.sample for item in items]
-        return np.concatenate([lay_out_padded(items, self.rows.padding, count, size), sampled])
+        return np.concatenate([lay_out_padded(items, self.rows.padding, shape.items, shape.tokens, shape.decoding), sampled])
 
-    def mixed(self, size: int, laid_out: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def mixed(self, shape: Shape, laid_out: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch the step. (rows, logits, lengths, tokens) of its items; tokens of those that are not sampled mean nothing."""
-        captured = self._get("mixed", size)
+        captured = self._get(shape)
         captured.inputs.copy_(laid_out)
         captured.graph.replay()
         return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
 
-    def mixed_step(self, inputs: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def mixed_step(self, inputs: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, lengths, tokens) of every item's last token. inputs: lay_out()'s."""
-        count = min(size, MIXED_ITEMS)
+        (decoding, tokens), count = shape, shape.items
         laid_out, sampled = inputs[:-count], inputs[-count:]
-        spans = [Span(0, size, self.max_len)] + [Span(size, 0, self.max_len)] * (count - 1)  # no item is taken for decoding
+        spans = [Span(i, 1, self.max_len) for i in range(decoding)]
+        spans += [Span(decoding, tokens - decoding, self.max_len)]  # no item of the rest is taken for decoding
+        spans += [Span(tokens, 0, self.max_len)] * (count - len(spans))
         batch = gather(laid_out, count, self.rows, self.kv.block_size, spans)
         batch.last = only_last(batch, torch.arange(count, device=laid_out.device), spans)
         hidden = self.model(batch, self.kv.view)
@@ -153,27 +174,27 @@ class StepGraphs:
 
     # ---- capture -----------------------------------------------------------------------------------
 
-    def _get(self, kind: str, size: int) -> Captured:
-        if (kind, size) not in self.captured:
-            self.captured[kind, size] = self._capture(kind, size)
-        return self.captured[kind, size]
+    def _get(self, shape: Shape) -> Captured:
+        if shape not in self.captured:
+            self.captured[shape] = self._capture(shape)
+        return self.captured[shape]
+
+    def _step(self, inputs: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+        return self.decode_step(inputs) if shape.decoding == shape.tokens else self.mixed_step(inputs, shape)
+
+    def nobody(self, shape: Shape) -> Tensor:
+        """Inputs of a step in which all items are the padding row's."""
+        decode = [self.rows.padding] * shape.tokens + [0] * shape.tokens
+        inputs = np.array(decode) if shape.decoding == shape.tokens else self.lay_out([], shape)
+        return torch.from_numpy(inputs.astype(np.int32)).to(self.kv.tensor.device)
 
     @torch.inference_mode()
-    def _capture(self, kind: str, size: int) -> Captured:
-        """Captured on nobody's data: all items are the padding row's."""
-        device, padding = self.kv.tensor.device, self.rows.padding
-        if kind == "decode":
-            inputs = torch.tensor([padding] * size + [0] * size, dtype=torch.int32, device=device)
-        else:
-            inputs = torch.from_numpy(self.lay_out([], size)).to(device)
-
-        def step() -> tuple[Tensor, Tensor, Tensor]:
-            return self.decode_step(inputs) if kind == "decode" else self.mixed_step(inputs, size)
-
+    def _capture(self, shape: Shape) -> Captured:
+        inputs = self.nobody(shape)
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        step()  # once as it is: compiles kernels, lets libraries allocate
+        self._step(inputs, shape)  # once as it is: compiles kernels, lets libraries allocate
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            logits, lengths, tokens = step()
+            logits, lengths, tokens = self._step(inputs, shape)
         return Captured(graph, inputs, logits, lengths, tokens)

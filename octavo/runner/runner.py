@@ -149,10 +149,10 @@ class Runner:
         copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
         shifts = up.ints([block for block, _ in plan.shifts])
         changes = self.rows.stage(plan, up)
-        size = graphs.mixed_size(items) if graphs is not None and items and not watched else None
-        laid_out = up.ints(lay_out(items) if graphs is None or size is None else graphs.lay_out(items, size))
+        shape = graphs.mixed_shape(items) if graphs is not None and items and not watched else None
+        laid_out = up.ints(lay_out(items) if graphs is None or shape is None else graphs.lay_out(items, shape))
         sampled = [i for i, item in enumerate(items) if item.sample]
-        sampled_at, watched_at = up.ints(sampled if size is None else []), up.ints(watched)
+        sampled_at, watched_at = up.ints(sampled if shape is None else []), up.ints(watched)
         shipped = up.ship(self.device)
 
         if plan.copies:
@@ -171,8 +171,8 @@ class Runner:
             return StepHandle([], None, None, [])
         prompt_logprobs: list[tuple[int, int, Download]] = []
         chosen = None
-        if graphs is not None and size is not None:
-            rows, logits, lengths, chosen = graphs.mixed(size, shipped[laid_out], len(items))
+        if graphs is not None and shape is not None:
+            rows, logits, lengths, chosen = graphs.mixed(shape, shipped[laid_out], len(items))
         else:
             index = shipped[sampled_at].long()
             spans, first = [], 0

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from octavo.core.batching import LAST_CALL, Pace
+from octavo.core.batching import LAST_CALL, Pace, Ride
 from octavo.core.engine import Engine
 from octavo.errors import InvalidRequest
 from octavo.types import Item, Plan
-from tests.core.test_policy import ask
+from tests.core.test_policy import ask, drain
 from tests.workloads import Clock, make_engine
 
 
@@ -272,3 +272,76 @@ def test_a_size_that_costs_a_jump_more_is_tried_again_but_rarely() -> None:
     pace = paced(0.010)
     sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.005 if n <= 128 else 0.009, 1000)
     assert sizes[-1] == 128 and 5 <= sizes.count(192) <= 12 and max(sizes) == 192
+
+
+# ---- riding along ---------------------------------------------------------------------------------------
+
+
+def rides(replies: list[int], prompt: int = 8, patient: bool = True, rows: int = 64, **options: Any) -> tuple[Engine, list[int]]:
+    """All of them at once, run to their end: tokens of each step."""
+    engine = make_engine(2000, 4, rows=rows, budget=256, depth=1, max_len=300, **{"ride": 24, **options})
+    for i, reply in enumerate(replies):
+        ask(engine, f"r{i}", length=prompt, max_tokens=reply, patient=patient)
+    launch, sizes = engine.runner.launch, list[int]()
+
+    def counted(plan: Plan) -> Any:
+        sizes.append(plan.num_tokens)
+        return launch(plan)
+
+    engine.runner.launch = counted  # type: ignore[method-assign]
+    drain(engine)
+    return engine, [n for n in sizes if n]
+
+
+def test_prompts_ride_along_and_all_end_with_the_longest() -> None:
+    replies = list(range(200, 8, -4))
+    _, hurried = rides(replies, patient=False)
+    _, spread = rides(replies)
+    assert max(hurried) == 256 and spread[:20] == [24] * 20 and max(spread) <= 48  # all decode in the end
+    assert len(spread) <= 202
+    assert sum(spread) == sum(hurried) == sum(8 + n - 1 for n in replies)
+
+
+def test_where_all_replies_are_as_long_nobody_waits() -> None:
+    for prompt in (8, 30):
+        assert rides([40] * 32, prompt)[1] == rides([40] * 32, prompt, patient=False)[1]
+
+
+def test_one_who_is_in_a_hurry_hurries_all() -> None:
+    engine = make_engine(2000, 4, rows=64, budget=256, depth=1, max_len=300, ride=24)
+    for i in range(40):
+        ask(engine, f"r{i}", length=8, max_tokens=200 - 4 * i, patient=True)
+    assert engine.scheduler.plan().num_tokens == 24
+    ask(engine, "now", length=8, max_tokens=4)
+    assert engine.scheduler.plan().num_tokens == 256
+
+
+def test_the_longest_last_is_not_late() -> None:
+    """In whatever order they come: what is due is computed at once."""
+    replies = list(range(12, 204, 4))
+    assert len(rides(replies)[1]) <= len(rides(replies, patient=False)[1]) + 4
+
+
+def test_with_fewer_rows_than_requests_rows_are_kept_busy() -> None:
+    replies = [n % 37 + 20 for n in range(300)]
+    steps, hurried = (len(rides(sorted(replies, reverse=True), patient=p, rows=16, ride=8)[1]) for p in (True, False))
+    assert steps <= 1.15 * hurried
+
+
+@pytest.mark.parametrize("options", [{"ride": 0}, {"policy": "priority"}, {"batching": "static"}, {"batching": "adaptive"}])
+def test_prompts_ride_along_only_where_batching_is_continuous(options: dict[str, Any]) -> None:
+    engine = make_engine(200, 4, rows=16, budget=64, depth=1, **{"ride": 8, **options})
+    assert engine.scheduler.ride is None
+
+
+def test_of_many_who_wait_few_are_looked_at() -> None:
+    ride, step = Ride(8, 4), 1
+    engine = make_engine(2000, 4, rows=4, budget=256, depth=1, max_len=300)
+    for i in range(1000):
+        ask(engine, f"r{i}", length=8, max_tokens=20, patient=True)
+    waiting, looked = engine.scheduler.waiting, 0
+    for step in range(1, 41):
+        before = ride.again
+        ride.chunk(256, [], waiting, step, 1000)
+        looked += ride.again != before
+    assert looked == 10 and ride.due is not None

@@ -12,8 +12,8 @@ from tests.conftest import DEVICE
 from tests.ops.test_reference import BATCHES, draw, filled
 
 pytest.importorskip("triton")
-from octavo.ops.triton import TritonOps
-from octavo.ops.triton.attention import FEW, LONG
+from octavo.ops.triton import TritonOps, attention
+from octavo.ops.triton.attention import BESIDE, FEW, LONG
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
@@ -48,6 +48,41 @@ def test_attention_in_long_sequences(block: int, window: int) -> None:
     batch, kv = filled([(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)], 1, 16, DEVICE, block=block)
     q = random(len(batch.ids), 2, 16)
     close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_many_rows_decode_beside_prompts(window: int) -> None:
+    batch, kv = filled([(1, 3 * i % 50) for i in range(BESIDE + 3)] + [(70, 30), (9, 0)], 1, 16, DEVICE, block=16)
+    q = random(len(batch.ids), 2, 16)
+    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+
+
+@pytest.mark.gpu
+def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding beside prompts, on keys that the kernel before them writes: the same bits as one after the other."""
+    spans = [(1, 211 * i % 1500) for i in range(100)] + [(130, 700), (60, 0)]
+    batch, kv = filled(spans, 8, 128, DEVICE, block=64)
+    kv, cos_sin = kv.to(torch.bfloat16), random(2048, 2, 64)
+    qkv = random(12, len(batch.ids), 48 * 128, dtype=torch.bfloat16)
+
+    def layers() -> list[Tensor]:
+        own = kv.clone()
+        return [TRITON.attention(TRITON.rope_and_cache(each, own, batch, cos_sin), own, batch, 0.1) for each in qkv.clone()]
+
+    plain = attention._prefill
+    monkeypatch.setattr(attention, "_prefill", lambda *arguments: plain(*arguments) and False)
+    want = layers()
+    monkeypatch.undo()
+    graph = torch.cuda.CUDAGraph()
+    assert all(map(torch.equal, layers(), want))
+    with torch.cuda.graph(graph):
+        got = layers()
+    for _ in range(20):
+        for each in got:
+            each.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("window", [0, 40])

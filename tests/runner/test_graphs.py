@@ -20,7 +20,8 @@ from tests.conftest import DEVICE
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
-from octavo.runner.graphs import Captured, StepGraphs, decode_sizes
+from octavo.runner import graphs
+from octavo.runner.graphs import Captured, Shape, StepGraphs, decode_sizes
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
@@ -64,18 +65,12 @@ def plans() -> list[Plan]:
 class WithoutCapture(StepGraphs):
     """Runs the steps that a graph would hold, directly."""
 
-    def _capture(self, kind: str, size: int) -> Captured:
-        captured = Captured(None, torch.zeros(0), torch.zeros(0), torch.zeros(0), torch.zeros(0))  # type: ignore[arg-type]
-        captured.inputs = torch.zeros(
-            2 * size if kind == "decode" else len(self.lay_out([], size)), dtype=torch.int32, device=DEVICE
-        )
+    def _capture(self, shape: Shape) -> Captured:
+        captured = Captured(None, self.nobody(shape), torch.zeros(0), torch.zeros(0), torch.zeros(0))  # type: ignore[arg-type]
 
         class Replay:
             def replay(_) -> None:
-                if kind == "decode":
-                    captured.logits, captured.lengths, captured.tokens = self.decode_step(captured.inputs)
-                else:
-                    captured.logits, captured.lengths, captured.tokens = self.mixed_step(captured.inputs, size)
+                captured.logits, captured.lengths, captured.tokens = self._step(captured.inputs, shape)
 
         captured.graph = Replay()  # type: ignore[assignment]
         return captured
@@ -84,7 +79,12 @@ class WithoutCapture(StepGraphs):
 @pytest.mark.parametrize(
     "kv_dtype", [torch.float32, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=["plain KV", "compressed KV"]
 )
-def test_what_graphs_hold_equals_the_general_path(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [[], [2], [1]], ids=["any items", "all decode beside it", "one decodes beside it"])
+def test_what_graphs_hold_equals_the_general_path(
+    beside: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "BESIDE_ROWS", beside)
+    monkeypatch.setattr(graphs, "BESIDE_SIZES", [7])
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
@@ -94,8 +94,8 @@ def test_what_graphs_hold_equals_the_general_path(kv_dtype: torch.dtype, monkeyp
         want = general.launch(plan).wait().tokens
         got = special.launch(plan).wait().tokens
         assert got == want, plan.step
-    kinds = {kind for kind, _ in special.graphs.captured}
-    assert kinds == {"decode", "mixed"}
+    mixed = {shape for shape in special.graphs.captured if shape.decoding < shape.tokens}
+    assert mixed == ({Shape(0, 16)} | {Shape(rows, 7) for rows in beside}) and len(special.graphs.captured) > len(mixed)
     assert int(special.rows.computed[special.rows.padding]) == 0
     for name in ("tokens", "table", "ints"):
         torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
@@ -117,7 +117,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(monkeypatch: pytest
     for plan in (first, second, third):
         results = [runner.launch(plan).wait() for runner in runners]
         assert results[0].tokens == results[1].tokens
-    assert ("decode", 4) in runners[1].graphs.captured
+    assert Shape(4, 4) in runners[1].graphs.captured
     for runner in runners:
         assert runner.tiers is not None
         if DEVICE == "cuda":
@@ -133,6 +133,24 @@ def test_a_step_that_loads_is_no_decode_graph_s() -> None:
     items = [Item(0, 0, 0, None, 1, True, 4)]
     assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(Plan(1, items=items, stores=[(1, 1)]))
     assert not graphs.decodes(Plan(1, items=items, loads=[(1, 1)]))
+
+
+def test_the_smallest_graph_is_taken_and_as_much_of_it_for_decoding_as_there_is() -> None:
+    made = make_runner(False)
+    shapes = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
+
+    def shape(decoding: int, *prompts: int) -> Shape | None:
+        items = [Item(i, 0, i, None, 1, True, 9) for i in range(decoding)]
+        return shapes.mixed_shape(items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)])
+
+    assert shape(3, 10) == Shape(0, 16) and shape(3, 13) == Shape(0, 16) and shape(3, 14) == Shape(0, 32)
+    assert shape(62, 50) == Shape(0, 128) and shape(63, 50) == Shape(32, 192)  # of 64 items one is what is left over
+    assert shape(99, 50) == Shape(96, 192) and shape(99, 93) == Shape(96, 192) and shape(99, 94) == Shape(96, 320)
+    assert shape(31, 300, 300) is None
+    assert shape(40, 600) == Shape(32, 640) and shape(40, 601) is None
+    assert shape(96, *[2] * 63) == Shape(96, 320) and shape(96, *[2] * 64) is None
+    assert all(s.items <= s.tokens and s.decoding <= 100 for s in shapes.mixed_shapes)
+    assert StepGraphs(made.model, made.kv, made.rows, 4, 64, 8).mixed_shape([Item(0, 0, 0, 0, 2, True, 2)]) is None
 
 
 def test_sizes_cover_every_count() -> None:

@@ -34,6 +34,7 @@ if torch.cuda.is_available():
 # They begin anywhere in what was sent to the device: a kernel for each way they may be aligned would be compiled amid the work.
 LISTS = ["table_rows", "query_start", "seq_lens"]
 PROGRAMS = 8 * 132  # that keep an H200's multiprocessors evenly busy with sequences of different lengths
+BESIDE = 32  # rows that decode beside prompts, at least: of fewer there are kernels that the first such step would compile
 FEW, LONG, SPLITS = 64, 1024, 8  # so few tokens of sequences that may be so long are split: always alike, so one kernel more
 
 
@@ -162,10 +163,12 @@ def decode_kernel(
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
+    """BESIDE: the kernel before is prefill_kernel with FIRST, so its inputs are there. It ends after that one."""
     start_next()
-    wait_for_inputs()
+    if not BESIDE:
+        wait_for_inputs()
     seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(seq_lens + seq)
     first = 0
@@ -224,6 +227,8 @@ def decode_kernel(
         tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
     else:
         _keep(part, part_max, part_sum, rows * SPLITS + split, peak, total, acc, g < G, D)
+    if BESIDE:
+        wait_for_inputs()
 
 
 @triton.jit
@@ -269,10 +274,15 @@ def prefill_kernel(
     s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
     HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    start_next()
-    wait_for_inputs()
+    """FIRST: what comes next needs the same inputs and nothing of this one: it may start as soon as these are there."""
+    if FIRST:
+        wait_for_inputs()
+        start_next()
+    else:
+        start_next()
+        wait_for_inputs()
     BLIND: tl.constexpr = WINDOW > 0 or SPLITS > 1
     BLOCK_Q: tl.constexpr = M // GP
     head = tl.program_id(1)
@@ -329,13 +339,15 @@ def prefill_kernel(
 
 
 def attention(q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
-    """As Ops.attention. A plan lists decoding rows first, one token each; the rest is prefill."""
+    """As Ops.attention. A plan lists decoding rows first, one token each; the rest is prefill. Where there are both, prefill
+    starts first, and decoding takes what it leaves: the one computes, the other reads."""
     out = torch.empty_like(q)
     decoding = next((i for i, span in enumerate(batch.spans) if span.num != 1), len(batch.spans))
-    if decoding:
-        _decode(q, kv, batch, out, decoding, scale, window)
+    beside = False
     if decoding < len(batch.spans):
-        _prefill(q, kv, batch, out, decoding, scale, window)
+        beside = _prefill(q, kv, batch, out, decoding, scale, window)
+    if decoding:
+        _decode(q, kv, batch, out, decoding, scale, window, beside)
     return out
 
 
@@ -368,7 +380,7 @@ def _join(parts: tuple[Tensor, Tensor, Tensor], out: Tensor, splits: int, shape:
         join_kernel[out.shape[0] * out.shape[1],](*parts, out, shape["D"], shape["DP"], splits, size, num_warps=4, **LAUNCH)
 
 
-def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int) -> None:
+def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, scale: float, window: int, beside: bool) -> None:
     shape, kv_heads = _shape(q, kv), kv.shape[2]
     tile = _tile(kv, shape["DP"])
     words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
@@ -385,13 +397,14 @@ def _decode(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, count: int, sca
     decode_kernel[count, kv_heads, splits](
         q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, *parts, scale * LOG2E,
         *strides, batch.block_table.stride(0),
-        GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, WORDS=words,
+        GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, WORDS=words, BESIDE=beside,
         num_warps=1 if words and shape["DP"] < 128 else 2, **tile, **shape, **LAUNCH,
     )  # fmt: skip
     _join(parts, out[:count], splits, shape)
 
 
-def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> None:
+def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int) -> bool:
+    """Returns whether decoding may start beside it."""
     shape, kv_heads, (tensors, strides) = _shape(q, kv), kv.shape[2], arguments(kv)
     group = triton.next_power_of_2(shape["G"])
     items, tokens = len(batch.spans) - skip, q.shape[0] - skip
@@ -399,10 +412,11 @@ def _prefill(q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, sca
     tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
     longest = batch.block_table.shape[1] * shape["B"]  # that any item may be: as in _decode
     splits = SPLITS if tokens <= FEW and longest >= LONG else 1
-    parts = _parts(q, splits)
+    parts, first = _parts(q, splits), skip >= BESIDE and splits == 1
     prefill_kernel[tiles, kv_heads, splits](
         q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, *parts,
         scale * LOG2E, items, *strides, batch.block_table.stride(0),
-        GP=group, M=rows, SPLITS=splits, WINDOW=window, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
+        GP=group, M=rows, SPLITS=splits, WINDOW=window, FIRST=first, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
     )  # fmt: skip
     _join(tuple(part[skip:] for part in parts), out[skip:], splits, shape)  # type: ignore[arg-type]
+    return first
