@@ -129,17 +129,23 @@ class Decoder(CausalLM):
         local = None if config.local_rope is None else rope_table(config.local_rope, config.head_dim, config.max_position)
         self.register_buffer("local_rope", local, persistent=False)
         self.fused: Fused | None = None  # all layers in one call, where the backend has that
+        self.known: tuple[Tensor, Tensor] | None = None  # hidden states, and their logits if that call has made them
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
         if self.fused is not None and (done := self.fused(hidden, batch, kv)) is not None:
-            return done
+            if isinstance(done, Tensor):
+                return done
+            self.known = done
+            return done[0]
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
             hidden = layer(hidden, batch, kv[:, i], self.angles(i), last)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        if self.known is not None and self.known[0] is hidden:
+            return self.known[1]
         return self.ops.logits(hidden, (self.head or self.embed).weight)
 
     def weight_map(self) -> dict[str, Slot]:
@@ -159,8 +165,11 @@ class Decoder(CausalLM):
         layers = [layer.spec(self.angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
         gelu = c.activation != "silu"
         self.fused = self.ops.fuse(
-            DecoderSpec(layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype)
-        )
+            DecoderSpec(
+                layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype,
+                (self.head or self.embed).weight,
+            )
+        )  # fmt: skip
         if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0006
             self.kv_dtype = torch.float16
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from octavo.ops.kv import KV
 
 # (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden], or where the batch has a
-# `last` those of its logit_rows, [R, hidden]. x may be overwritten. What a watched batch asks for is added to its mass, as
-# ops.block_mass() would. None, and x as it was: not for such a batch.
-Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor | None]"
+# `last` those of its logit_rows, [R, hidden]; or these and their logits, where it has made both. x may be overwritten. What a
+# watched batch asks for is added to its mass, as ops.block_mass() would. None, and x as it was: not for such a batch.
+Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor | tuple[Tensor, Tensor] | None]"
 
 
 @dataclass(slots=True)
@@ -49,3 +49,4 @@ class DecoderSpec:
     scale: float
     gelu: bool  # else silu
     dtype: torch.dtype
+    head: Any = None  # the weights of the logits

@@ -7,11 +7,17 @@
 //     warps 0..7   multiply, normalise, attend. They meet those of all other multiprocessors (all_meet) five times a layer, six
 //                  times where contexts are split
 //
-//     qkv      x = norm(h);  its outputs of W_qkv x
+//     qkv      its outputs of W_qkv norm(h)
 //     attend   rotate, write K and V, attend: a (row, key head, part of the context) each
 //     out      its outputs of h += W_out a
-//     up       x = norm(h);  its outputs of act(W_gate x) * (W_up x)
+//     up       its outputs of act(W_gate norm(h)) * (W_up norm(h))
 //     down     its outputs of h += W_down y
+//
+// and after the last layer, where the model's vocabulary allows it, its outputs of logits = W_head norm(h).
+//
+// Norms. norm(h) = f h w, of which f is a number for each row: W (f h w) = f W (h w). Whoever owns outputs of h keeps them in
+// registers, and tells the others h w and its part of the sum of squares. They multiply with h w as it comes, and what comes out
+// with f, which they need only then: between two products stands nothing but a copy of x.
 //
 // Products. A unit is eight outputs (or four of gate and four of up), which come as chunks [16][8][64]: of 16 times 64 inputs.
 // Tensor cores multiply [16 rows of x, of which ROWS exist] with [8 outputs]: each warp takes two of a chunk's 16 columns, and
@@ -19,8 +25,9 @@
 // (part ^ line % 8), which is how copies of that kind write them, so that eight lines are read without waiting for each other.
 //
 // Constants come from few.py: WARPS (that compute), ROWS, HIDDEN, INTER, HEADS, KV_HEADS, DIM, BLOCK (positions a block of KV),
-// BLOCKS (of threads), SLOTS (chunks the ring holds), SHARED (bytes), FLYING (deliver), TOGETHER (heads), and what the model has:
-// GELU, QK_NORM, WINDOWS, BIASES.
+// BLOCKS (of threads), SLOTS (chunks the ring holds), SHARED (bytes), PARTS (in which x comes to W_down: there it is largest, and
+// what it takes the ring lacks), FLYING and MEETING (deliver), TOGETHER (heads), and what the model has:
+// VOCAB (logits; 0: they are computed elsewhere), GELU, QK_NORM, WINDOWS, BIASES.
 
 #include "hopper.cuh"
 
@@ -31,13 +38,19 @@ constexpr int TILE = THREADS / 2, SHORT = 256;  // positions that are attended t
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int each(int all, int parts) { return (all + parts - 1) / parts; }
-constexpr int WIDEST = most(most(HIDDEN, WIDTH), INTER);
 
-// The four products of a layer.
-enum Phase { TO_QKV, TO_OUT, TO_UP, TO_DOWN, PHASES };
-__device__ constexpr int units_of(int p) { return (p == TO_QKV ? QKV : p == TO_UP ? 2 * INTER : HIDDEN) / 8; }
+// The four products of a layer, and the head's.
+enum Phase { TO_QKV, TO_OUT, TO_UP, TO_DOWN, PHASES, TO_HEAD = PHASES };
+__device__ constexpr int units_of(int p) {
+    return (p == TO_QKV ? QKV : p == TO_UP ? 2 * INTER : p == TO_HEAD ? VOCAB : HIDDEN) / 8;
+}
 __device__ constexpr int columns_of(int p) { return (p == TO_OUT ? WIDTH : p == TO_DOWN ? INTER : HIDDEN) / 64; }
-constexpr int MOST_UNITS = each(most(most(units_of(TO_QKV), units_of(TO_OUT)), units_of(TO_UP)), BLOCKS);
+// W_down is multiplied in two passes, the second of columns FOLD and on; always, so that rows get the same bits in any company.
+constexpr int INNER = columns_of(TO_DOWN), FOLD = each(2 * each(INNER, COLUMNS), 3) * COLUMNS < INNER
+                                                      ? each(2 * each(INNER, COLUMNS), 3) * COLUMNS
+                                                      : INNER;
+// Units of a block whose sums are kept until they are put where they belong: all of them, but of the head's as many as of W_up's.
+__device__ constexpr int kept_of(int p) { return each(units_of(p == TO_HEAD ? (int)TO_UP : p), BLOCKS); }
 
 // How many heads a block attends to: as few as there are blocks for.
 __device__ constexpr int fewest(int n) {
@@ -46,9 +59,11 @@ __device__ constexpr int fewest(int n) {
 constexpr int FEWEST = fewest(1);                              // where contexts are short; else TOGETHER
 constexpr bool MANY_UNITS = ROWS * HEADS / TOGETHER > BLOCKS;  // a block may have several
 constexpr int SCORES = DIM + TOGETHER * (DIM + 8) + most(TOGETHER * TILE, WARPS * TOGETHER * DIM) + 3 * TOGETHER + 4;
-constexpr int SCRATCH = each(most(WARPS * MOST_UNITS * ROWS * 8, SCORES) * 4, 128) * 128;  // bytes: sums, or what attend() keeps
-static_assert(SLOTS * CHUNK + ROWS * WIDEST * 2 + SCRATCH + SLOTS * 16 + 16 <= SHARED, "few.py: room()");
-static_assert(ROWS <= BLOCKS, "a block each for the last norm");
+// Bytes of x and, behind it, of what the warps have summed up; or of what attend() keeps.
+__device__ constexpr int x_of(int p) { return ROWS * (p == TO_DOWN && PARTS == 2 ? FOLD : columns_of(p)) * 128; }
+__device__ constexpr int bytes_of(int p) { return x_of(p) + WARPS * kept_of(p) * ROWS * 8 * 4; }
+constexpr int PLACE = each(most(most(most(bytes_of(TO_QKV), bytes_of(TO_OUT)), most(bytes_of(TO_UP), bytes_of(TO_DOWN))), SCORES * 4), 128) * 128;
+static_assert(SLOTS * CHUNK + PLACE + SLOTS * 16 + 16 + ROWS * WARPS * 4 + 4 <= SHARED, "few.py: room()");
 
 struct Layer {
     const float *norms[2], *q_norm, *k_norm, *angles;  // of attention and of the MLP
@@ -62,8 +77,13 @@ struct Maps {  // of a layer's matrices, as TMA sees them
 struct Batch {  // what few.py passes
     const Layer *layers;
     const Maps *maps;
+    const Map *head;
     const float *norm;
-    bf16 *h;         // [ROWS, HIDDEN], in and, normalised, out
+    const bf16 *h;   // [ROWS, HIDDEN]: embeddings
+    bf16 *weighed;   // [ROWS, HIDDEN]: h times the weights of the norm that comes next
+    float *squares;  // [ROWS, HIDDEN / 8]: of h, eight summed up
+    bf16 *last;      // [ROWS, HIDDEN]: h after the last norm
+    bf16 *logits;    // [ROWS, VOCAB]
     bf16 *qkv;       // [ROWS, QKV]
     bf16 *attended;  // [ROWS, WIDTH]
     bf16 *inner;     // [ROWS, INTER]
@@ -117,15 +137,23 @@ __device__ __forceinline__ void block_meets() { meet<THREADS>(); }
 // All computing warps of all multiprocessors have come here, and what they wrote before is in the L2 cache, where fresh() reads
 // it. `acquire` would empty the L1 cache too, and with it what is kept there; that fresh() is not carried out before the barrier
 // that stands between is enough. Meanwhile each does what work() says, which depends on none of it: loads, for the most part.
-template <class Work>
-__device__ __forceinline__ void all_meet(u32 *met, u32 &times, Work work) {
-    times += BLOCKS;
-    block_meets();
-    if (threadIdx.x == 0) count_up(met);
-    work();
-    if (threadIdx.x == 0) wait_for_count(met, times);
-    block_meets();
-}
+struct Meeting {
+    u32 *met, times;
+    volatile int *on;  // for the block's other warp
+
+    template <class Work>
+    __device__ __forceinline__ void operator()(Work work) {
+        times += BLOCKS;
+        block_meets();
+        if (threadIdx.x == 0) *on = 1, count_up(met);
+        work();
+        if (threadIdx.x == 0) {
+            wait_for_count(met, times);
+            *on = 0;
+        }
+        block_meets();
+    }
+};
 
 // ---- the ring of weights ----------------------------------------------------------------------------
 
@@ -141,37 +169,41 @@ struct Ring {
 
 // All chunks that this multiprocessor needs, one after another.
 struct Walk {
-    int layers, layer = 0, phase = 0, unit = blockIdx.x, column = 0;
+    int layers, layer = 0, phase = 0, unit = blockIdx.x, begin = 0, column = 0;  // begin: the column that this pass begins with
 
     __device__ __forceinline__ int row() const { return unit * (phase == TO_UP ? 4 : 8); }
+    __device__ __forceinline__ bool again() const { return phase == TO_DOWN && begin == 0 && FOLD < INNER; }  // there is a pass more
     __device__ __forceinline__ void next() {
         column += COLUMNS;
-        if (column < columns_of(phase)) return;
-        column = 0, unit += BLOCKS;
+        if (column < (again() ? FOLD : columns_of(phase))) return;
+        column = begin, unit += BLOCKS;
         settle();
     }
     __device__ __forceinline__ void settle() {  // on a unit that is: a small product leaves some blocks none
-        while (layer < layers && unit >= units_of(phase)) {
-            unit = blockIdx.x;
-            if (++phase == PHASES) phase = 0, layer++;
+        while (!over() && unit >= units_of(phase)) {
+            unit = blockIdx.x, column = begin = again() ? FOLD : 0;
+            if (begin == 0 && ++phase >= PHASES) layer++, phase = layer == layers ? (int)TO_HEAD : 0;
         }
     }
+    __device__ __forceinline__ bool over() const { return layer == layers + (VOCAB > 0); }
 };
 
 // Keeps the ring full. No more than FLYING copies are on their way: more would not come sooner, and what the other warps ask
-// memory for would queue behind them.
-__device__ __forceinline__ void deliver(Ring ring, const Maps *maps, int layers) {
+// memory for would queue behind them; so while they meet those of other blocks, no more than MEETING.
+__device__ __forceinline__ void deliver(Ring ring, const Maps *maps, const Map *head, int layers, volatile int *meeting) {
     Walk walk{layers};
     walk.settle();
-    for (int i = 0; walk.layer < layers; i++, walk.next(), ring.next()) {
+    if (VOCAB) fetch_map(head);
+    for (int i = 0; !walk.over(); i++, walk.next(), ring.next()) {
         if (i == 0 || (walk.phase == TO_OUT && walk.column == 0))
             for (int j = 0; j < PHASES; j++) fetch_map(&maps[min(walk.layer + 1, layers - 1)].of[j]);
         const u32 full = ring.full + ring.at * 8;
-        const int before = ring.at - FLYING;
+        const int flying = FLYING > MEETING && *meeting ? MEETING : FLYING, before = ring.at - flying;
         wait(ring.empty + ring.at * 8, ring.parity ^ 1);
-        if (i >= FLYING) wait(ring.full + (before < 0 ? before + SLOTS : before) * 8, before < 0 ? ring.parity ^ 1 : ring.parity);
+        if (i >= flying) wait(ring.full + (before < 0 ? before + SLOTS : before) * 8, before < 0 ? ring.parity ^ 1 : ring.parity);
         arrive_and_expect<CHUNK>(full);
-        copy(ring.chunks + ring.at * CHUNK, &maps[walk.layer].of[walk.phase], walk.row(), walk.column, full);
+        const Map *map = walk.phase == TO_HEAD ? head : &maps[walk.layer].of[walk.phase];
+        copy(ring.chunks + ring.at * CHUNK, map, walk.row(), walk.column, full);
     }
 }
 
@@ -185,22 +217,24 @@ __device__ __forceinline__ void fetch_small(const Batch &t) {
         }
 }
 
-// The product with x [ROWS, 64 columns] in shared memory: what each warp has summed up goes to `sums` [WARPS, units, ROWS, 8].
-__device__ __forceinline__ void product(Ring &ring, int units, int columns, u32 x, u32 zeros, float *sums) {
+// The product with columns BEGIN .. END - 1 of x, which are in shared memory, of units first .. end - 1 of which each block has
+// every BLOCKS-th, `kept` at most: what each warp has summed up goes to `sums` [WARPS, kept, ROWS, 8]; in a second pass it is added.
+template <int BEGIN, int END>
+__device__ __forceinline__ void product(Ring &ring, int first_unit, int end, int kept, u32 x, u32 zeros, float *sums) {
     const int tid = thread();
     constexpr int EACH = COLUMNS / WARPS * 2;  // pieces of 32 inputs that a warp takes of a chunk
     const int warp = tid / 32, lane = tid % 32, line = lane % 8, part = lane / 8;
-    float *to = sums + (warp * each(units, BLOCKS) * ROWS + lane / 4) * 8 + lane % 4 * 2;
+    float *to = sums + (warp * kept * ROWS + lane / 4) * 8 + lane % 4 * 2;
 #pragma unroll 1
-    for (int unit = blockIdx.x; unit < units; unit += BLOCKS, to += ROWS * 8) {
+    for (int unit = first_unit + blockIdx.x; unit < end; unit += BLOCKS, to += ROWS * 8) {
         float c[4][4] = {};
 #pragma unroll 1
-        for (int first = 0; first < columns; first += COLUMNS) {
+        for (int first = 0; first < END - BEGIN; first += COLUMNS) {
             const u32 chunk = ring.chunks + ring.at * CHUNK + line * 128;
             u32 a[EACH][4], b[EACH][4];
 #pragma unroll
             for (int j = 0; j < EACH; j++) {
-                const int column = min(first + j / 2 * WARPS + warp, columns - 1);  // behind the end weights are zero
+                const int column = min(first + j / 2 * WARPS + warp, END - BEGIN - 1);  // behind the end weights are zero
                 load4(a[j], line < ROWS ? x + (column * ROWS + line) * 128 + ((j % 2 * 4 + part) ^ line) * 16 : zeros);
             }
             wait(ring.full + ring.at * 8, ring.parity);
@@ -215,39 +249,122 @@ __device__ __forceinline__ void product(Ring &ring, int units, int columns, u32 
             if (lane == 0) arrive(ring.empty + ring.at * 8);
             ring.next();
         }
-        if (lane / 4 < ROWS)
-            *(float2 *)to = make_float2(c[0][0] + c[1][0] + c[2][0] + c[3][0], c[0][1] + c[1][1] + c[2][1] + c[3][1]);
+        if (lane / 4 >= ROWS) continue;
+        float2 sum = make_float2(c[0][0] + c[1][0] + c[2][0] + c[3][0], c[0][1] + c[1][1] + c[2][1] + c[3][1]);
+        if (BEGIN) sum.x += to[0], sum.y += to[1];
+        *(float2 *)to = sum;
     }
-    block_meets();
 }
 
-// What the warps have summed up, put together and put where it belongs.
-__device__ __forceinline__ void finish(const Batch &t, const Layer &layer, int phase, const float *sums) {
+// What the warps have summed up, put together.
+__device__ __forceinline__ float added(const float *sums, int stride) {
+    float value = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) value += sums[w * stride];
+    return value;
+}
+
+// ---- h, and its norms -------------------------------------------------------------------------------
+
+// A thread's share of h: the same outputs of W_out and of W_down.
+struct Own {
+    static constexpr int PLACES = kept_of(TO_OUT) * ROWS * 8, MINE = each(PLACES, THREADS);
+    float h[MINE], w[MINE];  // and the next norm's weights
+
+    template <class Work>
+    static __device__ __forceinline__ void each_of(Work work) {  // work(j, place among the block's sums, is it there, unit, row, output)
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            const int i = thread() + j * THREADS, unit = blockIdx.x + i / 8 / ROWS * BLOCKS;
+            work(j, i, i < PLACES && unit < units_of(TO_OUT), unit, i / 8 % ROWS, unit * 8 + i % 8);
+        }
+    }
+    __device__ __forceinline__ void begin(const bf16 *from) {
+        each_of([&](int j, int, bool is, int, int row, int output) { h[j] = is ? wide(from[row * HIDDEN + output]) : 0; });
+    }
+    __device__ __forceinline__ void norm(const float *weight) {
+        each_of([&](int j, int, bool is, int, int, int output) { w[j] = is ? weight[output] : 0; });
+    }
+    __device__ __forceinline__ void add(const float *sums, const bf16 *bias) {
+        each_of([&](int j, int place, bool is, int, int, int output) {
+            if (!is) return;
+            float value = added(sums + place, PLACES);
+            if (BIASES && bias) value += wide(bias[output]);
+            h[j] = rounded(h[j] + value);
+        });
+    }
+    __device__ __forceinline__ void tell(const Batch &t) const {
+        each_of([&](int j, int, bool is, int unit, int row, int output) {
+            float square = h[j] * h[j];
+            for (int i = 4; i; i /= 2) square += __shfl_xor_sync(~0u, square, i);
+            if (!is) return;
+            t.weighed[row * HIDDEN + output] = narrow(h[j] * w[j]);
+            if (output % 8 == 0) t.squares[row * (HIDDEN / 8) + unit] = square;
+        });
+    }
+};
+
+// f of each row: a thread's share of the squares, which add up while the others multiply.
+struct Factors {
+    static constexpr int N = ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS, UNITS = HIDDEN / 8, MINE = each(UNITS, THREADS);
+    float part[MINE][ROWS];
+
+    __device__ __forceinline__ void load(const float *squares) {
+        const int tid = turned(thread());
+#pragma unroll
+        for (int j = 0; j < MINE; j++)
+#pragma unroll
+            for (int row = 0; row < ROWS; row++) {
+                const int i = tid + j * THREADS;
+                part[j][row] = i < UNITS ? fresh_float(squares + row * UNITS + i) : 0;
+            }
+    }
+    __device__ __forceinline__ void share(float *shares) const {  // [ROWS, WARPS]
+        const int tid = turned(thread());
+        float sums[N] = {};
+#pragma unroll
+        for (int row = 0; row < ROWS; row++)
+#pragma unroll
+            for (int j = 0; j < MINE; j++) sums[row] += part[j][row];
+        sums_of_warp(sums);
+        if (tid % (32 / N) == 0 && tid % 32 / (32 / N) < ROWS) shares[tid % 32 / (32 / N) * WARPS + tid / 32] = sums[0];
+    }
+    static __device__ __forceinline__ float of(const float *shares, int row, float eps) {
+        float all = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w += 4) {
+            const float4 four = *(const float4 *)(shares + row * WARPS + w);
+            all += four.x + four.y + four.z + four.w;
+        }
+        return rsqrtf(all / HIDDEN + eps);
+    }
+};
+
+// Of a product with h w, from unit `first` on: put where it belongs.
+template <int PHASE>
+__device__ __forceinline__ void finish(const Batch &t, const Layer *layer, int first, int end, const float *sums,
+                                       const float *shares) {
     const int tid = thread();
-    const int units = units_of(phase), mine = each(units, BLOCKS), wide_ = phase == TO_UP ? 4 : 8;
-    const bf16 *bias = BIASES ? layer.biases[phase] : nullptr;
-    for (int i = tid; i < mine * ROWS * wide_; i += THREADS) {
-        const int place = i / wide_, unit = blockIdx.x + place / ROWS * BLOCKS, row = place % ROWS,
-                  output = unit * wide_ + i % wide_;
-        if (unit >= units) continue;
-        const float *at = sums + place * 8 + i % wide_;
-        bf16 *to = phase == TO_QKV  ? t.qkv + row * QKV + output
-                   : phase == TO_UP ? t.inner + row * INTER + output
-                                    : t.h + row * HIDDEN + output;
-        const float before = phase % 2 ? fresh_one(to) : 0;
-        float value = 0, up = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) value += at[w * mine * ROWS * 8];
+    constexpr int WIDE = PHASE == TO_UP ? 4 : 8, STRIDE = kept_of(PHASE) * ROWS * 8;
+    const bf16 *bias = BIASES && PHASE != TO_HEAD ? layer->biases[PHASE] : nullptr;
+    for (int i = tid; i < kept_of(PHASE) * ROWS * WIDE; i += THREADS) {
+        const int place = i / WIDE, unit = first + blockIdx.x + place / ROWS * BLOCKS, row = place % ROWS,
+                  output = unit * WIDE + i % WIDE;
+        if (unit >= end) continue;
+        const float *at = sums + place * 8 + i % WIDE, f = Factors::of(shares, row, t.eps);
+        float value = added(at, STRIDE) * f;
         if (BIASES && bias) value += wide(bias[output]);
-        if (phase == TO_UP) {
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) up += at[w * mine * ROWS * 8 + 4];
+        if (PHASE == TO_UP) {
+            float up = added(at + 4, STRIDE) * f;
             if (BIASES && bias) up += wide(bias[INTER + output]);
             value = rounded(value), up = rounded(up);
             const float z = GELU ? 1.5957691216057308f * (value + 0.044715f * value * value * value) : value;
             value = value / (1 + exp2_(-1.4426950408889634f * z)) * up;
         }
-        *to = narrow(value + before);
+        bf16 *to = PHASE == TO_QKV  ? t.qkv + row * QKV
+                   : PHASE == TO_UP ? t.inner + row * INTER
+                                    : t.logits + (u64)row * VOCAB;
+        to[output] = narrow(value);
     }
 }
 
@@ -257,76 +374,48 @@ __device__ __forceinline__ char *place(char *x, int row, int eighth) {  // of ei
     return x + (eighth / 8 * ROWS + row) * 128 + ((eighth % 8) ^ (row % 8)) * 16;
 }
 
-__device__ __forceinline__ void take(char *x, const bf16 *from, int columns) {
+// Columns BEGIN .. END - 1 of ALL.
+template <int ALL, int BEGIN, int END>
+__device__ __forceinline__ void take(char *x, const bf16 *from) {
     const int tid = turned(thread());
-#pragma unroll 1
-    for (int i = tid; i < columns * 8; i += THREADS) {
+#pragma unroll 2
+    for (int i = tid; i < (END - BEGIN) * 8; i += THREADS) {
         uint4 v[ROWS];
 #pragma unroll
-        for (int row = 0; row < ROWS; row++) v[row] = fresh(from + row * columns * 64 + i * 8);
+        for (int row = 0; row < ROWS; row++) v[row] = fresh(from + row * ALL * 64 + BEGIN * 64 + i * 8);
 #pragma unroll
         for (int row = 0; row < ROWS; row++) *(uint4 *)place(x, row, i) = v[row];
     }
     block_meets();
 }
 
-struct Norm {  // a thread's share of a norm's weights
-    static constexpr int EIGHTHS = HIDDEN / 8, MINE = each(EIGHTHS, THREADS);
-    float4 w[MINE][2];
+// The same in two steps: what others wrote comes to registers while something else is multiplied, and then takes its place.
+template <int ALL, int BEGIN, int END>
+struct Later {
+    static constexpr int N = each((END - BEGIN) * 8, THREADS);
+    uint4 v[N][ROWS];
 
-    __device__ __forceinline__ void load(const float *weight) {
+    __device__ __forceinline__ void load(const bf16 *from) {
         const int tid = turned(thread());
 #pragma unroll
-        for (int j = 0; j < MINE; j++) {
-            const int i = min((int)tid + j * THREADS, EIGHTHS - 1);
-            w[j][0] = ((const float4 *)weight)[2 * i], w[j][1] = ((const float4 *)weight)[2 * i + 1];
-        }
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int row = 0; row < ROWS; row++) {
+                const int i = min(tid + j * THREADS, (END - BEGIN) * 8 - 1);
+                v[j][row] = fresh(from + row * ALL * 64 + BEGIN * 64 + i * 8);
+            }
+    }
+    __device__ __forceinline__ void store(char *x) const {
+        const int tid = turned(thread());
+        block_meets();  // what is there was used
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int row = 0; row < ROWS; row++)
+                if (tid + j * THREADS < (END - BEGIN) * 8) *(uint4 *)place(x, row, tid + j * THREADS) = v[j][row];
+        block_meets();
     }
 };
-
-__device__ __forceinline__ float squares(u32 x) { return low(x) * low(x) + high(x) * high(x); }
-
-__device__ __forceinline__ void take_normalised(char *x, const bf16 *h, const Norm &norm, float eps, float *scratch) {
-    const int tid = turned(thread());
-    constexpr int MINE = Norm::MINE, EIGHTHS = Norm::EIGHTHS;
-    uint4 v[ROWS][MINE];
-#pragma unroll
-    for (int row = 0; row < ROWS; row++)
-#pragma unroll
-        for (int j = 0; j < MINE; j++)
-            v[row][j] = tid + j * THREADS < EIGHTHS ? fresh(h + row * HIDDEN + (tid + j * THREADS) * 8) : make_uint4(0, 0, 0, 0);
-    constexpr int N = ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS;
-    float sums[N] = {};
-#pragma unroll
-    for (int row = 0; row < ROWS; row++)
-#pragma unroll
-        for (int j = 0; j < MINE; j++)
-            sums[row] += squares(v[row][j].x) + squares(v[row][j].y) + squares(v[row][j].z) + squares(v[row][j].w);
-    sums_of_warp(sums);
-    if (tid % (32 / N) == 0 && tid % 32 / (32 / N) < ROWS) scratch[tid % 32 / (32 / N) * WARPS + tid / 32] = sums[0];
-    block_meets();
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-        float all = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w += 4) {
-            const float4 of = *(const float4 *)(scratch + row * WARPS + w);
-            all += of.x + of.y + of.z + of.w;
-        }
-        const float f = rsqrtf(all / HIDDEN + eps);
-#pragma unroll
-        for (int j = 0; j < MINE; j++) {
-            const int i = tid + j * THREADS;
-            if (i >= EIGHTHS) continue;
-            const float4 a = norm.w[j][0], b = norm.w[j][1];
-            const uint4 r = v[row][j];
-            *(uint4 *)place(x, row, i) =
-                make_uint4(pair(low(r.x) * f * a.x, high(r.x) * f * a.y), pair(low(r.y) * f * a.z, high(r.y) * f * a.w),
-                           pair(low(r.z) * f * b.x, high(r.z) * f * b.y), pair(low(r.w) * f * b.z, high(r.w) * f * b.w));
-        }
-    }
-    block_meets();
-}
 
 // ---- attention --------------------------------------------------------------------------------------
 
@@ -545,18 +634,53 @@ __device__ __forceinline__ void join(const Batch &t, int splits) {
 
 // ---- the whole --------------------------------------------------------------------------------------
 
+// A product with h w.
 template <int PHASE>
-__device__ __forceinline__ void multiply_all(const Batch &t, const Layer &layer, Ring &ring, char *x, u32 zeros, float *scratch) {
-    product(ring, units_of(PHASE), columns_of(PHASE), shared(x), zeros, scratch);
-    finish(t, layer, PHASE, scratch);
+__device__ __forceinline__ void multiply_normalised(const Batch &t, const Layer *layer, Ring &ring, char *x, u32 zeros,
+                                                    float *shares) {
+    constexpr int AT_ONCE = kept_of(PHASE) * BLOCKS;  // units of all blocks
+    float *sums = (float *)(x + x_of(PHASE));
+    Factors factors;
+    take<HIDDEN / 64, 0, HIDDEN / 64>(x, t.weighed);
+    factors.load(t.squares);  // after x, which is waited for; these come while it is multiplied
+#pragma unroll 1
+    for (int first = 0; first < units_of(PHASE); first += AT_ONCE) {
+        const int end = min(first + AT_ONCE, units_of(PHASE));
+        if (first) block_meets();  // what was summed up has been read
+        product<0, HIDDEN / 64>(ring, first, end, kept_of(PHASE), shared(x), zeros, sums);
+        if (first == 0) factors.share(shares);
+        block_meets();
+        finish<PHASE>(t, layer, first, end, sums, shares);
+    }
+}
+
+// A product that is added to h; in two passes if there is a FIRST one.
+template <int PHASE, int FIRST, int ALL>
+__device__ __forceinline__ void multiply_and_add(const Batch &t, const Layer &layer, Ring &ring, char *x, u32 zeros, Own &own) {
+    constexpr bool APART = FIRST < ALL && PARTS == 2;
+    const bf16 *from = PHASE == TO_OUT ? t.attended : t.inner;
+    float *sums = (float *)(x + x_of(PHASE));
+    take<ALL, 0, APART ? FIRST : ALL>(x, from);
+    if constexpr (FIRST < ALL) {
+        Later<ALL, FIRST, ALL> rest;
+        if constexpr (APART) rest.load(from);
+        product<0, FIRST>(ring, 0, units_of(PHASE), kept_of(PHASE), shared(x), zeros, sums);
+        if constexpr (APART) rest.store(x);
+        product<FIRST, ALL>(ring, 0, units_of(PHASE), kept_of(PHASE), shared(x) + (APART ? 0 : FIRST * ROWS * 128), zeros, sums);
+    } else product<0, ALL>(ring, 0, units_of(PHASE), kept_of(PHASE), shared(x), zeros, sums);
+    block_meets();
+    own.add(sums, BIASES ? layer.biases[PHASE] : nullptr);
+    own.tell(t);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_constant__ Batch t) {
     SHARED_MEMORY(memory);
     char *x = memory + SLOTS * CHUNK;
-    float *scratch = (float *)(x + ROWS * WIDEST * 2);
-    u64 *barriers = (u64 *)((char *)scratch + SCRATCH);
+    float *scratch = (float *)x;  // attend's
+    u64 *barriers = (u64 *)(x + PLACE);
     uint4 *nothing = (uint4 *)(barriers + 2 * SLOTS);
+    float *shares = (float *)(nothing + 1);
+    volatile int *meeting = (int *)(shares + ROWS * WARPS);
     Ring ring{shared(memory), shared(barriers), shared(barriers + SLOTS)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; i++) {
@@ -564,34 +688,36 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_c
             barrier_begin(ring.empty + i * 8, WARPS);
         }
         barriers_begun();
-        *nothing = make_uint4(0, 0, 0, 0);
+        *nothing = make_uint4(0, 0, 0, 0), *meeting = 0;
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {
-        if (threadIdx.x == THREADS) deliver(ring, t.maps, t.num_layers);
+        if (threadIdx.x == THREADS) deliver(ring, t.maps, t.head, t.num_layers, meeting);
         return;
     }
     fetch_small(t);
     const u32 zeros = shared(nothing);
-    u32 times = 0;
+    Meeting all_meet{t.met, 0, meeting};
     int longest = 0;
     for (int i = 0; i < ROWS; i++) longest = max(longest, t.lengths[i]);
     // Heads that share a key read it for themselves where contexts are short, and are done sooner.
     const bool apart = longest <= SHORT && ROWS * HEADS / FEWEST <= BLOCKS;
     const int heads = apart ? FEWEST : TOGETHER, groups = ROWS * HEADS / heads;
     const int splits = longest <= SHORT ? 1 : max(1, min(BLOCKS / groups, each(longest, TILE))), units = groups * splits;
-    Norm norm;
-    norm.load(t.layers->norms[0]);
+    Own own;
+    own.begin(t.h);
+    own.norm(t.layers->norms[0]);
+    own.tell(t);
     Unit unit(t, *t.layers, min((int)blockIdx.x, units - 1), heads, splits);
     Tile tile;
+    all_meet([] {});
 #pragma unroll 1
     for (int index = 0; index < t.num_layers; index++) {
         const Layer &layer = t.layers[index];
         bf16 *kv = t.kv + index * t.s_layer;
 
-        take_normalised(x, t.h, norm, t.eps, scratch);
-        multiply_all<TO_QKV>(t, layer, ring, x, zeros, scratch);
-        all_meet(t.met, times, [&] {
+        multiply_normalised<TO_QKV>(t, &layer, ring, x, zeros, shares);
+        all_meet([&] {
             if (WINDOWS) unit = Unit(t, layer, min((int)blockIdx.x, units - 1), heads, splits);
             if (blockIdx.x < units) tile.load(t, kv + unit.head / G * t.s_head, unit, unit.begin);
         });
@@ -609,27 +735,28 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_c
         }
         if (MANY_UNITS && units > BLOCKS) unit = Unit(t, layer, blockIdx.x, heads, splits);
         else if (unit.end - unit.begin > TILE) unit.find(unit.begin);
-        all_meet(t.met, times, [] {});
+        all_meet([&] { own.norm(layer.norms[1]); });
         if (splits > 1) {
             join(t, splits);
-            all_meet(t.met, times, [] {});
+            all_meet([] {});
         }
+        multiply_and_add<TO_OUT, WIDTH / 64, WIDTH / 64>(t, layer, ring, x, zeros, own);
+        all_meet([] {});
 
-        take(x, t.attended, WIDTH / 64);
-        multiply_all<TO_OUT>(t, layer, ring, x, zeros, scratch);
-        all_meet(t.met, times, [&] { norm.load(layer.norms[1]); });
+        multiply_normalised<TO_UP>(t, &layer, ring, x, zeros, shares);
+        all_meet([&] { own.norm(index + 1 < t.num_layers ? t.layers[index + 1].norms[0] : t.norm); });
 
-        take_normalised(x, t.h, norm, t.eps, scratch);
-        multiply_all<TO_UP>(t, layer, ring, x, zeros, scratch);
-        all_meet(t.met, times, [] {});
-
-        take(x, t.inner, INTER / 64);
-        multiply_all<TO_DOWN>(t, layer, ring, x, zeros, scratch);
-        all_meet(t.met, times, [&] { norm.load(index + 1 < t.num_layers ? t.layers[index + 1].norms[0] : t.norm); });
+        multiply_and_add<TO_DOWN, FOLD, INNER>(t, layer, ring, x, zeros, own);
+        all_meet([] {});
     }
-    if (blockIdx.x < ROWS) {  // the last norm: a row each
-        take_normalised(x, t.h, norm, t.eps, scratch);
-        for (int i = threadIdx.x; i < HIDDEN / 8; i += THREADS)
-            ((uint4 *)(t.h + blockIdx.x * HIDDEN))[i] = *(uint4 *)place(x, blockIdx.x, i);
+    if (VOCAB) multiply_normalised<TO_HEAD>(t, nullptr, ring, x, zeros, shares);
+    else {
+        Factors factors;
+        factors.load(t.squares);
+        factors.share(shares);
+        block_meets();
     }
+    Own::each_of([&](int j, int, bool is, int, int row, int output) {
+        if (is) t.last[row * HIDDEN + output] = narrow(own.h[j] * Factors::of(shares, row, t.eps) * own.w[j]);
+    });
 }

@@ -1,4 +1,4 @@
-"""A decode step of a few rows as one kernel: all layers, from the embeddings to the last norm (few.cu).
+"""A decode step of a few rows as one kernel: all layers, from the embeddings to the last norm and the logits (few.cu).
 
 With up to eight rows a step is bound by reading weights, and they could be read at any time: they depend on nothing. Kernel by
 kernel they are not. A layer is nine kernels, each begins when the one before has ended, and asks for its first weights then;
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cuda.driver import CudaError, Kernel, compile_source, tensor_map, with_header
+from octavo.ops.cuda.driver import MAP_BYTES, CudaError, Kernel, compile_source, tensor_map, with_header
 from octavo.ops.decoder import DecoderLayer, DecoderSpec
 from octavo.ops.kv import KV
 
@@ -32,7 +32,9 @@ MOST_ROWS = 8  # that a tensor core instruction takes without waste
 WARPS = 8  # that compute, beside one that orders weights
 CHUNK, COLUMNS = 16384, 16  # of the ring: bytes, and columns of 64 inputs; as few.cu has them
 LEAST_SLOTS = 4  # chunks: with less the ring is no help
-FLYING = 3  # copies on their way at once: 48 KB a multiprocessor is what full bandwidth takes
+# Copies on their way at once, and while the others meet: more would come no sooner, and what the others ask memory for would wait
+# behind them. Layers of so many bytes are read for longer than others wait.
+FLYING, MEETING, LARGE = (3, 4), (1, 2), 2**28
 KEPT = 7  # heads that share a key: more would not fit the registers together
 
 
@@ -40,7 +42,8 @@ class Batch(ctypes.Structure):
     """As in few.cu."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "maps", "norm", "h", "qkv", "attended", "inner", "parts", "kv")),
+        *((name, c_void_p) for name in ("layers", "maps", "head", "norm", "h", "weighed", "squares", "last", "logits")),
+        *((name, c_void_p) for name in ("qkv", "attended", "inner", "parts", "kv")),
         *((name, c_uint64) for name in ("s_block", "s_layer", "s_kind", "s_head")),
         ("table", c_void_p),
         ("s_table", c_uint64),
@@ -102,10 +105,12 @@ class Few:
             for each in spec.layers
             for weight, halves in ((each.qkv, 1), (each.out, 1), (each.gate_up, 2), (each.down, 1))
         )
-        self.maps = torch.from_numpy(np.frombuffer(b"".join(maps), np.uint8).copy()).to(layer.qkv.device)
+        self.vocab = vocabulary(spec)
+        head = [tensor_map(spec.head, 1, COLUMNS)] if self.vocab else []
+        self.maps = torch.from_numpy(np.frombuffer(b"".join([*maps, *head]), np.uint8).copy()).to(layer.qkv.device)
         self.layers = torch.tensor([described(each) for each in spec.layers], dtype=torch.int64, device=layer.qkv.device)
 
-    def __call__(self, hidden: Tensor, batch: ForwardBatch, kv: KV) -> Tensor | None:
+    def __call__(self, hidden: Tensor, batch: ForwardBatch, kv: KV) -> Tensor | tuple[Tensor, Tensor] | None:
         rows, spec = hidden.shape[0], self.spec
         if rows > MOST_ROWS or not isinstance(kv, Tensor) or kv.dtype != hidden.dtype or batch.watched is not None:
             return None
@@ -120,7 +125,11 @@ class Few:
         qkv, attended, inner = (
             hidden.new_empty(rows, n) for n in (self.width + 2 * spec.kv_heads * spec.dim, self.width, self.inter)
         )
-        tensors = (self.layers, self.maps, spec.norm, hidden, qkv, attended, inner, parts, kv)
+        weighed, last, logits = torch.empty_like(hidden), torch.empty_like(hidden), hidden.new_empty(rows, self.vocab)
+        squares = torch.empty(rows * self.hidden // 8, dtype=torch.float32, device=hidden.device)
+        head = self.maps[4 * MAP_BYTES * len(spec.layers) :]
+        given = (self.layers, self.maps, head, spec.norm, hidden)
+        tensors = (*given, weighed, squares, last, logits, qkv, attended, inner, parts, kv)
         lists = (batch.rows, batch.seq_lens, batch.kv_slots, batch.positions, met)
         argument = Batch(
             *(tensor.data_ptr() for tensor in tensors),
@@ -137,7 +146,9 @@ class Few:
         except CudaError as error:  # refused, say because some multiprocessors are not ours: nothing has run
             self._do_without(rows, kv.shape[4], error)
             return None
-        return hidden if batch.last is None else hidden[batch.logit_rows]
+        if batch.last is not None:
+            return last[batch.logit_rows]
+        return (last, logits) if self.vocab else last
 
     def kernel(self, rows: int, block: int) -> Kernel | None:
         """For so many rows; None where it cannot be: then the layers are computed op by op."""
@@ -153,10 +164,10 @@ class Few:
         self.kernels[rows, block] = None
 
     def _compile(self, rows: int, block: int) -> Kernel | None:
-        slots, shared = room(self.spec, rows, self.blocks, self.shared)
+        slots, shared, parts = room(self.spec, rows, self.blocks, self.shared)
         if slots < LEAST_SLOTS:
             return None  # the inputs of that many rows leave the ring too little
-        constants = constants_of(self.spec, rows, block, slots, shared, self.blocks)
+        constants = constants_of(self.spec, rows, block, slots, shared, parts, self.blocks)
         source = with_header(SOURCE)
         try:
             return Kernel(compile_source(source, constants, self.arch), "few", shared)
@@ -164,25 +175,46 @@ class Few:
             return Kernel(compile_source(source, constants, self.arch, anew=True), "few", shared)
 
 
-def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, int]:
-    """How many chunks the ring holds, and the bytes of shared memory in all; as few.cu divides it."""
+def vocabulary(spec: DecoderSpec) -> int:
+    """Logits that the kernel computes: all or none."""
+    head = spec.head
+    plain = isinstance(head, Tensor) and head.dtype == torch.bfloat16 and head.is_contiguous() and head.shape[0] % 8 == 0
+    return head.shape[0] if plain else 0
+
+
+def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, int, int]:
+    """How many chunks the ring holds, the bytes of shared memory in all, and in how many parts x comes to W_down: in two if the
+    ring then holds more. As few.cu divides it."""
     layer, group = spec.layers[0], together(spec)
-    units = max(-(-n // 8 // blocks) for n in (layer.qkv.shape[0], layer.out.shape[0], layer.gate_up.shape[0]))
-    attend = spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4
-    widest = max(layer.qkv.shape[1], layer.out.shape[1], layer.down.shape[1])
-    other = rows * widest * 2 + max(WARPS * units * rows * 8, attend) * 4 + 1024  # x, sums or scores, barriers
-    slots = min(32, (shared - other) // CHUNK)
-    return slots, slots * CHUNK + other
+    attend = (spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4) * 4
+    inner = -(-layer.down.shape[1] // 64 // COLUMNS)  # chunks of a unit
+    fold = min(-(-2 * inner // 3) * COLUMNS * 64, layer.down.shape[1])
+
+    def holds(most: int) -> tuple[int, int]:
+        """Where no more than so many inputs of W_down are there at a time."""
+        inputs = ((layer.qkv, 0), (layer.out, 0), (layer.gate_up, 0), (layer.down, most))
+        products = (
+            rows * (n or w.shape[1]) * 2 + WARPS * -(-w.shape[0] // 8 // blocks) * rows * 32  # x, and what the warps sum up
+            for w, n in inputs
+        )
+        other = max(*products, attend) + 1024  # barriers
+        slots = min(32, (shared - other) // CHUNK)
+        return slots, slots * CHUNK + other
+
+    whole, apart = holds(layer.down.shape[1]), holds(fold)
+    return (*apart, 2) if apart[0] > whole[0] else (*whole, 1)
 
 
-def constants_of(spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, blocks: int) -> dict[str, int]:
+def constants_of(spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, parts: int, blocks: int) -> dict[str, int]:
     """The constants of few.cu."""
     layer = spec.layers[0]
+    large = sum(w.numel() for w in (layer.qkv, layer.out, layer.gate_up, layer.down)) * 2 > LARGE
     return {
         "WARPS": WARPS,
         "ROWS": rows,
         "HIDDEN": layer.qkv.shape[1],
         "INTER": layer.down.shape[1],
+        "VOCAB": vocabulary(spec),
         "HEADS": spec.heads,
         "KV_HEADS": spec.kv_heads,
         "DIM": spec.dim,
@@ -190,7 +222,9 @@ def constants_of(spec: DecoderSpec, rows: int, block: int, slots: int, shared: i
         "BLOCKS": blocks,
         "SLOTS": slots,
         "SHARED": shared,
-        "FLYING": min(FLYING, slots - 1),
+        "PARTS": parts,
+        "FLYING": min(FLYING[large], slots - 1),
+        "MEETING": min(MEETING[large], slots - 1),
         "TOGETHER": together(spec),
         "GELU": int(spec.gelu),
         "QK_NORM": int(layer.q_norm is not None),
