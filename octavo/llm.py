@@ -42,6 +42,7 @@ from octavo.memory import (
     activation_bytes,
     available_memory,
     check_disk,
+    graph_bytes,
     kv_memory,
     parameter_count,
     parse_kv_dtype,
@@ -62,6 +63,7 @@ from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
+from octavo.runner.shapes import held_rows
 from octavo.runner.tiers import Tiers
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.guide import Guides
@@ -212,6 +214,9 @@ class LLM:
             ride=ride_tokens(self.device.type, parameters, weights),
         )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
+        graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
+        if graphs:
+            activations += graph_bytes(self.config, held_rows(max_num_seqs, budget), dtype_name(self.model_dtype))
         staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
         kv_bytes = kv_memory(self.device, gpu_memory_utilization, activations + staging)
         cache, max_model_len = size_pool(
@@ -237,7 +242,6 @@ class LLM:
             host_blocks = disk_bytes = 0
         self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
         self.memory = MemoryPlan(weights, activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes)
-        graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
         canary = Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
         evicting = kv_eviction != "none"
         self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers, canary, evicting)
@@ -493,12 +497,12 @@ class LLM:
             self._check(one)
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
-        first = self._count
-        order = self._longest_first(each) if self.schedule.ride and self.schedule.policy == "fcfs" else range(len(each))
+        first, before, scheduler = self._count, self.engine.scheduler.arrivals, self.engine.scheduler
+        rides = scheduler.ride is not None and self.schedule.policy == "fcfs" and len(prompts) > 1
         self._count += len(prompts)
         try:
-            for i in order:
-                mine[str(first + i)] = self._submit(prompts[i], each[i], arrival, first + i, urgency[i], len(prompts) > 1)
+            for i in self._longest_first(each) if rides else range(len(each)):
+                mine[str(first + i)] = self._submit(prompts[i], each[i], arrival, first + i, urgency[i], rides, before + i + 1)
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
                     for output in self.step():
@@ -527,14 +531,21 @@ class LLM:
             raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
 
     def _submit(
-        self, prompt: Read, params: SamplingParams, arrival: float, number: int, priority: int = 0, patient: bool = False
+        self,
+        prompt: Read,
+        params: SamplingParams,
+        arrival: float,
+        id: int,
+        priority: int = 0,
+        patient: bool = False,
+        number: int = 0,
     ) -> Collector:
         """`params` are checked."""
         text, ids, salt = prompt
         if priority and self.schedule.policy == "fcfs":
             raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
         guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
-        request = Request(str(number), ids, params, arrival, salt, priority=priority, guide=guide, patient=patient)
+        request = Request(str(id), ids, params, arrival, salt, priority=priority, guide=guide, patient=patient, number=number)
         return self._add(request, text)
 
     @mends

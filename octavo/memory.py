@@ -95,6 +95,11 @@ def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -
     return schedule.max_num_batched_tokens * widest * DTYPE_BYTES[dtype] + logits
 
 
+def graph_bytes(model: ModelConfig, rows: int, dtype: str) -> int:
+    """That stay taken once all graphs are captured: so many rows of logits (octavo.runner.shapes.held_rows)."""
+    return rows * model.vocab_size * DTYPE_BYTES[dtype]
+
+
 def available_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of the device; on a CPU what this process may still take, a container's limit included."""
     if device.type == "cuda":

@@ -300,6 +300,7 @@ class Request:
     guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
     submitted: float = 0.0  # time.monotonic() when it was handed to the engine, if that is another process
     patient: bool = False  # nobody waits for it before all the others that are patient have ended too
+    number: int = 0  # what its seed is drawn from, where it names none; 0: how many came before it
 
 
 # ---- the scheduler's view of one stream of tokens -------------------------------------------------

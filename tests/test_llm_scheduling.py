@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.batching import MODES, USED
 from octavo.core.policy import POLICIES
 from octavo.errors import InvalidRequest
+from octavo.memory import ride_tokens
 from tests.test_llm import GREEDY, ids_of, make, prompts
 
 
@@ -38,7 +40,7 @@ def test_lower_priorities_are_served_first() -> None:
 
 def test_an_urgent_stream_pauses_others() -> None:
     llm = make(max_num_seqs=1, scheduling_policy="priority")
-    low = llm._submit((None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, number=99, priority=1)
+    low = llm._submit((None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, id=99, priority=1)
     for _ in range(4):
         llm.step()
     (urgent,) = llm.generate([[6] * 8], SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False, priority=[-100_000])
@@ -90,3 +92,57 @@ def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((e["prompt"], e["output"], e["priority"]) for e in lines) == [(18, 4, 2), (20, 4, 0)]
     assert lines[0]["blocks"] == lines[1]["blocks"] and len(lines[0]["blocks"]) == 1
+
+
+# ---- lists ----------------------------------------------------------------------------------------------
+
+
+def riding(**options: Any) -> LLM:
+    """As on a GPU with a large model."""
+    llm = make(**options)
+    llm.schedule = replace(llm.schedule, ride=12)
+    llm.engine = llm.new_engine(llm.schedule)
+    return llm
+
+
+def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() -> None:
+    params = [SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True) for n in (2, 9, 4, 9, 1)]
+    plain, llm = make(), riding()
+    for _ in range(2):  # ids and seeds go on where they were
+        want, got = (each.generate(prompts(5), params, use_tqdm=False) for each in (plain, llm))
+        assert ids_of(got) == ids_of(want) and [o.request_id for o in got] == [o.request_id for o in want]
+        assert [o.prompt_token_ids for o in got] == prompts(5)
+    begun: list[str] = []
+    llm.engine.observers.append(lambda plan, _: begun.extend(str(llm.engine.scheduler.live[r.seq].request.id) for r in plan.rows))
+    llm.generate(prompts(5), params, use_tqdm=False)
+    assert [int(id) % 5 for id in begun] == [1, 3, 2, 0, 4]
+    stream = llm.stream(prompts(1)[0], SamplingParams(max_tokens=2, **GREEDY))
+    assert stream._collector.request.id == "15" and len(list(stream)) == 2
+    assert llm.generate(prompts(1), SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False)[0].request_id == "16"
+
+
+@pytest.mark.parametrize("options", [{"batching": "static"}, {"scheduling_policy": "shortest"}])
+def test_where_nothing_rides_the_order_stays(options: dict[str, Any]) -> None:
+    llm, begun = riding(**options), list[int]()
+    arrive = llm.engine.scheduler.queues.arrive
+    llm.engine.scheduler.queues.arrive = lambda seq, number: (begun.append(seq.prompt_len), arrive(seq, number))[1]  # type: ignore[method-assign]
+    llm.generate([[1] * 3, [2] * 5], [SamplingParams(max_tokens=n, **GREEDY) for n in (2, 5)], use_tqdm=False)
+    assert begun == [3, 5]
+
+
+def test_a_list_of_which_one_is_refused_leaves_nothing_behind() -> None:
+    llm = riding()
+    params = [SamplingParams(max_tokens=n, **GREEDY) for n in (5, 2, 9)]
+    for bad in ([[1], [10**9], [2]], [[1], [2], [10**9]]):
+        with pytest.raises(InvalidRequest, match="token id"):
+            llm.generate(bad, params, use_tqdm=False)
+        assert not llm._open and not llm.engine.scheduler.live
+    assert len(llm.generate([[1], [2], [3]], params, use_tqdm=False)) == 3
+
+
+def test_what_rides_is_large_and_plain() -> None:
+    billion = 10**9
+    assert ride_tokens("cuda", 8 * billion, 16 * billion) == 320
+    assert ride_tokens("cuda", 8 * billion, 8 * billion) == 0  # codes
+    assert ride_tokens("cuda", billion, 2 * billion) == 0
+    assert ride_tokens("cpu", 8 * billion, 32 * billion) == 0

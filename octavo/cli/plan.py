@@ -163,9 +163,12 @@ class Case:
         return shape.config.kv_bytes_per_token(self.kv_dtype(shape))
 
     def activations(self, shape: Shape) -> int:
-        from octavo.memory import activation_bytes
+        from octavo.memory import activation_bytes, graph_bytes
+        from octavo.runner.shapes import held_rows
 
-        return activation_bytes(shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype)
+        step = activation_bytes(shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype)
+        graphs = held_rows(self.max_num_seqs, self.max_num_batched_tokens) if self.kind == "cuda" else 0
+        return step + graph_bytes(shape.config, graphs, self.dtype)
 
     def solve(self, shape: Shape) -> tuple[MemoryPlan, int]:
         """The plan and the context length, or NotEnoughMemory."""

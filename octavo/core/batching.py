@@ -170,29 +170,21 @@ class Ride:
     different lengths, the longest first, all can still end together.
     """
 
-    LOOK = 256  # sequences that may be looked at in a step
-
     def __init__(self, tokens: int, rows: int):
         self.tokens, self.rows = tokens, rows
-        self.due: int | None = (
-            None  # prompt tokens that the next steps must compute, so that nobody is late. None: somebody waits
-        )
-        self.again, self.arrivals = 0, -1  # when to look again: at this step, or when somebody came
+        self.on = False  # in this step
 
-    def chunk(self, most: int, decoding: list[Sequence], to_come: list[Sequence], step: int, arrivals: int) -> int:
-        """`to_come`: whose prompts are to be computed, in their order."""
-        if step >= self.again or arrivals != self.arrivals:
-            self.due = self._due(decoding, to_come)
-            self.again, self.arrivals = step + 1 + len(to_come) // self.LOOK, arrivals
-        return most if self.due is None else min(most, max(self.tokens - len(decoding), self.due, 1))
+    def chunk(self, most: int, decoding: list[Sequence], prefilling: list[Sequence], waiting: list[Sequence]) -> int:
+        """All of the budget where there are no rows for everybody: those that stand empty would cost more than is gained."""
+        fits = len(decoding) + len(prefilling) + len(waiting) <= self.rows and len(decoding) < self.tokens
+        to_come = [*prefilling, *waiting] if fits else []
+        patient = bool(to_come) and all(seq.request.patient for seq in to_come)
+        self.on = patient and len(decoding) + sum(1 + seq.forks for seq in to_come) <= self.rows
+        return min(most, max(self.tokens - len(decoding), self._due(decoding, to_come))) if self.on else most
 
-    def _due(self, decoding: list[Sequence], to_come: list[Sequence]) -> int | None:
-        """Whose reply takes as long as all of it takes must begin now; who has a short one, late."""
-        if not all(seq.request.patient for seq in to_come):
-            return None
-        live = [*decoding, *to_come]
-        longest = max((seq.limit - len(seq.tokens) for seq in live), default=0)
-        steps = max(longest, sum((seq.limit - len(seq.tokens)) * (1 + seq.forks) for seq in live) / self.rows)
+    def _due(self, decoding: list[Sequence], to_come: list[Sequence]) -> int:
+        """So many prompt tokens, or somebody is late: whose reply takes as long as the longest must begin now."""
+        steps = max(seq.limit - len(seq.tokens) for seq in [*decoding, *to_come])
         ahead, due = 0, 0.0
         for seq in to_come:
             ahead += len(seq.tokens) - seq.planned

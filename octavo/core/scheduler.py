@@ -124,7 +124,7 @@ class Scheduler:
         if request.id in self.requests:
             raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
         id, number = next(self.families.ids), self.arrivals + 1
-        seed = child_seed(self.seed, number)
+        seed = child_seed(self.seed, request.number or number)
         seq = new_sequence(request, id, seed, self.cache, self.schedule, self.vocab_size, self.eos_ids)
         self.arrivals, seq.queued = number, self.clock()
         self.queues.arrive(seq, number)
@@ -215,8 +215,7 @@ class Scheduler:
         next in time. Where nobody waits: as many as ride along."""
         most = self.cap - decoding
         if self.ride is not None:
-            to_come = [*self.prefilling, *self.waiting]
-            return decoding + self.ride.chunk(most, self.decoding, to_come, self.count.steps, self.arrivals)
+            return decoding + self.ride.chunk(most, self.decoding, self.prefilling, self.waiting)
         return decoding + (self.pace.chunk(most) if self.pace is not None and self.adaptive and decoding else most)
 
     def _plan_decoding(self, plan: Plan, aside: set[int]) -> int:
@@ -256,8 +255,7 @@ class Scheduler:
         first. Not where the long ones may need the memory. Returns the tokens they take."""
         share = min(int(left * self.schedule.short_share), left - 1)
         todo = [len(seq.tokens) - seq.planned for seq in self.prefilling]
-        patient = self.ride is not None and self.ride.due is not None
-        if patient or room.ahead or not self.waiting or share < 1 or sum(todo) <= left - share:
+        if (self.ride is not None and self.ride.on) or room.ahead or not self.waiting or share < 1 or sum(todo) <= left - share:
             return 0  # nobody is in a hurry, or all fit
         if len(self.pool.free) - sum(-(-num // self.pool.size) for num in todo) < share + len(self.decoding):
             return 0

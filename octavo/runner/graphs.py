@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,32 +29,8 @@ from octavo.runner.batch import gather, lay_out_padded, only_last
 from octavo.runner.kvstore import KVStore
 from octavo.runner.rows import Rows
 from octavo.runner.sampler import choose
+from octavo.runner.shapes import Shape, decode_sizes, mixed_shapes
 from octavo.types import Item, Plan
-
-MIXED_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 512]  # tokens
-MIXED_ITEMS = 64  # that are not taken for decoding
-BESIDE_SIZES = [192, 320, 640]  # tokens, in which products waste little on an H200: 640 take less than twice the time of 320
-BESIDE_ROWS = range(32, 257, 32)  # that decode
-
-
-class Shape(NamedTuple):
-    """Of a graph: all that varies between them."""
-
-    decoding: int  # items of one token, which come first
-    tokens: int  # of all items: as many, where the step only decodes
-
-    @property
-    def items(self) -> int:
-        return self.decoding + min(self.tokens - self.decoding, MIXED_ITEMS)
-
-
-def decode_sizes(most: int) -> list[int]:
-    """Rows a graph is captured for: at most an eighth of them is padding above 128 rows."""
-    sizes, size = [1, 2, 4, 8, 16], 16
-    while size < most:
-        size += 16 if size < 256 else 32 if size < 512 else size // 8
-        sizes.append(size)
-    return [s for s in sizes if s < most] + [most]
 
 
 @dataclass(slots=True)
@@ -73,11 +49,8 @@ class StepGraphs:
     def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
         self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len
         self.decode_sizes = decode_sizes(max_rows)
-        shapes = [Shape(0, size) for size in MIXED_SIZES]
-        shapes += [Shape(rows, size) for size in BESIDE_SIZES for rows in BESIDE_ROWS if rows < min(size, max_rows + 1)]
         # Not above max_len: what is left over of a graph is one item, and it too must fit a row.
-        self.mixed_shapes = [s for s in shapes if s.tokens <= max_tokens and s.tokens - s.decoding <= max_len]
-        self.mixed_shapes.sort(key=lambda s: (s.tokens, -s.decoding))
+        self.mixed_shapes = [s for s in mixed_shapes(max_rows, max_tokens) if s.tokens - s.decoding <= max_len]
         self.captured: dict[Shape, Captured] = {}
         self.pool: Any = None  # memory that all graphs share: only one runs at a time
 

@@ -3,7 +3,7 @@
 //
 // Each thread of a kernel is a coroutine. It runs until it has to wait for others (for its warp at a shuffle or a tensor core,
 // for its block at a barrier, for another block, for a copy), then any other that can go on is drawn, from a seed: what is right
-// only in some order fails in another. Copies arrive when it pleases the same seed. If nobody can go on, or somebody misuses a
+// only in some order fails in another. With some seeds one warp of each block lags far behind. Copies arrive when it pleases the same seed. If nobody can go on, or somebody misuses a
 // barrier, that is an error.
 //
 // Memory is the processor's own, so what a GPU may read too early, or from a cache that was not told, is not found here.
@@ -108,6 +108,7 @@ struct Machine {
     u64 random;
     u32 alive;
     bool prompt;  // copies come soon; else as late as can be
+    u32 late;     // a warp of each block that goes on when hardly anybody else can; none, if there is no such warp
     std::string error;
 };
 static Machine *machine;
@@ -196,6 +197,7 @@ inline std::string run(void (*kernel)(const void *), const void *argument, int b
     Machine m;
     machine = &m;
     m.kernel = kernel, m.argument = argument, m.random = seed, m.prompt = seed % 2, m.alive = blocks * threads;
+    m.late = seed / 2 % 2 ? drawn(threads / 32) : ~0u;
     m.blocks.resize(blocks);
     for (int b = 0; b < blocks; b++) {
         m.blocks[b].shared.resize(shared, (char)0xff);  // NaN
@@ -219,7 +221,10 @@ inline std::string run(void (*kernel)(const void *), const void *argument, int b
             continue;
         }
         if (m.ready.empty()) return "nobody can go on: " + std::to_string(m.alive) + " threads wait";
-        std::swap(m.ready[drawn(m.ready.size())], m.ready.back());
+        for (int tries = 0; tries < 16; tries++) {
+            std::swap(m.ready[drawn(m.ready.size())], m.ready.back());
+            if (m.ready.back()->index / 32 != m.late) break;
+        }
         Thread *next = m.ready.back();
         m.ready.pop_back();
         go_on(next);

@@ -159,15 +159,16 @@ def test_replayed_from_a_graph() -> None:
     batch = make_batch([([5 + i], length - 1) for i, length in enumerate(lengths)], tables, 16, "cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
-        want = model(batch, kv).clone()
+        first = model(batch, kv)
+        want, logits = first.clone(), model.logits(first).clone()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             got = model(batch, kv)
         for _ in range(3):
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(got, want)
-            got.zero_()
+            assert torch.equal(got, want) and torch.equal(model.logits(got), logits)
+            got.zero_(), model.logits(got).zero_()
 
 
 @pytest.mark.gpu
@@ -240,9 +241,10 @@ def test_emulated_it_equals_layers_op_by_op(
     model = made(name, "cpu", num_hidden_layers=2)
     fused = model.fused
     for each in lengths:
-        compare(model, fused, each, 16)
-        for kernel in emulation.kernels:
-            kernel.seed += 1
+        for seed in (1, 2):  # copies come soon; a warp lags far behind
+            for kernel in emulation.kernels:
+                kernel.seed = seed
+            compare(model, fused, each, 16)
 
 
 def test_in_one_part_or_two_the_bits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +263,7 @@ def test_in_one_part_or_two_the_bits_are_the_same(tmp_path: Path, monkeypatch: p
 MEETS = "block_meets();"
 MISTAKES = {  # what the kernel's text says, and what it says then
     "x is read before all of it is there": (f"= v[row];\n    }}\n    {MEETS}", "= v[row];\n    }"),
+    "what follows of x comes too early": ("        block_meets();  // what is there was used\n", ""),
     "the rest of x stays in registers": ("if (tid + j * THREADS < (END - BEGIN) * 8) *", "if (false) *"),
     "blocks do not wait for each other": ("            wait_for_count(met, times);\n", ""),
     "weights are read before they came": ("            wait(ring.full + ring.at * 8, ring.parity);\n", ""),
@@ -277,7 +280,7 @@ def test_the_emulation_finds_mistakes(mistake: str, tmp_path: Path, monkeypatch:
     model = made("four heads share a key", "cpu", num_hidden_layers=1, intermediate_size=2880)
     fused = model.fused
     with pytest.raises((AssertionError, driver.CudaError)):
-        for seed in range(3):
+        for seed in range(8):
             compare(model, fused, [70, 200], 16)
             emulation.kernels[0].seed = seed
 

@@ -20,8 +20,9 @@ from tests.conftest import DEVICE
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
-from octavo.runner import graphs
-from octavo.runner.graphs import Captured, Shape, StepGraphs, decode_sizes
+from octavo.runner import shapes
+from octavo.runner.graphs import Captured, StepGraphs
+from octavo.runner.shapes import Shape, decode_sizes, held_rows
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
@@ -83,8 +84,8 @@ class WithoutCapture(StepGraphs):
 def test_what_graphs_hold_equals_the_general_path(
     beside: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "BESIDE_ROWS", beside)
-    monkeypatch.setattr(graphs, "BESIDE_SIZES", [7])
+    monkeypatch.setattr(shapes, "BESIDE_ROWS", beside)
+    monkeypatch.setattr(shapes, "BESIDE_SIZES", [7])
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
@@ -137,11 +138,11 @@ def test_a_step_that_loads_is_no_decode_graph_s() -> None:
 
 def test_the_smallest_graph_is_taken_and_as_much_of_it_for_decoding_as_there_is() -> None:
     made = make_runner(False)
-    shapes = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
+    graphs = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
 
     def shape(decoding: int, *prompts: int) -> Shape | None:
         items = [Item(i, 0, i, None, 1, True, 9) for i in range(decoding)]
-        return shapes.mixed_shape(items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)])
+        return graphs.mixed_shape(items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)])
 
     assert shape(3, 10) == Shape(0, 16) and shape(3, 13) == Shape(0, 16) and shape(3, 14) == Shape(0, 32)
     assert shape(62, 50) == Shape(0, 128) and shape(63, 50) == Shape(32, 192)  # of 64 items one is what is left over
@@ -149,7 +150,7 @@ def test_the_smallest_graph_is_taken_and_as_much_of_it_for_decoding_as_there_is(
     assert shape(31, 300, 300) is None
     assert shape(40, 600) == Shape(32, 640) and shape(40, 601) is None
     assert shape(96, *[2] * 63) == Shape(96, 320) and shape(96, *[2] * 64) is None
-    assert all(s.items <= s.tokens and s.decoding <= 100 for s in shapes.mixed_shapes)
+    assert all(s.items <= s.tokens and s.decoding <= 100 for s in graphs.mixed_shapes)
     assert StepGraphs(made.model, made.kv, made.rows, 4, 64, 8).mixed_shape([Item(0, 0, 0, 0, 2, True, 2)]) is None
 
 
@@ -158,6 +159,13 @@ def test_sizes_cover_every_count() -> None:
         sizes = decode_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
     assert all(b - a <= max(16, b // 8) for a, b in pairwise(sizes))
+
+
+def test_what_graphs_hold_is_counted() -> None:
+    made = make_runner(False)
+    graphs = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
+    sizes = [Shape(n, n) for n in graphs.decode_sizes] + graphs.mixed_shapes
+    assert held_rows(100, 8192) == sum(s.items for s in sizes) > held_rows(8, 8192)
 
 
 @pytest.mark.gpu
