@@ -3,8 +3,8 @@
 //
 // Each thread of a kernel is a coroutine. It runs until it has to wait for others (for its warp at a shuffle or a tensor core,
 // for its block at a barrier, for another block, for a copy), then any other that can go on is drawn, from a seed: what is right
-// only in some order fails in another. With some seeds one warp of each block lags far behind. Copies arrive when it pleases the same seed. If nobody can go on, or somebody misuses a
-// barrier, that is an error.
+// only in some order fails in another. With some seeds one warp of each block lags far behind. Copies arrive when it pleases the
+// same seed. If nobody can go on, or somebody misuses a barrier, that is an error.
 //
 // Memory is the processor's own, so what a GPU may read too early, or from a cache that was not told, is not found here.
 

@@ -46,9 +46,8 @@ __device__ constexpr int units_of(int p) {
 }
 __device__ constexpr int columns_of(int p) { return (p == TO_OUT ? WIDTH : p == TO_DOWN ? INTER : HIDDEN) / 64; }
 // W_down is multiplied in two passes, the second of columns FOLD and on; always, so that rows get the same bits in any company.
-constexpr int INNER = columns_of(TO_DOWN), FOLD = each(2 * each(INNER, COLUMNS), 3) * COLUMNS < INNER
-                                                      ? each(2 * each(INNER, COLUMNS), 3) * COLUMNS
-                                                      : INNER;
+constexpr int INNER = columns_of(TO_DOWN), TWO_THIRDS = each(2 * each(INNER, COLUMNS), 3) * COLUMNS;
+constexpr int FOLD = TWO_THIRDS < INNER ? TWO_THIRDS : INNER;
 // Units of a block whose sums are kept until they are put where they belong: all of them, but of the head's as many as of W_up's.
 __device__ constexpr int kept_of(int p) { return each(units_of(p == TO_HEAD ? (int)TO_UP : p), BLOCKS); }
 
@@ -62,7 +61,8 @@ constexpr int SCORES = DIM + TOGETHER * (DIM + 8) + most(TOGETHER * TILE, WARPS 
 // Bytes of x and, behind it, of what the warps have summed up; or of what attend() keeps.
 __device__ constexpr int x_of(int p) { return ROWS * (p == TO_DOWN && PARTS == 2 ? FOLD : columns_of(p)) * 128; }
 __device__ constexpr int bytes_of(int p) { return x_of(p) + WARPS * kept_of(p) * ROWS * 8 * 4; }
-constexpr int PLACE = each(most(most(most(bytes_of(TO_QKV), bytes_of(TO_OUT)), most(bytes_of(TO_UP), bytes_of(TO_DOWN))), SCORES * 4), 128) * 128;
+constexpr int PRODUCTS = most(most(bytes_of(TO_QKV), bytes_of(TO_OUT)), most(bytes_of(TO_UP), bytes_of(TO_DOWN)));
+constexpr int PLACE = each(most(PRODUCTS, SCORES * 4), 128) * 128;
 static_assert(SLOTS * CHUNK + PLACE + SLOTS * 16 + 16 + ROWS * WARPS * 4 + 4 <= SHARED, "few.py: room()");
 
 struct Layer {
@@ -172,7 +172,7 @@ struct Walk {
     int layers, layer = 0, phase = 0, unit = blockIdx.x, begin = 0, column = 0;  // begin: the column that this pass begins with
 
     __device__ __forceinline__ int row() const { return unit * (phase == TO_UP ? 4 : 8); }
-    __device__ __forceinline__ bool again() const { return phase == TO_DOWN && begin == 0 && FOLD < INNER; }  // there is a pass more
+    __device__ __forceinline__ bool again() const { return phase == TO_DOWN && begin == 0 && FOLD < INNER; }  // a pass more
     __device__ __forceinline__ void next() {
         column += COLUMNS;
         if (column < (again() ? FOLD : columns_of(phase))) return;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void fetch_small(const Batch &t) {
 }
 
 // The product with columns BEGIN .. END - 1 of x, which are in shared memory, of units first .. end - 1 of which each block has
-// every BLOCKS-th, `kept` at most: what each warp has summed up goes to `sums` [WARPS, kept, ROWS, 8]; in a second pass it is added.
+// every BLOCKS-th, `kept` at most: what each warp has summed up goes to `sums` [WARPS, kept, ROWS, 8]; a second pass adds to it.
 template <int BEGIN, int END>
 __device__ __forceinline__ void product(Ring &ring, int first_unit, int end, int kept, u32 x, u32 zeros, float *sums) {
     const int tid = thread();
@@ -272,7 +272,7 @@ struct Own {
     float h[MINE], w[MINE];  // and the next norm's weights
 
     template <class Work>
-    static __device__ __forceinline__ void each_of(Work work) {  // work(j, place among the block's sums, is it there, unit, row, output)
+    static __device__ __forceinline__ void each_of(Work work) {  // work(j, place among the sums, is it there, unit, row, output)
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
             const int i = thread() + j * THREADS, unit = blockIdx.x + i / 8 / ROWS * BLOCKS;
@@ -654,7 +654,7 @@ __device__ __forceinline__ void multiply_normalised(const Batch &t, const Layer 
     }
 }
 
-// A product that is added to h; in two passes if there is a FIRST one.
+// A product that is added to h; in two passes where FIRST columns are not ALL.
 template <int PHASE, int FIRST, int ALL>
 __device__ __forceinline__ void multiply_and_add(const Batch &t, const Layer &layer, Ring &ring, char *x, u32 zeros, Own &own) {
     constexpr bool APART = FIRST < ALL && PARTS == 2;
