@@ -144,6 +144,7 @@ class LLM:
         window_ms: float = 20.0,
         target_ms: float = 50.0,
         short_share: float = 0.25,
+        ride: int | None = None,
         record_trace: str | Path | None = None,
         kv_canary: bool = False,
         progress: bool | Callable[[float], None] = True,
@@ -159,6 +160,11 @@ class LLM:
         policy = find_policy(scheduling_policy)
         check_batching([batching], max_batch, window_ms, target_ms)
         check_real("short_share", short_share, 0, 1)
+        check_whole("ride", ride or 0, 0)
+        if ride and (batching != "continuous" or policy.pausing):
+            raise InvalidRequest(
+                "ride has no effect here: prompts ride along under continuous batching and a policy that pauses nobody", "ride"
+            )
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
@@ -211,7 +217,7 @@ class LLM:
             window=window_ms / 1e3,
             target=target_ms / 1e3,
             short_share=short_share,
-            ride=ride_tokens(self.device.type, parameters, weights),
+            ride=ride_tokens(self.device.type, parameters, weights) if ride is None else ride,
         )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,9 @@ def test_an_urgent_stream_pauses_others() -> None:
         ({"window_ms": -1}, "window_ms", "number in"),
         ({"target_ms": 0}, "target_ms", "number in"),
         ({"short_share": 1.5}, "short_share", "number in"),
+        ({"ride": -1}, "ride", "at least 0"),
+        ({"ride": 8, "batching": "static"}, "ride", "no effect here"),
+        ({"ride": 8, "scheduling_policy": "priority"}, "ride", "no effect here"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(options: dict[str, Any], param: str, says: str) -> None:
@@ -99,10 +101,7 @@ def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
 
 def riding(**options: Any) -> LLM:
     """As on a GPU with a large model."""
-    llm = make(**options)
-    llm.schedule = replace(llm.schedule, ride=12)
-    llm.engine = llm.new_engine(llm.schedule)
-    return llm
+    return make(ride=12, **options)
 
 
 def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() -> None:
@@ -121,9 +120,9 @@ def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() ->
     assert llm.generate(prompts(1), SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False)[0].request_id == "16"
 
 
-@pytest.mark.parametrize("options", [{"batching": "static"}, {"scheduling_policy": "shortest"}])
+@pytest.mark.parametrize("options", [{"ride": 0}, {"ride": 12, "scheduling_policy": "shortest"}, {"batching": "static"}], ids=str)
 def test_where_nothing_rides_the_order_stays(options: dict[str, Any]) -> None:
-    llm, begun = riding(**options), list[int]()
+    llm, begun = make(**options), list[int]()
     arrive = llm.engine.scheduler.queues.arrive
     llm.engine.scheduler.queues.arrive = lambda seq, number: (begun.append(seq.prompt_len), arrive(seq, number))[1]  # type: ignore[method-assign]
     llm.generate([[1] * 3, [2] * 5], [SamplingParams(max_tokens=n, **GREEDY) for n in (2, 5)], use_tqdm=False)

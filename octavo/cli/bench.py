@@ -95,6 +95,7 @@ def throughput(
     model: ModelOrShape = None,
     workloads: Annotated[str, option("Which, of those listed below.", None, "NAME,...", show_default=True)] = "offline,single",
     repeat: Annotated[int, option("Runs of each; the median counts.", None, "N", show_default=True, min=1)] = 3,
+    ride: Annotated[int | None, option("Tokens of a step that prompts fill beside rows that decode; 0: all.", None, "N")] = None,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
@@ -112,7 +113,7 @@ def throughput(
         raise InvalidRequest(f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads")
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
-        llm = load_shape(engine, model)
+        llm = load_shape(engine, model, ride=ride)
         progress.update(task, description="warming up")
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))
@@ -169,16 +170,16 @@ def startup(
     finish({"bench": "startup", "model": model, "runs": runs}, output)
 
 
-def load_shape(engine: EngineOptions, model: str | None) -> LLM:
+def load_shape(engine: EngineOptions, model: str | None, **more: Any) -> LLM:
     """A model, or a shape's random weights."""
     from octavo.bench.shapes import SHAPES
 
     if model not in SHAPES:
-        return engine.load(model)
+        return engine.load(model, **more)
     engine.load_format = "dummy"
     if engine.max_model_len is not None:
         engine.max_model_len = min(engine.max_model_len, SHAPES[model]["max_position_embeddings"])
-    return engine.load(SHAPES[model], skip_tokenizer_init=True)
+    return engine.load(SHAPES[model], skip_tokenizer_init=True, **more)
 
 
 TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
