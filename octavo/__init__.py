@@ -38,7 +38,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'octavo' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'octavo' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value  # the next use is an ordinary attribute
     return value

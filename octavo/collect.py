@@ -25,20 +25,34 @@ def made_later(params: SamplingParams, until: Until | None) -> bool:
 class Collector:
     """One request on its way: gathers the engine's outputs into text."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, until: Until | None = None):
-        self.request, self.prompt, self.tokenizer = request, prompt, tokenizer
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        until: Until | None = None,
+    ):
+        self.request = request
+        self.prompt = prompt
+        self.tokenizer = tokenizer
         params = request.params
-        self.outputs = [CompletionOutput(i, "", []) for i in range(params.completions)]  # all: `best` are those asked for
+        # all: `best` are those asked for
+        self.outputs = [CompletionOutput(i, "", []) for i in range(params.completions)]
         for completion in self.outputs:
             completion.logprobs = None if params.logprobs is None else []
-            completion.cumulative_logprob = 0.0 if params.ranked or params.logprobs is not None else None
+            completion.cumulative_logprob = (
+                0.0 if params.ranked or params.logprobs is not None else None
+            )
         text = tokenizer if params.detokenize else None
-        self.texts = [TextStream(text, params, until() if until is not None else None) for _ in self.outputs]
+        self.texts = [
+            TextStream(text, params, until() if until is not None else None) for _ in self.outputs
+        ]
         self.metrics = RequestMetrics(request.arrival)
         self.cached = 0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
-        self.news: list[CompletionOutput] | None = None  # what is new, where somebody follows the stream
+        # what is new, where somebody follows the stream
+        self.news: list[CompletionOutput] | None = None
         self.open = len(self.outputs)  # completions that have not ended
         self.later = made_later(params, until)
 
@@ -48,37 +62,56 @@ class Collector:
 
     def take(self, out: Output) -> bool:
         """Fold in one output. True: the text is over, and the engine should end the sequence."""
-        if self.later and out.finish_reason is None and self.news is None and self.metrics.first_token_time is not None:
-            self.outputs[out.index].token_ids += out.tokens  # nothing to do with them yet: most of all outputs
+        if (
+            self.later
+            and out.finish_reason is None
+            and self.news is None
+            and self.metrics.first_token_time is not None
+        ):
+            # nothing to do with them yet: most of all outputs
+            self.outputs[out.index].token_ids += out.tokens
             return False
         if self.outputs[out.index].finish_reason is not None:
             return False  # its text was over; the engine had not heard of it yet
         now = time.monotonic()
         if out.tokens and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-        completion, stream = self.outputs[out.index], self.texts[out.index]
+        completion = self.outputs[out.index]
+        stream = self.texts[out.index]
         if out.prompt_logprobs is not None:
-            self.prompt_logprobs = [None if p is None else self._logprobs(p) for p in out.prompt_logprobs]
-        self.cached, self.error = max(self.cached, out.cached_tokens), out.error or self.error
+            self.prompt_logprobs = [
+                None if p is None else self._logprobs(p) for p in out.prompt_logprobs
+            ]
+        self.cached = max(self.cached, out.cached_tokens)
+        self.error = out.error or self.error
         hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         shown = out.tokens[:-1] if hidden else out.tokens
         if self.later:
             shown = completion.token_ids[stream.tokens_used :] + shown
         delta, stop = stream.push(shown, finished=out.finish_reason is not None)
-        new, reason, stop_reason = out.tokens, out.finish_reason, out.stop_reason
+        new = out.tokens
+        reason = out.finish_reason
+        stop_reason = out.stop_reason
         if stream.over:
             new = new[: stream.tokens_used - len(completion.token_ids)]
-            reason, stop_reason = "stop", stop
-        piece = CompletionOutput(out.index, delta, new, finish_reason=reason, stop_reason=stop_reason, error=out.error)
+            reason = "stop"
+            stop_reason = stop
+        piece = CompletionOutput(
+            out.index, delta, new, finish_reason=reason, stop_reason=stop_reason, error=out.error
+        )
         if out.logprobs is not None:
             chosen = out.logprobs[: len(new)]
             piece.cumulative_logprob = sum(p.logprob for p in chosen)
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + piece.cumulative_logprob
+            completion.cumulative_logprob = (
+                completion.cumulative_logprob or 0.0
+            ) + piece.cumulative_logprob
             if completion.logprobs is not None:
                 piece.logprobs = [self._logprobs(p) for p in chosen]
                 completion.logprobs += piece.logprobs
         completion.token_ids += new
-        completion.finish_reason, completion.stop_reason, completion.error = reason, stop_reason, out.error
+        completion.finish_reason = reason
+        completion.stop_reason = stop_reason
+        completion.error = out.error
         if reason is not None:
             completion.text = stream.text
             self.open -= 1
@@ -96,7 +129,11 @@ class Collector:
         return found
 
     def _decoded(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return (
+            None
+            if self.tokenizer is None
+            else self.tokenizer.decode([token], skip_special_tokens=False)
+        )
 
     @property
     def best(self) -> list[CompletionOutput]:
@@ -104,7 +141,9 @@ class Collector:
         n = self.request.params.n
         if len(self.outputs) == n:
             return self.outputs
-        order = sorted(self.outputs, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1))
+        order = sorted(
+            self.outputs, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1)
+        )
         return [replace(completion, index=i) for i, completion in enumerate(order[:n])]
 
     def output(self) -> RequestOutput:

@@ -46,7 +46,8 @@ class ModelConfig:
     norm_offset: float = 0.0  # Gemma 3: the checkpoint holds weight - 1
     embed_scale: float = 1.0
     attention_scale: float | None = None  # None: head_dim ** -0.5
-    windows: tuple[int, ...] = ()  # per layer: how many latest positions it sees; 0: all. Empty: all layers see all
+    # per layer: how many latest positions it sees; 0: all. Empty: all layers see all
+    windows: tuple[int, ...] = ()
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = None  # for layers with a window, where they have their own
     eos_ids: tuple[int, ...] = ()
@@ -60,7 +61,11 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        vector = self.head_dim + KV_SCALE_BYTES if dtype in KV_CODES else self.head_dim * DTYPE_BYTES[dtype]
+        vector = (
+            self.head_dim + KV_SCALE_BYTES
+            if dtype in KV_CODES
+            else self.head_dim * DTYPE_BYTES[dtype]
+        )
         return 2 * self.num_layers * self.num_kv_heads * vector
 
 
@@ -72,7 +77,8 @@ class CacheConfig:
     host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
     disk: bool = False  # and whether there is a disk behind it
     block_bytes: int = 0
-    eviction: str = "none"  # what leaves the cache of a sequence that has grown to its budget: octavo/core/eviction.py
+    # what leaves the cache of a sequence that has grown to its budget: octavo/core/eviction.py
+    eviction: str = "none"
     budget: int = 0  # positions of one sequence, where something leaves
     sinks: int = 1  # its first blocks, which stay
 
@@ -88,5 +94,8 @@ class ScheduleConfig:
     max_batch: int = 8  # requests of a batch, where batches form
     window: float = 0.02  # seconds that a batch forms, in mode "window"
     target: float = 0.05  # seconds from token to token, in mode "adaptive"
-    short_share: float = 0.25  # of a step: short prompts take it before longer ones that are being computed
-    ride: int = 0  # tokens of a step up to which prompts cost less beside rows that decode than in steps of their own; 0: none
+    # of a step: short prompts take it before longer ones that are being computed
+    short_share: float = 0.25
+    # tokens of a step up to which prompts cost less beside rows that decode than in steps of
+    # their own; 0: none
+    ride: int = 0

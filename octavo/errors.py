@@ -12,7 +12,8 @@ class InvalidRequest(OctavoError, ValueError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -75,8 +75,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Message: TypeAlias = dict[str, Any]
-Prompt: TypeAlias = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}
-Read: TypeAlias = tuple[str | None, list[int], str]  # its text, if it had any; its ids; its cache salt
+# text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}
+Prompt: TypeAlias = str | list[int] | dict[str, Any]
+# its text, if it had any; its ids; its cache salt
+Read: TypeAlias = tuple[str | None, list[int], str]
 
 # Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
 HARMLESS = {
@@ -150,9 +152,15 @@ class LLM:
         progress: bool | Callable[[float], None] = True,
         **options: Any,
     ):
-        unknown = sorted(k for k, v in options.items() if k not in HARMLESS and (k not in DEFAULTS or v != DEFAULTS[k]))
+        unknown = sorted(
+            k
+            for k, v in options.items()
+            if k not in HARMLESS and (k not in DEFAULTS or v != DEFAULTS[k])
+        )
         if unknown:
-            raise InvalidRequest(f"LLM does not know how to honour: {', '.join(unknown)}. Leave them out", unknown[0])
+            raise InvalidRequest(
+                f"LLM does not know how to honour: {', '.join(unknown)}. Leave them out", unknown[0]
+            )
         if options:
             log.info("options without effect here: %s", ", ".join(sorted(options)))
         check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
@@ -163,19 +171,28 @@ class LLM:
         check_whole("ride", ride or 0, 0)
         if ride and (batching != "continuous" or policy.pausing):
             raise InvalidRequest(
-                "ride has no effect here: prompts ride along under continuous batching and a policy that pauses nobody", "ride"
+                "ride has no effect here: prompts ride along under continuous batching and a policy that pauses nobody",
+                "ride",
             )
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
         check_disk(kv_disk_path, kv_disk_gib)
         if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
-            raise InvalidRequest("swap_space and kv_disk_path keep what the prefix cache has: leave it enabled", "swap_space")
+            raise InvalidRequest(
+                "swap_space and kv_disk_path keep what the prefix cache has: leave it enabled",
+                "swap_space",
+            )
         if kv_canary and (swap_space or kv_disk_path is not None or kv_eviction != "none"):
             raise InvalidRequest(
-                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, kv_eviction", "kv_canary"
+                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, kv_eviction",
+                "kv_canary",
             )
-        sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
+        sizes = {
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+        }
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
@@ -186,7 +203,8 @@ class LLM:
         block_size = block_size or BLOCK_SIZE[self.device.type]
         ops = select(self.device.type)
         if dtype == "auto" and not on_gpu:
-            dtype = "float32"  # exact, and as fast on CPUs without 16-bit instructions; docs/models.md has numbers
+            # exact, and as fast on CPUs without 16-bit instructions; docs/models.md has numbers
+            dtype = "float32"
         self.model, self.checkpoint = load_model(
             model,
             dtype=dtype,
@@ -199,18 +217,22 @@ class LLM:
             seed=seed,
         )
         self.config: ModelConfig = self.model.config
-        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer, self.checkpoint)
+        self.tokenizer = (
+            None if skip_tokenizer_init else _load_tokenizer(tokenizer, self.checkpoint)
+        )
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
         self.model_dtype = self.model.dtype
         self.kv_dtype = _pick_kv_dtype(kv_asked, self.model)
         kv_name = dtype_name(self.kv_dtype)
-        parameters, weights = parameter_count(self.model), weight_bytes(self.model)
+        parameters = parameter_count(self.model)
+        weights = weight_bytes(self.model)
         budget = max_num_batched_tokens or step_tokens(self.device.type, parameters, max_num_seqs)
         schedule = ScheduleConfig(
             max_num_seqs,
             budget,
-            depth=depth or (2 if on_gpu and not policy.pausing else 1),  # an urgent request waits for all that are in flight
+            # an urgent request waits for all that are in flight
+            depth=depth or (2 if on_gpu and not policy.pausing else 1),
             policy=scheduling_policy,
             batching=batching,
             max_batch=max_batch,
@@ -222,35 +244,67 @@ class LLM:
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
         if graphs:
-            activations += graph_bytes(self.config, held_rows(max_num_seqs, budget), dtype_name(self.model_dtype))
+            activations += graph_bytes(
+                self.config, held_rows(max_num_seqs, budget), dtype_name(self.model_dtype)
+            )
         staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
         kv_bytes = kv_memory(self.device, gpu_memory_utilization, activations + staging)
         cache, max_model_len = size_pool(
-            self.config, block_size, kv_name, kv_bytes, max_num_seqs, max_model_len, num_gpu_blocks_override
+            self.config,
+            block_size,
+            kv_name,
+            kv_bytes,
+            max_num_seqs,
+            max_model_len,
+            num_gpu_blocks_override,
         )
         self.schedule = replace(schedule, max_model_len=max_model_len)
         cache = self._bound(cache, kv_eviction, kv_budget, kv_sinks, max_model_len)
         kv_token = self.config.kv_bytes_per_token(kv_name)
-        spare, taken = available_memory(torch.device("cpu"))[0], 0 if on_gpu else cache.num_blocks * block_size * kv_token
+        spare = available_memory(torch.device("cpu"))[0]
+        taken = 0 if on_gpu else cache.num_blocks * block_size * kv_token
         if taken > spare:
             raise NotEnoughMemory(
                 f"a KV pool of {cache.num_blocks} blocks takes {taken / 2**30:.3g} GiB, but {spare / 2**30:.3g} GiB of memory "
                 "are left: lower num_gpu_blocks_override (--num-blocks)"
             )
-        host_blocks, disk_bytes = size_tiers(swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare - taken)
-        self.cache = replace(cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token)
+        host_blocks, disk_bytes = size_tiers(
+            swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare - taken
+        )
+        self.cache = replace(
+            cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token
+        )
         kv = KVStore(self.config, self.cache, self.kv_dtype, self.device)
         tiers = None
         if host_blocks:
-            disk = self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name) if kv_disk_path is not None else None
+            disk = (
+                self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name)
+                if kv_disk_path is not None
+                else None
+            )
             tiers = self._make_tiers(kv, host_blocks, disk, staging)
         if tiers is None:
             host_blocks = disk_bytes = 0
         self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
-        self.memory = MemoryPlan(weights, activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes)
-        canary = Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
+        self.memory = MemoryPlan(
+            weights, activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
+        )
+        canary = (
+            Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
+        )
         evicting = kv_eviction != "none"
-        self.runner = Runner(self.model, kv, max_num_seqs, max_model_len, budget, self.device, graphs, tiers, canary, evicting)
+        self.runner = Runner(
+            self.model,
+            kv,
+            max_num_seqs,
+            max_model_len,
+            budget,
+            self.device,
+            graphs,
+            tiers,
+            canary,
+            evicting,
+        )
         self.seed = seed
         self.engine = self.new_engine(self.schedule)
         if record_trace is not None:
@@ -262,20 +316,28 @@ class LLM:
 
     def new_engine(self, schedule: ScheduleConfig) -> Engine:
         """An engine for this model, nothing cached yet. Only one at a time may run: they share the device's rows and blocks."""
-        scheduler, tiers = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed), self.runner.tiers
+        scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
+        tiers = self.runner.tiers
         if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
             scheduler.tiers.on_disk = set(tiers.disk.known)
         return Engine(scheduler, self.runner)
 
-    def _bound(self, cache: CacheConfig, eviction: str, budget: int | None, sinks: int, max_model_len: int) -> CacheConfig:
+    def _bound(
+        self, cache: CacheConfig, eviction: str, budget: int | None, sinks: int, max_model_len: int
+    ) -> CacheConfig:
         """What leaves the cache of a sequence that has grown to its budget, if anything does."""
         check_whole("kv_sinks", sinks, 0)
         if budget is not None:
             check_whole("kv_budget", budget, 1)
             if eviction == "none":
-                raise InvalidRequest("kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy", "kv_budget")
+                raise InvalidRequest(
+                    "kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy",
+                    "kv_budget",
+                )
         if eviction == "none" and sinks != cache.sinks:
-            raise InvalidRequest("kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks")
+            raise InvalidRequest(
+                "kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks"
+            )
         if budget is None:
             budget = min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size
         cache = replace(cache, eviction=eviction, budget=budget, sinks=sinks)
@@ -297,7 +359,9 @@ class LLM:
     def _open_disk(self, directory: Path, limit: int, kv: KVStore, kv_name: str) -> Disk:
         """What is on disk is this model's if the weights, the kernels and the layout of KV are the same."""
         form = f"{kv_name} {'x'.join(map(str, kv.tensor.shape[1:]))}"
-        name = fingerprint(self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name)
+        name = fingerprint(
+            self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name
+        )
         return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
 
     def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None, staging: int) -> Tiers | None:
@@ -306,7 +370,8 @@ class LLM:
         except (NotEnoughMemory, RuntimeError) as error:
             log.warning("going on without a second tier of KV: %s", error)
             return None
-        self._close = weakref.finalize(self, tiers.close)  # what waits to be written is, at the interpreter's end too
+        # what waits to be written is, at the interpreter's end too
+        self._close = weakref.finalize(self, tiers.close)
         return tiers
 
     def close(self) -> None:
@@ -315,7 +380,8 @@ class LLM:
         if self._close is None or not self._close.alive:
             return
         try:
-            while not self.engine.idle and not self.engine.scheduler.live:  # steps on their way for who was interrupted
+            # steps on their way for who was interrupted
+            while not self.engine.idle and not self.engine.scheduler.live:
                 self.step()
             if self.engine.idle:
                 plan = self.engine.scheduler.flush()
@@ -337,12 +403,18 @@ class LLM:
         """Complete every prompt, batched. One set of parameters for all, or one each. Order is kept. `priority`: one for each
         prompt, lower ones come sooner; needs scheduling_policy="priority"."""
         if lora_request is not None:
-            raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
+            raise InvalidRequest(
+                "adapters are not supported: leave lora_request out", "lora_request"
+            )
         if prompts is None:
             if prompt_token_ids is None:
-                raise InvalidRequest("give prompts: text, token ids, or a list of either", "prompts")
+                raise InvalidRequest(
+                    "give prompts: text, token ids, or a list of either", "prompts"
+                )
             prompts = prompt_token_ids
-        return self._run([self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm, priority)
+        return self._run(
+            [self._read(p) for p in _as_list(prompts)], sampling_params, use_tqdm, priority
+        )
 
     def chat(
         self,
@@ -354,7 +426,9 @@ class LLM:
         """Answer one conversation, or several at once. `template` options: chat_template, add_generation_prompt,
         continue_final_message, tools, chat_template_kwargs."""
         many: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        return self._run([(None, self.encode_chat(m, **template), "") for m in many], sampling_params, use_tqdm)
+        return self._run(
+            [(None, self.encode_chat(m, **template), "") for m in many], sampling_params, use_tqdm
+        )
 
     def beam_search(
         self,
@@ -367,16 +441,29 @@ class LLM:
         """The likeliest texts after each prompt, as beam search finds them. `concurrency_limit` is taken, and has no effect: how
         many fit at once is the scheduler's business."""
         if lora_request is not None:
-            raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
+            raise InvalidRequest(
+                "adapters are not supported: leave lora_request out", "lora_request"
+            )
         found = self._run([self._read(p) for p in _as_list(prompts)], params.sampling(), use_tqdm)
-        return [BeamSearchOutput([self._beam(out, c, params) for c in out.outputs], out.error) for out in found]
+        return [
+            BeamSearchOutput([self._beam(out, c, params) for c in out.outputs], out.error)
+            for out in found
+        ]
 
-    def _beam(self, output: RequestOutput, found: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+    def _beam(
+        self, output: RequestOutput, found: CompletionOutput, params: BeamSearchParams
+    ) -> BeamSearchSequence:
         hidden = found.finish_reason == "stop" and not params.include_stop_str_in_output
         tokens = output.prompt_token_ids + (found.token_ids[:-1] if hidden else found.token_ids)
-        text = None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=False)
+        text = (
+            None
+            if self.tokenizer is None
+            else self.tokenizer.decode(tokens, skip_special_tokens=False)
+        )
         score = found.cumulative_logprob or 0.0
-        return BeamSearchSequence(tokens, found.logprobs or [], score, text, found.finish_reason, found.stop_reason)
+        return BeamSearchSequence(
+            tokens, found.logprobs or [], score, text, found.finish_reason, found.stop_reason
+        )
 
     def encode_chat(
         self,
@@ -401,7 +488,9 @@ class LLM:
 
     # ---- pieces as they come -----------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt | list[Message], sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: Prompt | list[Message], sampling_params: SamplingParams | None = None
+    ) -> Stream:
         """Complete one prompt (or conversation), yielding what is new after each step. Leaving the loop ends the request;
         several streams may be open at once, and are then computed together."""
         arrival = time.monotonic()
@@ -413,7 +502,11 @@ class LLM:
         self._check(params)
         if params.ranked:
             name = "use_beam_search" if params.use_beam_search else "best_of"
-            raise InvalidRequest(f"{name} cannot be streamed: which is best is known at the end", name, "unsupported_parameter")
+            raise InvalidRequest(
+                f"{name} cannot be streamed: which is best is known at the end",
+                name,
+                "unsupported_parameter",
+            )
         self._count += 1
         return Stream(self, self._submit(read, params, arrival, self._count - 1))
 
@@ -424,12 +517,16 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compile and capture ahead of the first request, so that what comes later does not stall for it."""
-        scheduler, observers = self.engine.scheduler, self.engine.observers
-        recorder, scheduler.recorder = scheduler.recorder, None
+        scheduler = self.engine.scheduler
+        observers = self.engine.observers
+        recorder = scheduler.recorder
+        scheduler.recorder = None
         self.engine.observers = []  # nobody is to learn from steps that compile
         links = None if scheduler.tiers is None else replace(scheduler.tiers.links)
         asked = scheduler.count.queried_tokens, scheduler.count.cached_tokens
-        most = min(self.schedule.max_model_len, self.memory.kv_tokens, most_positions(self.cache)) - 2
+        most = (
+            min(self.schedule.max_model_len, self.memory.kv_tokens, most_positions(self.cache)) - 2
+        )
         try:
             most = max(1, min(most, self.schedule.max_num_batched_tokens))
             for tokens in sorted({min(size, most) for size in WARM_UP[self.device.type]}):
@@ -449,14 +546,21 @@ class LLM:
 
     def _renew(self) -> None:
         """An engine with empty books in place of one whose books may be half-written. What it was working on ends."""
-        log.warning("the engine was interrupted where its books may be half-written: it begins anew, with nothing cached")
+        log.warning(
+            "the engine was interrupted where its books may be half-written: it begins anew, with nothing cached"
+        )
         before = self.engine.scheduler
         self.engine = self.new_engine(self.schedule)
-        self.engine.scheduler.recorder, self.engine.scheduler.arrivals = before.recorder, before.arrivals
+        self.engine.scheduler.recorder = before.recorder
+        self.engine.scheduler.arrivals = before.arrivals
         for id, collector in self._open.items():
             for index, completion in enumerate(collector.outputs):
                 if completion.finish_reason is None:
-                    collector.take(Output(id, index, [], finish_reason="error", error="the engine was interrupted"))
+                    collector.take(
+                        Output(
+                            id, index, [], finish_reason="error", error="the engine was interrupted"
+                        )
+                    )
             collector.open = 0  # also if it was being told of an end
         self._open.clear()
 
@@ -495,20 +599,28 @@ class LLM:
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one each")
+            raise InvalidRequest(
+                f"{len(each)} sampling_params for {len(prompts)} prompts: give one for all, or one each"
+            )
         urgency = [0] * len(prompts) if priority is None else priority
         if len(urgency) != len(prompts):
-            raise InvalidRequest(f"{len(urgency)} priorities for {len(prompts)} prompts: give one each", "priority")
+            raise InvalidRequest(
+                f"{len(urgency)} priorities for {len(prompts)} prompts: give one each", "priority"
+            )
         for one in {id(p): p for p in each}.values():
             self._check(one)
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
-        first, before, scheduler = self._count, self.engine.scheduler.arrivals, self.engine.scheduler
+        first = self._count
+        before = self.engine.scheduler.arrivals
+        scheduler = self.engine.scheduler
         rides = scheduler.ride is not None and self.schedule.policy == "fcfs" and len(prompts) > 1
         self._count += len(prompts)
         try:
             for i in self._longest_first(each) if rides else range(len(each)):
-                mine[str(first + i)] = self._submit(prompts[i], each[i], arrival, first + i, urgency[i], rides, before + i + 1)
+                mine[str(first + i)] = self._submit(
+                    prompts[i], each[i], arrival, first + i, urgency[i], rides, before + i + 1
+                )
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
                     for output in self.step():
@@ -516,12 +628,15 @@ class LLM:
                             done[output.request_id] = output
                             bar.update(output)
         finally:
-            for number in range(first, first + len(prompts)):  # refused half-way, or interrupted: nothing stays behind
+            # refused half-way, or interrupted: nothing stays behind
+            for number in range(first, first + len(prompts)):
                 if str(number) in self._open:
                     self.abort(str(number))
         failed = [output for output in done.values() if output.error]
         if failed:
-            log.error("%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error)
+            log.error(
+                "%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error
+            )
         return [done[str(first + i)] for i in range(len(prompts))]
 
     def _longest_first(self, params: list[SamplingParams]) -> list[int]:
@@ -531,10 +646,16 @@ class LLM:
     def _check(self, params: SamplingParams) -> None:
         """What can be said of them without the prompt. One set may be that of many."""
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}",
+                "sampling_params",
+            )
         params.validate()
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids", "stop")
+            raise InvalidRequest(
+                "stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids",
+                "stop",
+            )
 
     def _submit(
         self,
@@ -549,9 +670,26 @@ class LLM:
         """`params` are checked."""
         text, ids, salt = prompt
         if priority and self.schedule.policy == "fcfs":
-            raise InvalidRequest('priority has no effect here: make the LLM with scheduling_policy="priority"', "priority")
-        guide = None if params.structured_outputs is None else self.guides.compile(params.structured_outputs)
-        request = Request(str(id), ids, params, arrival, salt, priority=priority, guide=guide, patient=patient, number=number)
+            raise InvalidRequest(
+                'priority has no effect here: make the LLM with scheduling_policy="priority"',
+                "priority",
+            )
+        guide = (
+            None
+            if params.structured_outputs is None
+            else self.guides.compile(params.structured_outputs)
+        )
+        request = Request(
+            str(id),
+            ids,
+            params,
+            arrival,
+            salt,
+            priority=priority,
+            guide=guide,
+            patient=patient,
+            number=number,
+        )
         return self._add(request, text)
 
     @mends
@@ -565,9 +703,14 @@ class LLM:
         if isinstance(prompt, dict):
             given = {name: value for name, value in prompt.items() if value is not None}
             if unknown := sorted(given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}):
-                raise InvalidRequest(f"a prompt cannot have {', '.join(unknown)}: this engine would ignore it", "prompt")
+                raise InvalidRequest(
+                    f"a prompt cannot have {', '.join(unknown)}: this engine would ignore it",
+                    "prompt",
+                )
             if not given.keys() & {"prompt", "prompt_token_ids"}:
-                raise InvalidRequest('a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt")
+                raise InvalidRequest(
+                    'a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt"
+                )
             text, ids, _ = self._read(given.get("prompt_token_ids", given.get("prompt")))  # type: ignore[arg-type]
             return text or given.get("prompt"), ids, str(given.get("cache_salt", ""))
         if isinstance(prompt, str):
@@ -576,17 +719,25 @@ class LLM:
         try:
             return None, [t if type(t) is int else t.__index__() for t in prompt], ""
         except (TypeError, AttributeError):
-            raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.80}", "prompt") from None
+            raise InvalidRequest(
+                f"a prompt is text or a list of token ids, got {prompt!r:.80}", "prompt"
+            ) from None
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("text needs a tokenizer: drop skip_tokenizer_init, or pass token ids", "prompt")
+            raise InvalidRequest(
+                "text needs a tokenizer: drop skip_tokenizer_init, or pass token ids", "prompt"
+            )
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's authors recommend (generation_config.json), where they say."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        said = {k: v for k, v in self.checkpoint.generation_config.items() if k in names and v is not None}
+        said = {
+            k: v
+            for k, v in self.checkpoint.generation_config.items()
+            if k in names and v is not None
+        }
         return SamplingParams(**said)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -597,7 +748,8 @@ class Stream(Iterator[CompletionOutput]):
     """The pieces of one request. Closing it, or dropping it, ends the request."""
 
     def __init__(self, llm: LLM, collector: Collector):
-        self._llm, self._collector = llm, collector
+        self._llm = llm
+        self._collector = collector
         self._news: list[CompletionOutput] = []
         collector.news = self._news
 
@@ -629,7 +781,8 @@ class _Progress:
                 from tqdm import tqdm  # type: ignore[import-untyped]
             except ImportError:
                 return
-            self.bar, self.tokens = tqdm(total=total, desc="Generating", unit="request", delay=1.0, leave=False), 0
+            self.bar = tqdm(total=total, desc="Generating", unit="request", delay=1.0, leave=False)
+            self.tokens = 0
 
     def __enter__(self) -> _Progress:
         return self
@@ -665,7 +818,9 @@ def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint) -> Tokeniz
         return Tokenizer.from_gguf(checkpoint.gguf_metadata)
     if checkpoint.directory is not None:
         return Tokenizer.from_directory(checkpoint.directory)
-    raise ModelError(f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY, or skip_tokenizer_init=True and token ids")
+    raise ModelError(
+        f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY, or skip_tokenizer_init=True and token ids"
+    )
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
@@ -673,7 +828,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise InvalidRequest(f"give prompts: text, token ids, or a list of either, got {prompts!r:.100}", "prompts")
+        raise InvalidRequest(
+            f"give prompts: text, token ids, or a list of either, got {prompts!r:.100}", "prompts"
+        )
     many = list(prompts)
     return [many] if many and not isinstance(many[0], (str, dict, list, tuple)) else many
 
@@ -695,7 +852,12 @@ def _pick_device(device: str) -> torch.device:
     try:
         picked = torch.device(device)
     except RuntimeError:
-        raise InvalidRequest(f"unknown device {device!r}: use auto, cpu or cuda", "device") from None
+        raise InvalidRequest(
+            f"unknown device {device!r}: use auto, cpu or cuda", "device"
+        ) from None
     if picked.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest("device cuda was asked for, but this machine has no usable NVIDIA GPU: use device='cpu'", "device")
+        raise InvalidRequest(
+            "device cuda was asked for, but this machine has no usable NVIDIA GPU: use device='cpu'",
+            "device",
+        )
     return picked

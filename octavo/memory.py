@@ -20,8 +20,11 @@ from octavo.types import check_real
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
-RIDE, RIDERS = 320, 2 * 10**9  # likewise: see ride_tokens
-STAGING = {"cuda": 2**29, "cpu": 0}  # bytes of device memory that blocks pass through on their way to the host
+# likewise: see ride_tokens
+RIDE = 320
+RIDERS = 2 * 10**9
+# bytes of device memory that blocks pass through on their way to the host
+STAGING = {"cuda": 2**29, "cpu": 0}
 DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
 DISK_GIB = 16.0  # of a disk, likewise
 KV_BUDGET = 1024  # positions of a sequence whose cache is bounded, likewise
@@ -68,7 +71,10 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 def parameter_count(model: CausalLM) -> int:
     """Of the model as its config describes it, however its weights are stored."""
-    return sum(p.numel() for p in build(model.config, type(model), model.ops, model.dtype, "meta").parameters())
+    return sum(
+        p.numel()
+        for p in build(model.config, type(model), model.ops, model.dtype, "meta").parameters()
+    )
 
 
 def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
@@ -110,13 +116,19 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     if meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             cap, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
         except (OSError, ValueError):
             continue
         if cap < total:
-            free, total = min(free, cap - now + _given_back(Path("/sys/fs/cgroup", used).with_name("memory.stat"))), cap
+            free = min(
+                free, cap - now + _given_back(Path("/sys/fs/cgroup", used).with_name("memory.stat"))
+            )
+            total = cap
     return free, total
 
 
@@ -146,7 +158,10 @@ def parse_kv_dtype(asked: str) -> str | None:
     names = (*DTYPE_BYTES, *KV_CODES)
     found = {"auto": None, "fp8_e4m3": "fp8"} | {name: name for name in names}
     if asked not in found:
-        raise InvalidRequest(f"kv_cache_dtype is auto, {', '.join(names)} (which is e4m3), not {asked!r}", "kv_cache_dtype")
+        raise InvalidRequest(
+            f"kv_cache_dtype is auto, {', '.join(names)} (which is e4m3), not {asked!r}",
+            "kv_cache_dtype",
+        )
     return found[asked]
 
 
@@ -165,7 +180,8 @@ def size_pool(
             f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: use at most that",
             "max_model_len",
         )
-    if kv_dtype in KV_CODES and model.head_dim % 4:  # or scales would not lie on a multiple of their size
+    # or scales would not lie on a multiple of their size
+    if kv_dtype in KV_CODES and model.head_dim % 4:
         raise InvalidRequest(
             f"kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have {model.head_dim}: use auto",
             "kv_cache_dtype",
@@ -185,7 +201,8 @@ def size_pool(
             f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but memory holds {fits}: "
             f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
         )
-    if num_blocks is None:  # more than every row at full length is of no use but to the prefix cache
+    # more than every row at full length is of no use but to the prefix cache
+    if num_blocks is None:
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
 
@@ -193,14 +210,19 @@ def size_pool(
 def check_disk(path: object, gib: float) -> None:
     check_real("kv_disk_gib", gib, 0, 2**30, open_low=True)
     if path is None and gib != DISK_GIB:
-        raise InvalidRequest("kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)", "kv_disk_gib")
+        raise InvalidRequest(
+            "kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)", "kv_disk_gib"
+        )
 
 
-def size_tiers(swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int) -> tuple[int, int]:
+def size_tiers(
+    swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int
+) -> tuple[int, int]:
     """(blocks in host memory, bytes on disk), of which `free` bytes of memory must hold the former. What is read from disk
     passes through host memory, so that a disk alone takes some of that too."""
     gib = swap_space if swap_space is not None else DISK_PASSAGE if disk_path is not None else 0.0
-    host, disk = int(gib * 2**30), int(disk_gib * 2**30) if disk_path is not None else 0
+    host = int(gib * 2**30)
+    disk = int(disk_gib * 2**30) if disk_path is not None else 0
     if host > free:
         raise NotEnoughMemory(
             f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the {max(free, 0) / 2**30:.1f} GiB of memory that are left: "
@@ -213,5 +235,8 @@ def size_tiers(swap_space: float | None, disk_path: object, disk_gib: float, blo
             "swap_space",
         )
     if disk and disk < 2 * block_bytes:
-        raise InvalidRequest(f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB", "kv_disk_gib")
+        raise InvalidRequest(
+            f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB",
+            "kv_disk_gib",
+        )
     return host // block_bytes, disk

@@ -28,24 +28,36 @@ MAX_BEAMS = 64
 
 def check_real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     """Refuse what is not a finite number within [low, high] (or (low, high])."""
-    ok = type(value) in (int, float) or (isinstance(value, (int, float)) and not isinstance(value, bool))
-    if not ok or not low <= value <= high or (open_low and value == low):  # which no NaN and no infinity passes
+    ok = type(value) in (int, float) or (
+        isinstance(value, (int, float)) and not isinstance(value, bool)
+    )
+    # which no NaN and no infinity passes
+    if not ok or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", name, "param_out_of_range")
+        raise InvalidRequest(
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}",
+            name,
+            "param_out_of_range",
+        )
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     ok = type(value) is int or (isinstance(value, int) and not isinstance(value, bool))
     if not ok or value < low or (high is not None and value > high):
         most = "" if high is None else f" and at most {high}"
-        raise InvalidRequest(f"{name} must be an integer of at least {low}{most}, got {value!r}", name, "param_out_of_range")
+        raise InvalidRequest(
+            f"{name} must be an integer of at least {low}{most}, got {value!r}",
+            name,
+            "param_out_of_range",
+        )
 
 
 @dataclass(slots=True)
 class StructuredOutputs:
     """What the text must match: exactly one of these. Names are those of vLLM's StructuredOutputsParams."""
 
-    json: str | dict[str, Any] | None = None  # a JSON schema; its text once validated, in the client's order
+    # a JSON schema; its text once validated, in the client's order
+    json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None  # in llguidance's dialect of Lark
@@ -57,7 +69,10 @@ class StructuredOutputs:
     def validate(self) -> None:
         """One kind, of the right type. Whether it can be followed is known once it has been compiled."""
         if self.json_object not in (None, True, False):
-            raise InvalidRequest(f"json_object must be true or false, got {self.json_object!r:.100}", "structured_outputs")
+            raise InvalidRequest(
+                f"json_object must be true or false, got {self.json_object!r:.100}",
+                "structured_outputs",
+            )
         self.json_object = self.json_object or None
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
@@ -69,16 +84,26 @@ class StructuredOutputs:
             try:
                 self.json = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidRequest(f"json must be a JSON schema: {error}", "structured_outputs") from None
+                raise InvalidRequest(
+                    f"json must be a JSON schema: {error}", "structured_outputs"
+                ) from None
         for kind in ("json", "regex", "grammar"):
             value = getattr(self, kind)
             if value is not None and (not isinstance(value, str) or not value):
-                allowed = "a JSON schema: an object, or its text" if kind == "json" else "a non-empty string"
-                raise InvalidRequest(f"{kind} must be {allowed}, got {value!r:.100}", "structured_outputs")
+                allowed = (
+                    "a JSON schema: an object, or its text"
+                    if kind == "json"
+                    else "a non-empty string"
+                )
+                raise InvalidRequest(
+                    f"{kind} must be {allowed}, got {value!r:.100}", "structured_outputs"
+                )
         if self.choice is not None:
             self.choice = list(self.choice) if isinstance(self.choice, (list, tuple)) else []
             if not self.choice or any(not isinstance(c, str) or not c for c in self.choice):
-                raise InvalidRequest("choice must be a list of non-empty strings, at least one", "structured_outputs")
+                raise InvalidRequest(
+                    "choice must be a list of non-empty strings, at least one", "structured_outputs"
+                )
 
     @property
     def kind(self) -> str:
@@ -94,7 +119,8 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
 
     n: int = 1
-    best_of: int | None = None  # compute this many and give back the n best; of beams: how many live
+    # compute this many and give back the n best; of beams: how many live
+    best_of: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -116,8 +142,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
-    use_beam_search: bool = False  # the likeliest texts instead of drawn ones: octavo/core/groups.py
-    length_penalty: float = 1.0  # of beams: a text ranks by the sum of its logprobs / its length ** this
+    # the likeliest texts instead of drawn ones: octavo/core/groups.py
+    use_beam_search: bool = False
+    # of beams: a text ranks by the sum of its logprobs / its length ** this
+    length_penalty: float = 1.0
     early_stopping: bool | str = False  # of beams, as in transformers: True, False or "never"
 
     def __post_init__(self) -> None:
@@ -150,13 +178,24 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, 0, MAX_LOGPROBS)
         listed: Any = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not isinstance(listed, (list, tuple, set, frozenset)) or any(not isinstance(s, str) or not s for s in listed):
-            raise InvalidRequest("stop must be a non-empty string or a list of non-empty strings", "stop")
+        if not isinstance(listed, (list, tuple, set, frozenset)) or any(
+            not isinstance(s, str) or not s for s in listed
+        ):
+            raise InvalidRequest(
+                "stop must be a non-empty string or a list of non-empty strings", "stop"
+            )
         self.stop = list(listed)
         if self.stop and not self.detokenize:
-            raise InvalidRequest("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
-        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):
-            raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}", "stop_token_ids")
+            raise InvalidRequest(
+                "stop strings need text: set detokenize=True or use stop_token_ids", "stop"
+            )
+        if self.stop_token_ids is not None and not isinstance(
+            self.stop_token_ids, (list, tuple, set, frozenset)
+        ):
+            raise InvalidRequest(
+                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}",
+                "stop_token_ids",
+            )
         self.stop_token_ids = list(self.stop_token_ids or [])
         for t in self.stop_token_ids:
             check_whole("stop_token_ids", t, 0)
@@ -164,7 +203,9 @@ class SamplingParams:
             try:
                 self.logit_bias = {int(t): float(b) for t, b in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError):
-                raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
+                raise InvalidRequest(
+                    "logit_bias must map token ids to numbers", "logit_bias"
+                ) from None
             for b in self.logit_bias.values():
                 check_real("logit_bias", b, -100, 100)
         if self.allowed_token_ids is not None:
@@ -174,7 +215,9 @@ class SamplingParams:
                 check_whole("allowed_token_ids", t, 0)
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputs):
-                raise InvalidRequest("structured_outputs must be a StructuredOutputsParams", "structured_outputs")
+                raise InvalidRequest(
+                    "structured_outputs must be a StructuredOutputsParams", "structured_outputs"
+                )
             if self.allowed_token_ids is not None:
                 raise InvalidRequest(
                     "allowed_token_ids and structured_outputs exclude each other: both say which tokens may come",
@@ -186,13 +229,18 @@ class SamplingParams:
         check_real("length_penalty", self.length_penalty, -10, 10)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequest(
-                f'early_stopping must be true, false or "never", got {self.early_stopping!r:.100}', "early_stopping"
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r:.100}',
+                "early_stopping",
             )
-        self.early_stopping = self.early_stopping if self.early_stopping == "never" else bool(self.early_stopping)
+        self.early_stopping = (
+            self.early_stopping if self.early_stopping == "never" else bool(self.early_stopping)
+        )
         if not self.use_beam_search:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
-                    raise InvalidRequest(f"{name} is for beam search: set use_beam_search or leave it out", name)
+                    raise InvalidRequest(
+                        f"{name} is for beam search: set use_beam_search or leave it out", name
+                    )
             return
         check_whole("n" if self.best_of is None else "best_of", self.width, 1, MAX_BEAMS)
         changed = {
@@ -206,14 +254,19 @@ class SamplingParams:
         }
         for name in (name for name, given in changed.items() if given):
             hint = ": use stop_token_ids" if name == "stop" else ": leave it out"
-            raise InvalidRequest(f"{name} is not supported with beam search{hint}", name, "unsupported_parameter")
+            raise InvalidRequest(
+                f"{name} is not supported with beam search{hint}", name, "unsupported_parameter"
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are checked once the model is known."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for t in getattr(self, name) or ():
                 if not 0 <= t < vocab_size:
-                    raise InvalidRequest(f"{name} names token {t}, but the vocabulary has ids 0..{vocab_size - 1}", name)
+                    raise InvalidRequest(
+                        f"{name} names token {t}, but the vocabulary has ids 0..{vocab_size - 1}",
+                        name,
+                    )
 
     @property
     def width(self) -> int:
@@ -236,7 +289,11 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
 
 @dataclass(slots=True)
@@ -297,9 +354,12 @@ class Request:
     priority: int = 0  # lower comes sooner, under the policy of that name
     deadline: float | None = None  # time.monotonic() by which it should be done
     key: str = ""  # whose it is: what is shared fairly
-    guide: Guide | None = None  # of params.structured_outputs, at the text's beginning: each sequence follows a copy
-    submitted: float = 0.0  # time.monotonic() when it was handed to the engine, if that is another process
-    patient: bool = False  # nobody waits for it before all the others that are patient have ended too
+    # of params.structured_outputs, at the text's beginning: each sequence follows a copy
+    guide: Guide | None = None
+    # time.monotonic() when it was handed to the engine, if that is another process
+    submitted: float = 0.0
+    # nobody waits for it before all the others that are patient have ended too
+    patient: bool = False
     number: int = 0  # what its seed is drawn from, where it names none; 0: how many came before it
 
 
@@ -316,10 +376,13 @@ def child_seed(seed: int, index: int) -> int:
     """Seed of the index-th completion of a request: the request's own for the first, unrelated ones after it."""
     if index == 0:
         return seed
-    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little"
+    )
 
 
-Rank = tuple[float, int, int]  # what the policy says, then the order of arrival, then which of the request's completions
+# what the policy says, then the order of arrival, then which of the request's completions
+Rank = tuple[float, int, int]
 
 
 @dataclass(slots=True)
@@ -336,15 +399,20 @@ class Sequence:
     id: int
     request: Request
     index: int  # which of the request's completions, or of its beams
-    tokens: array[int]  # prompt + committed output: host truth. An array: copied, hashed and shipped as bytes
+    # prompt + committed output: host truth. An array: copied, hashed and shipped as bytes
+    tokens: array[int]
     prompt_len: int
     limit: int  # it ends when len(tokens) reaches this
     seed: int
     stop_ids: frozenset[int]  # committing one of these ends it
     status: Status = Status.WAITING
-    dropped: int = 0  # tokens that left its cache (octavo/core/eviction.py): they are gone from `tokens`, too, and off
-    dropped_prompt: int = 0  # `limit` and `prompt_len`, so that all of these count positions. Of them the prompt's
-    mass: list[float] = field(default_factory=list)  # attention that each logical block got, where that decides what leaves
+    # tokens that left its cache (octavo/core/eviction.py): they are gone from `tokens`, too, and
+    # off
+    dropped: int = 0
+    # `limit` and `prompt_len`, so that all of these count positions. Of them the prompt's
+    dropped_prompt: int = 0
+    # attention that each logical block got, where that decides what leaves
+    mass: list[float] = field(default_factory=list)
     table: list[int] = field(default_factory=list)  # logical block -> physical block
     hashes: list[bytes] = field(default_factory=list)  # content chain of its full blocks
     published: int = 0  # leading blocks already offered to the prefix cache
@@ -361,10 +429,14 @@ class Sequence:
     shared: int = 0  # leading tokens that it has from the sequence it was forked from
     beam: Beam | None = None
     lost: int = 0  # positions it had when it was preempted last
-    shrunk: bool = False  # alone it was too much for the device's memory, and is tried again in smaller steps
+    # alone it was too much for the device's memory, and is tried again in smaller steps
+    shrunk: bool = False
     guide: Guide | None = None  # at the last committed token
-    asked: int = -1  # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n pieces of news
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # by position; filled as the prompt is computed
+    # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n
+    # pieces of news
+    asked: int = -1
+    # by position; filled as the prompt is computed
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     queued: float = 0.0  # by the scheduler's clock: when it came
     first: float = 0.0  # and when its first token was there
 
@@ -393,7 +465,8 @@ class Item(NamedTuple):
     seq: int  # Sequence.id
     epoch: int
     row: int
-    start: int | None  # first position, or None: only the device knows (a token still in flight precedes it)
+    # first position, or None: only the device knows (a token still in flight precedes it)
+    start: int | None
     num: int
     sample: bool
     end: int  # upper bound on start + num: what attention may have to read
@@ -441,17 +514,24 @@ class Plan:
     """Everything a runner needs for one step, applied in the order of the fields. Never edited after plan() returned it."""
 
     step: int
-    stores: list[tuple[int, int]] = field(default_factory=list)  # block, host slot: before anything overwrites the block
-    copies: list[tuple[int, int]] = field(default_factory=list)  # copy on write: from block, to block
+    # block, host slot: before anything overwrites the block
+    stores: list[tuple[int, int]] = field(default_factory=list)
+    # copy on write: from block, to block
+    copies: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)  # host slot, block
-    shifts: list[tuple[int, int]] = field(default_factory=list)  # block, by how many positions its keys move towards the front
+    # block, by how many positions its keys move towards the front
+    shifts: list[tuple[int, int]] = field(default_factory=list)
     rows: list[NewRow] = field(default_factory=list)
-    appends: list[tuple[int, int, int]] = field(default_factory=list)  # row, logical block, physical block
+    # row, logical block, physical block
+    appends: list[tuple[int, int, int]] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
-    masks: dict[int, bytes] = field(default_factory=dict)  # item -> what it may sample (Guide.mask); others: anything
-    saves: list[Save] = field(default_factory=list)  # the disk's work begins with the step and ends when it ends
+    # item -> what it may sample (Guide.mask); others: anything
+    masks: dict[int, bytes] = field(default_factory=dict)
+    # the disk's work begins with the step and ends when it ends
+    saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
-    waits: bool = False  # the disk was asked for something: its news is wanted, even if there is nothing to compute
+    # the disk was asked for something: its news is wanted, even if there is nothing to compute
+    waits: bool = False
     urgent: bool = False  # others stand aside for the prompts in it
 
     @property
@@ -494,12 +574,15 @@ class StepResult:
 
     tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
-    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # item -> of the token AFTER each position computed
-    mass: dict[int, list[float]] = field(default_factory=dict)  # item -> part of its attention that each logical block got
+    # item -> of the token AFTER each position computed
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
+    # item -> part of its attention that each logical block got
+    mass: dict[int, list[float]] = field(default_factory=dict)
     seconds: float = 0.0  # the device took for the items; 0: nobody measured
     load_seconds: float = 0.0  # and for the loads
     news: list[DiskNews] = field(default_factory=list)
-    spoilt: set[int] = field(default_factory=set)  # host slots that came from disk: what was loaded is not what was once saved
+    # host slots that came from disk: what was loaded is not what was once saved
+    spoilt: set[int] = field(default_factory=set)
 
 
 # ---- what comes out -------------------------------------------------------------------------------

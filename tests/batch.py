@@ -23,7 +23,11 @@ def scattered_tables(lengths: Sequence[int], block_size: int, seed: int = 0) -> 
 
 
 def empty_kv(
-    config: ModelConfig, tables: list[list[int]], block_size: int, device: str, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    tables: list[list[int]],
+    block_size: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """[N, layers, 2, Hk, B, D] with a NaN in every slot: what is read without having been written shows."""
     blocks = 1 + max(map(max, tables))
@@ -38,14 +42,24 @@ def empty_kv(
 
 
 def make_batch(
-    chunks: Sequence[tuple[Sequence[int], int]], tables: list[list[int]], block_size: int, device: str, slack: int = 0
+    chunks: Sequence[tuple[Sequence[int], int]],
+    tables: list[list[int]],
+    block_size: int,
+    device: str,
+    slack: int = 0,
 ) -> ForwardBatch:
     """One item a chunk (token ids, first position), each with its table. Logits are wanted of every token. `slack` is added to
     what the host believes of the lengths, as happens with steps in flight."""
     ids, positions, slots, spans, starts = [], [], [], [], [0]
     for (tokens, start), table in zip(chunks, tables, strict=True):
         where = range(start, start + len(tokens))
-        spans.append(Span(first=len(ids), num=len(tokens), end=min(where.stop + slack, len(table) * block_size)))
+        spans.append(
+            Span(
+                first=len(ids),
+                num=len(tokens),
+                end=min(where.stop + slack, len(table) * block_size),
+            )
+        )
         ids += tokens
         positions += where
         slots += [table[p // block_size] * block_size + p % block_size for p in where]
@@ -56,8 +70,14 @@ def make_batch(
         positions=torch.tensor(positions, device=device),
         kv_slots=torch.tensor(slots, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([start + len(tokens) for tokens, start in chunks], dtype=torch.int32, device=device),
-        block_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(
+            [start + len(tokens) for tokens, start in chunks], dtype=torch.int32, device=device
+        ),
+        block_table=torch.tensor(
+            [table + [0] * (width - len(table)) for table in tables],
+            dtype=torch.int32,
+            device=device,
+        ),
         rows=torch.arange(len(tables), dtype=torch.int32, device=device),
         logit_rows=torch.arange(len(ids), device=device),
         spans=spans,

@@ -14,7 +14,8 @@ DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
 
 # Read by libraries when they are first imported, hence set here and for the processes that tests start.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")  # `make test` runs one worker a core: more threads only get in each other's way
+    # `make test` runs one worker a core: more threads only get in each other's way
+    os.environ.setdefault(variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if DEVICE == "cpu":

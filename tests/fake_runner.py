@@ -57,20 +57,29 @@ class Row:
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, host_slots: int = 0, disk: FakeDisk | None = None, seed: int = 0):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        host_slots: int = 0,
+        disk: FakeDisk | None = None,
+        seed: int = 0,
+    ):
         self.kv: list[Entries] = [[None] * block_size for _ in range(num_blocks + 1)]
         self.size = block_size
         self.rows: dict[int, Row] = {}
         self.empty: Entries = [None] * block_size
         self.host: list[Entries] = [self.empty for _ in range(host_slots)]
         self.spoilt: set[int] = set()  # slots
-        self.owner = [0] * host_slots  # who came into the slot last: late work for others is not done
+        # who came into the slot last: late work for others is not done
+        self.owner = [0] * host_slots
         self.disk, self.dice = disk, random.Random(seed)
         self.ticks = 0
         self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
         self.memory = 10**9  # tokens of the largest step
         self.saves: list[tuple[int, Save, int]] = []  # due, what, owner
-        self.fetches: list[tuple[int, Fetch, int, bool]] = []  # due, what, owner, whether it ever comes
+        # due, what, owner, whether it ever comes
+        self.fetches: list[tuple[int, Fetch, int, bool]] = []
 
     def launch(self, plan: Plan) -> Handle:
         if plan.num_tokens > self.memory:
@@ -100,9 +109,15 @@ class FakeRunner:
             new, found = [], []
             if item.sample:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
-                entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
+                entries = [
+                    self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)
+                ]
                 if row.logprobs is None:
-                    new = [oracle.model(entries, row.seed, plan.masks.get(i), row.offset + row.computed)]  # type: ignore[arg-type]
+                    new = [
+                        oracle.model(
+                            entries, row.seed, plan.masks.get(i), row.offset + row.computed
+                        )
+                    ]  # type: ignore[arg-type]
                 else:
                     found = [ranked(oracle.logprobs(entries), row.logprobs)]  # type: ignore[arg-type]
                     new = [found[0].token]
@@ -113,13 +128,22 @@ class FakeRunner:
             logprobs.append(found)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
                 after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
-                prompt_logprobs[i] = [TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)]
+                prompt_logprobs[i] = [
+                    TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)
+                ]
         self._ask_disk(plan)
         result = StepResult(
-            tokens, logprobs, prompt_logprobs, mass, spoilt={slot for slot, _ in plan.loads if slot in self.spoilt}
+            tokens,
+            logprobs,
+            prompt_logprobs,
+            mass,
+            spoilt={slot for slot, _ in plan.loads if slot in self.spoilt},
         )
         if self.host:
-            result.seconds, result.load_seconds = self.dice.random(), self.dice.random() * len(plan.loads) / 4
+            result.seconds, result.load_seconds = (
+                self.dice.random(),
+                self.dice.random() * len(plan.loads) / 4,
+            )
 
         def finish(result: StepResult) -> None:
             if fails:
@@ -144,7 +168,9 @@ class FakeRunner:
         for fetch in plan.fetches:
             owner = self._own(fetch.slot)
             comes = self.dice.random() >= self.disk.never  # type: ignore[union-attr]
-            self.fetches.append((self._due() if comes else self.ticks + PATIENCE, fetch, owner, comes))
+            self.fetches.append(
+                (self._due() if comes else self.ticks + PATIENCE, fetch, owner, comes)
+            )
         self.saves += [(self._due(), save, self.owner[save.slot]) for save in plan.saves]
 
     def _due(self) -> int:
@@ -171,14 +197,18 @@ class FakeRunner:
             tokens, entries = self.disk.records.get(fetch.hash, ([], []))  # type: ignore[union-attr]
             if not comes or tokens != list(fetch.tokens) or self.dice.random() < self.disk.missing:  # type: ignore[union-attr]
                 why = "late" if not comes else "fault"
-                news.append(DiskNews("missed", fetch.hash, fetch.ticket, why, 3.0 if not comes else 0.0))
+                news.append(
+                    DiskNews("missed", fetch.hash, fetch.ticket, why, 3.0 if not comes else 0.0)
+                )
             else:
                 if self.owner[fetch.slot] == owner:  # not so if the step that asked for it failed
                     self.host[fetch.slot] = list(entries)
                     if self.dice.random() < self.disk.spoilt:  # type: ignore[union-attr]
                         self.host[fetch.slot] = [(7, 7)] * self.size
                         self.spoilt.add(fetch.slot)
-                news.append(DiskNews("fetched", fetch.hash, fetch.ticket, seconds=self.dice.random() / 4))
+                news.append(
+                    DiskNews("fetched", fetch.hash, fetch.ticket, seconds=self.dice.random() / 4)
+                )
         return news
 
     # ---- the device ----------------------------------------------------------------------------------

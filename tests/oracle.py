@@ -17,7 +17,9 @@ VOCAB = 50
 EOS = 0
 
 
-def model(entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = None, at: int | None = None) -> int:
+def model(
+    entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = None, at: int | None = None
+) -> int:
     """The next token after the entries (token, position): what logits, seed and sampler are to a real model. `at`: its place in
     the text, which is what its noise goes by; None: behind the last entry."""
     found = list(entries)
@@ -30,7 +32,10 @@ def model(entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = No
 def attention(entries: list[tuple[int, int]], size: int) -> list[float]:
     """How much of it each block gets: some like each other's tokens, some do not."""
     last = entries[-1][0]
-    return [sum(hash((t, last)) % 97 for t, _ in entries[i : i + size]) / 97 for i in range(0, len(entries), size)]
+    return [
+        sum(hash((t, last)) % 97 for t, _ in entries[i : i + size]) / 97
+        for i in range(0, len(entries), size)
+    ]
 
 
 def logprobs(entries: Iterable[tuple[int, int]]) -> list[float]:
@@ -42,7 +47,9 @@ def logprobs(entries: Iterable[tuple[int, int]]) -> list[float]:
     return [math.log(w) - total for w in weights]
 
 
-def beam_search(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9) -> list[tuple[float, list[int]]]:
+def beam_search(
+    prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
+) -> list[tuple[float, list[int]]]:
     """The n best: (score, tokens)."""
     width, penalty = params.best_of or params.n, params.length_penalty
     stop = set(params.stop_token_ids or []) | (set() if params.ignore_eos else {EOS})
@@ -58,7 +65,11 @@ def beam_search(prompt: list[int], params: SamplingParams, max_model_len: int = 
                     grown.append((score + found[token], [*said, token]))
         grown = sorted(grown, reverse=True)[: (1 + max(len(stop), 1)) * width]
         over = [said[-1] in stop or length == longest for _, said in grown]
-        ended += [(score / length**penalty, said) for (score, said), end in zip(grown[:width], over, strict=False) if end]
+        ended += [
+            (score / length**penalty, said)
+            for (score, said), end in zip(grown[:width], over, strict=False)
+            if end
+        ]
         ended = sorted(ended, reverse=True)[:width]
         running = [one for one, end in zip(grown, over, strict=True) if not end][:width]
         if length == longest or (len(ended) == width and params.early_stopping is True):
@@ -89,7 +100,14 @@ def generate(
     while len(tokens) < most:
         if keep is not None and len(kept) > keep[1]:
             del kept[keep[0] : keep[0] + keep[2]]
-        tokens.append(model(((t, p) for p, t in enumerate(kept)), seed, guide.mask if guide else None, len(tokens)))
+        tokens.append(
+            model(
+                ((t, p) for p, t in enumerate(kept)),
+                seed,
+                guide.mask if guide else None,
+                len(tokens),
+            )
+        )
         kept.append(tokens[-1])
         if tokens[-1] in stop and len(tokens) - len(prompt) >= params.min_tokens:
             break

@@ -11,16 +11,30 @@ WORDS = ["name", "a b", "café", 'quo"te', "back\\slash", "x/y", "日本", "e\u0
 
 def random_schema(g: random.Random, depth: int = 2) -> dict[str, Any]:
     kind = g.choice(
-        ["object", "object", "array", "anyOf"] if depth == 2 else ["object", "array", "leaf", "leaf"] if depth else ["leaf"]
+        ["object", "object", "array", "anyOf"]
+        if depth == 2
+        else ["object", "array", "leaf", "leaf"]
+        if depth
+        else ["leaf"]
     )
     if kind == "object":
         names = g.sample(WORDS, g.randrange(1, 4))
         properties = {name: random_schema(g, depth - 1) for name in names}
         required = [name for name in names if g.random() < 0.7]
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
     if kind == "array":
         least = g.randrange(0, 2)
-        return {"type": "array", "items": random_schema(g, depth - 1), "minItems": least, "maxItems": least + g.randrange(0, 3)}
+        return {
+            "type": "array",
+            "items": random_schema(g, depth - 1),
+            "minItems": least,
+            "maxItems": least + g.randrange(0, 3),
+        }
     if kind == "anyOf":
         return {"anyOf": [random_schema(g, depth - 1) for _ in range(2)]}
     return g.choice(

@@ -21,7 +21,12 @@ STOPS = list(range(0, 250, 7))
 
 @cache
 def llm(architecture: str = "llama", **options: Any) -> LLM:
-    small = {"max_num_seqs": 16, "num_gpu_blocks_override": 400, "block_size": 4, "max_model_len": 256}
+    small = {
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": 400,
+        "block_size": 4,
+        "max_model_len": 256,
+    }
     return LLM(tiny.model_dir(architecture), progress=False, **{**small, **options})
 
 
@@ -38,10 +43,15 @@ def transformers_beams(architecture: str, prompt: tuple[int, ...], stops: bool, 
     )  # fmt: skip
     lengths = (found.beam_indices >= 0).sum(1).tolist()
     rows = found.sequences[:, len(prompt) :].tolist()
-    return [(score, row[:n]) for score, row, n in zip(found.sequences_scores.tolist(), rows, lengths, strict=True)]
+    return [
+        (score, row[:n])
+        for score, row, n in zip(found.sequences_scores.tolist(), rows, lengths, strict=True)
+    ]
 
 
-def search(stops: bool, width: int, length: int, penalty: float, early: bool | str) -> SamplingParams:
+def search(
+    stops: bool, width: int, length: int, penalty: float, early: bool | str
+) -> SamplingParams:
     return SamplingParams(n=width, use_beam_search=True, max_tokens=length, length_penalty=penalty, early_stopping=early,
                           ignore_eos=not stops, stop_token_ids=STOPS if stops else [], logprobs=0, detokenize=False)  # fmt: skip
 
@@ -52,9 +62,15 @@ def compare(output: RequestOutput, architecture: str, prompt: list[int], *settin
     for (score, tokens), found in zip(want, output.outputs, strict=True):
         assert found.token_ids == tokens, (settings, found.token_ids, tokens)
         assert found.cumulative_logprob is not None and found.logprobs is not None
-        assert found.cumulative_logprob / len(tokens) ** settings[3] == pytest.approx(score, abs=1e-4)
-        assert sum(at[t].logprob for at, t in zip(found.logprobs, tokens, strict=True)) == pytest.approx(found.cumulative_logprob)
-        assert found.finish_reason == ("stop" if settings[0] and tokens[-1] in [tiny.EOS, *STOPS] else "length")
+        assert found.cumulative_logprob / len(tokens) ** settings[3] == pytest.approx(
+            score, abs=1e-4
+        )
+        assert sum(
+            at[t].logprob for at, t in zip(found.logprobs, tokens, strict=True)
+        ) == pytest.approx(found.cumulative_logprob)
+        assert found.finish_reason == (
+            "stop" if settings[0] and tokens[-1] in [tiny.EOS, *STOPS] else "length"
+        )
 
 
 SETTINGS = [
@@ -87,9 +103,17 @@ BATCHES = {
     "no prefix cache": {"enable_prefix_caching": False, "depth": 2},
     "fewer rows than beams": {"max_num_seqs": 3, "depth": 2},
     "a pool for one or two": {"num_gpu_blocks_override": 20, "max_model_len": 60, "depth": 3},
-    "the same, no prefix cache": {"num_gpu_blocks_override": 20, "max_model_len": 60, "enable_prefix_caching": False},
+    "the same, no prefix cache": {
+        "num_gpu_blocks_override": 20,
+        "max_model_len": 60,
+        "enable_prefix_caching": False,
+    },
     "blocks of one": {"block_size": 1, "num_gpu_blocks_override": 500, "depth": 2},
-    "priorities": {"scheduling_policy": "priority", "num_gpu_blocks_override": 30, "max_model_len": 60},
+    "priorities": {
+        "scheduling_policy": "priority",
+        "num_gpu_blocks_override": 30,
+        "max_model_len": 60,
+    },
 }
 
 
@@ -97,10 +121,15 @@ BATCHES = {
 def test_in_a_batch_with_others_it_equals_transformers(options: dict[str, Any]) -> None:
     g = random.Random(repr(options))
     engine, chosen = llm(**options), g.sample(SETTINGS, 6)
-    drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=14, ignore_eos=True, detokenize=False)
+    drawn = SamplingParams(
+        temperature=0.8, seed=5, max_tokens=14, ignore_eos=True, detokenize=False
+    )
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False)
     several = SamplingParams(n=3, seed=9, max_tokens=9, ignore_eos=True, detokenize=False)
-    plain = [engine.generate([PROMPTS[i]], p, use_tqdm=False)[0] for i, p in ((0, drawn), (1, greedy), (2, several))]
+    plain = [
+        engine.generate([PROMPTS[i]], p, use_tqdm=False)[0]
+        for i, p in ((0, drawn), (1, greedy), (2, several))
+    ]
     prompts = [g.choice(PROMPTS) for _ in chosen]
     asked = [search(*s) for s in chosen]
     outputs = engine.generate([PROMPTS[0], *prompts[:3], PROMPTS[1], *prompts[3:], PROMPTS[2]],
@@ -120,8 +149,12 @@ def test_guided_requests_go_on_beside_beams() -> None:
     from octavo import StructuredOutputsParams
 
     engine, settings = llm(depth=2), (True, 4, 12, 1.0, False)
-    guided = SamplingParams(seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[a-z]{5}"))
-    first, second = engine.generate([PROMPTS[1], PROMPTS[0]], [search(*settings), guided], use_tqdm=False)
+    guided = SamplingParams(
+        seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[a-z]{5}")
+    )
+    first, second = engine.generate(
+        [PROMPTS[1], PROMPTS[0]], [search(*settings), guided], use_tqdm=False
+    )
     compare(first, "llama", PROMPTS[1], *settings)
     assert second.outputs[0].text.isalpha() and len(second.outputs[0].text) == 5
 
@@ -132,7 +165,11 @@ def test_beam_search_gives_vllms_shape() -> None:
     assert len(first.sequences) == len(second.sequences) == 3
     want = transformers_beams("llama", tuple(PROMPTS[0]), False, 3, 6, 1.0, False)
     for (score, tokens), found in zip(want, second.sequences, strict=True):
-        assert found.tokens == PROMPTS[0] + tokens and found.finish_reason == "length" and len(found.logprobs) == 6
+        assert (
+            found.tokens == PROMPTS[0] + tokens
+            and found.finish_reason == "length"
+            and len(found.logprobs) == 6
+        )
         assert found.cum_logprob / 6 == pytest.approx(score, abs=1e-4)
     assert all(s.text and s.text.startswith("Hello") for s in first.sequences)
 
@@ -144,19 +181,26 @@ def test_the_end_of_a_text_is_among_its_tokens_on_demand(shown: bool) -> None:
     ends = engine.engine.scheduler.eos_ids
     try:
         engine.engine.scheduler.eos_ids = frozenset(range(0, 300, 2))
-        (output,) = engine.beam_search([PROMPTS[0]], BeamSearchParams(4, 8, include_stop_str_in_output=shown))
+        (output,) = engine.beam_search(
+            [PROMPTS[0]], BeamSearchParams(4, 8, include_stop_str_in_output=shown)
+        )
     finally:
         engine.engine.scheduler.eos_ids = ends
     stopped = [s for s in output.sequences if s.finish_reason == "stop"]
     assert stopped and all((s.tokens[-1] % 2 == 0) == shown or len(s.tokens) == 3 for s in stopped)
-    assert all(s.stop_reason is None and len(s.logprobs) == len(s.tokens) - 3 + (not shown) for s in stopped)
+    assert all(
+        s.stop_reason is None and len(s.logprobs) == len(s.tokens) - 3 + (not shown)
+        for s in stopped
+    )
 
 
 def test_min_tokens_hold_for_beams() -> None:
     params = search(True, 4, 12, 1.0, False)
     params.min_tokens = 5
     (output,) = llm().generate([PROMPTS[0]], params, use_tqdm=False)
-    assert all(len(c.token_ids) > 5 and not {*c.token_ids[:5]} & {*STOPS, tiny.EOS} for c in output.outputs)
+    assert all(
+        len(c.token_ids) > 5 and not {*c.token_ids[:5]} & {*STOPS, tiny.EOS} for c in output.outputs
+    )
 
 
 def test_logprobs_and_prompt_logprobs_come_with_beams() -> None:
@@ -165,7 +209,9 @@ def test_logprobs_and_prompt_logprobs_come_with_beams() -> None:
     (output,) = llm().generate([PROMPTS[1]], params, use_tqdm=False)
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPTS[1])
     for completion in output.outputs:
-        assert completion.logprobs is not None and all(2 <= len(at) <= 3 for at in completion.logprobs)
+        assert completion.logprobs is not None and all(
+            2 <= len(at) <= 3 for at in completion.logprobs
+        )
         ids = PROMPTS[1] + completion.token_ids
         logits = tiny.hf_logits("llama", ids).log_softmax(-1)
         for k, at in enumerate(completion.logprobs):
@@ -180,10 +226,18 @@ def test_the_prompt_is_computed_once_and_shared() -> None:
     engine.reset_prefix_cache()
     count = engine.engine.scheduler.count
     before, copies, preemptions = count.computed_tokens, count.copies, count.preemptions
-    (output,) = engine.generate([list(range(100, 140))], search(False, 5, 6, 1.0, False), use_tqdm=False)
-    assert count.computed_tokens - before == 40 + 5 * 5, "40 of the prompt, and 5 beams of 5 tokens: the last is not computed"
-    assert count.copies > copies and count.preemptions == preemptions and output.num_cached_tokens == 0
-    (output,) = engine.generate([list(range(100, 140))], search(False, 5, 6, 1.0, False), use_tqdm=False)
+    (output,) = engine.generate(
+        [list(range(100, 140))], search(False, 5, 6, 1.0, False), use_tqdm=False
+    )
+    assert count.computed_tokens - before == 40 + 5 * 5, (
+        "40 of the prompt, and 5 beams of 5 tokens: the last is not computed"
+    )
+    assert (
+        count.copies > copies and count.preemptions == preemptions and output.num_cached_tokens == 0
+    )
+    (output,) = engine.generate(
+        [list(range(100, 140))], search(False, 5, 6, 1.0, False), use_tqdm=False
+    )
     assert output.num_cached_tokens == 36
 
 
@@ -192,18 +246,27 @@ def test_the_prompt_is_computed_once_and_shared() -> None:
 
 def test_best_of_gives_the_likeliest_by_token_best_first() -> None:
     params: dict[str, Any] = dict(seed=7, max_tokens=6, temperature=1.0, stop_token_ids=STOPS)
-    (every,) = llm().generate([PROMPTS[0]], SamplingParams(n=6, logprobs=0, **params), use_tqdm=False)
+    (every,) = llm().generate(
+        [PROMPTS[0]], SamplingParams(n=6, logprobs=0, **params), use_tqdm=False
+    )
     (best,) = llm().generate([PROMPTS[0]], SamplingParams(n=2, best_of=6, **params), use_tqdm=False)
-    mean = {tuple(c.token_ids): (c.cumulative_logprob or 0.0) / len(c.token_ids) for c in every.outputs}
+    mean = {
+        tuple(c.token_ids): (c.cumulative_logprob or 0.0) / len(c.token_ids) for c in every.outputs
+    }
     assert [tuple(c.token_ids) for c in best.outputs] == sorted(mean, key=lambda t: -mean[t])[:2]
     assert [c.index for c in best.outputs] == [0, 1] and best.outputs[0].logprobs is None
     first = best.outputs[0]
-    assert first.cumulative_logprob == pytest.approx(mean[tuple(first.token_ids)] * len(first.token_ids))
+    assert first.cumulative_logprob == pytest.approx(
+        mean[tuple(first.token_ids)] * len(first.token_ids)
+    )
 
 
 def test_as_many_as_asked_for_is_nothing_to_choose_from() -> None:
     params: dict[str, Any] = dict(seed=7, max_tokens=6, detokenize=False)
-    one, other = (llm().generate([PROMPTS[0]], SamplingParams(n=3, best_of=b, **params), use_tqdm=False)[0] for b in (None, 3))
+    one, other = (
+        llm().generate([PROMPTS[0]], SamplingParams(n=3, best_of=b, **params), use_tqdm=False)[0]
+        for b in (None, 3)
+    )
     assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
     assert len(list(llm().stream(PROMPTS[0], SamplingParams(n=3, best_of=3, **params)))) >= 3
 
@@ -215,12 +278,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "too many": (dict(best_of=10**6), "best_of", "param_out_of_range"),
     "too wide": (dict(use_beam_search=True, n=100), "n", "param_out_of_range"),
     "a million beams": (dict(use_beam_search=True, best_of=10**6), "best_of", "param_out_of_range"),
-    "penalties": (dict(use_beam_search=True, n=2, frequency_penalty=1), "frequency_penalty", "unsupported_parameter"),
-    "a bias": (dict(use_beam_search=True, n=2, logit_bias={1: 2}), "logit_bias", "unsupported_parameter"),
-    "allowed tokens": (dict(use_beam_search=True, n=2, allowed_token_ids=[1]), "allowed_token_ids", "unsupported_parameter"),
+    "penalties": (
+        dict(use_beam_search=True, n=2, frequency_penalty=1),
+        "frequency_penalty",
+        "unsupported_parameter",
+    ),
+    "a bias": (
+        dict(use_beam_search=True, n=2, logit_bias={1: 2}),
+        "logit_bias",
+        "unsupported_parameter",
+    ),
+    "allowed tokens": (
+        dict(use_beam_search=True, n=2, allowed_token_ids=[1]),
+        "allowed_token_ids",
+        "unsupported_parameter",
+    ),
     "stop strings": (dict(use_beam_search=True, n=2, stop="x"), "stop", "unsupported_parameter"),
-    "an unknown way to stop": (dict(use_beam_search=True, early_stopping="soon"), "early_stopping", None),
-    "a penalty that is no number": (dict(use_beam_search=True, length_penalty="x"), "length_penalty", "param_out_of_range"),
+    "an unknown way to stop": (
+        dict(use_beam_search=True, early_stopping="soon"),
+        "early_stopping",
+        None,
+    ),
+    "a penalty that is no number": (
+        dict(use_beam_search=True, length_penalty="x"),
+        "length_penalty",
+        "param_out_of_range",
+    ),
     "a length penalty without beams": (dict(length_penalty=2.0), "length_penalty", None),
 }
 
@@ -241,5 +324,7 @@ def test_what_is_ranked_cannot_be_streamed() -> None:
 
 def test_more_beams_than_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="vocabulary"):
-        params = SamplingParams(use_beam_search=True, n=60, stop_token_ids=list(range(250)), detokenize=False)
+        params = SamplingParams(
+            use_beam_search=True, n=60, stop_token_ids=list(range(250)), detokenize=False
+        )
         llm().generate([PROMPTS[0]], params, use_tqdm=False)

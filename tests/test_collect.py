@@ -17,7 +17,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(tiny.model_dir())
 
 
-def collect(tokenizer: Tokenizer, ids: list[int], follow: bool, reason: str = "length", **params: object) -> Collector:
+def collect(
+    tokenizer: Tokenizer, ids: list[int], follow: bool, reason: str = "length", **params: object
+) -> Collector:
     request = Request("r", [1], SamplingParams(max_tokens=len(ids), **params))  # type: ignore[arg-type]
     collector = Collector(request, None, tokenizer)
     if follow:
@@ -33,9 +35,20 @@ def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, inc
     whole = collect(tokenizer, ids, False, reason, include_stop_str_in_output=include)
     followed = collect(tokenizer, ids, True, reason, include_stop_str_in_output=include)
     assert whole.outputs[0].token_ids == followed.outputs[0].token_ids == ids
-    assert whole.outputs[0].text == followed.outputs[0].text == (TEXT if reason == "length" or include else TEXT[:-1])
-    assert followed.news is not None and "".join(piece.text for piece in followed.news) == followed.outputs[0].text
-    assert whole.finished and whole.metrics.first_token_time is not None and whole.metrics.finished_time is not None
+    assert (
+        whole.outputs[0].text
+        == followed.outputs[0].text
+        == (TEXT if reason == "length" or include else TEXT[:-1])
+    )
+    assert (
+        followed.news is not None
+        and "".join(piece.text for piece in followed.news) == followed.outputs[0].text
+    )
+    assert (
+        whole.finished
+        and whole.metrics.first_token_time is not None
+        and whole.metrics.finished_time is not None
+    )
 
 
 def test_a_stop_string_is_found_though_nobody_follows(tokenizer: Tokenizer) -> None:

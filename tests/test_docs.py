@@ -24,7 +24,8 @@ TEMPLATE = ROOT / "docs" / "decisions" / "0000-template.md"  # its links are bla
 PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/**/*.md")) - {TEMPLATE})]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MOST_NOT_RUN = 4
-NEEDS_A_SERVER = {"docs/serving.md"}  # compiled and not run here, and other pages' blocks with the server's address too:
+# compiled and not run here, and other pages' blocks with the server's address too:
+NEEDS_A_SERVER = {"docs/serving.md"}
 ADDRESS = "127.0.0.1:8000"  # tests/serve/test_snippets.py runs them all against a server
 
 FENCED = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +46,14 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> Iterator[Block]:
     for found in FENCED.finditer(text):
-        yield Block(found["kind"].strip(), found["body"], found.start(), found.start("body"), found.end("body"), found.end())
+        yield Block(
+            found["kind"].strip(),
+            found["body"],
+            found.start(),
+            found.start("body"),
+            found.end("body"),
+            found.end(),
+        )
 
 
 def prose(text: str) -> str:
@@ -65,27 +73,36 @@ def run(page: Path, namespace: dict[str, object]) -> str:
         if block.kind != "python":
             continue
         lines = text.count("\n", 0, block.start)
-        code = compile("\n" * lines + block.body, str(page), "exec")  # so that a traceback names the page's line
+        # so that a traceback names the page's line
+        code = compile("\n" * lines + block.body, str(page), "exec")
         if str(page.relative_to(ROOT)) in NEEDS_A_SERVER or ADDRESS in block.body:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, namespace)
         if i + 1 < len(found) and found[i + 1].kind == "output":
             after = found[i + 1]
-            assert not text[block.next : after.fence].strip(), f"{page}: words between code and its output"
-            printed += [text[at : after.start], "".join(f"{line}\n" for line in lines_of(out.getvalue()))]
+            assert not text[block.next : after.fence].strip(), (
+                f"{page}: words between code and its output"
+            )
+            printed += [
+                text[at : after.start],
+                "".join(f"{line}\n" for line in lines_of(out.getvalue())),
+            ]
             at = after.end
     return "".join(printed) + text[at:]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_code_runs_and_prints_what_the_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_runs_and_prints_what_the_page_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from octavo.model import registry
 
     page = ROOT / name
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setattr(registry, "_classes", dict(registry._classes))  # a page may register an architecture
+    # a page may register an architecture
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
     default = torch.get_default_dtype()
     true = run(page, {"__name__": "__main__"})
     assert torch.get_default_dtype() == default
@@ -96,7 +113,10 @@ def test_the_code_runs_and_prints_what_the_page_says(name: str, tmp_path: Path, 
 
 def test_few_blocks_are_left_out() -> None:
     left_out = [
-        name for name, page in zip(NAMES, PAGES, strict=True) for b in blocks(page.read_text()) if b.kind == "python no-run"
+        name
+        for name, page in zip(NAMES, PAGES, strict=True)
+        for b in blocks(page.read_text())
+        if b.kind == "python no-run"
     ]
     assert len(left_out) <= MOST_NOT_RUN, left_out
 
@@ -108,7 +128,9 @@ def test_blocks_are_closed_and_outputs_follow_code(name: str) -> None:
     kinds = [block.kind for block in blocks(text)]
     assert {kind for kind in kinds if kind.startswith("py")} <= {"python", "python no-run"}
     for before, kind in zip(["", *kinds], kinds, strict=False):
-        assert kind != "output" or before == "python", "an output block must follow the code that prints it"
+        assert kind != "output" or before == "python", (
+            "an output block must follow the code that prints it"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,8 +178,13 @@ def importable(name: str) -> bool:
 def test_every_page_is_reached_from_the_index_and_every_decision_from_their_list() -> None:
     for folder in (ROOT / "docs", ROOT / "docs" / "decisions"):
         index = folder / ("index.md" if folder.name == "docs" else "README.md")
-        linked = {(folder / found["target"].partition("#")[0]).resolve() for found in LINK.finditer(index.read_text())}
-        assert {page.name for page in folder.glob("*.md") if page != index} <= {page.name for page in linked}
+        linked = {
+            (folder / found["target"].partition("#")[0]).resolve()
+            for found in LINK.finditer(index.read_text())
+        }
+        assert {page.name for page in folder.glob("*.md") if page != index} <= {
+            page.name for page in linked
+        }
 
 
 def test_options_on_the_command_line_page_exist() -> None:

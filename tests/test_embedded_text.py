@@ -11,7 +11,9 @@ from octavo import LLM, SamplingParams
 from octavo.model import embedded
 from octavo.model.load import open_checkpoint
 
-pytestmark = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
+pytestmark = pytest.mark.skipif(
+    embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL
+)
 
 QUESTIONS = [
     "What is the capital of France?", "Name three colours.", "What is 2 + 2?", "Write a haiku about rain.",
@@ -28,7 +30,9 @@ def theirs() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(None)
-    config = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "torch_dtype")}
+    config = {
+        k: v for k, v in checkpoint.config.items() if k not in ("architectures", "torch_dtype")
+    }
     model = LlamaForCausalLM(LlamaConfig(**config)).eval()
     weights = {name: checkpoint.read(name).float() for name in checkpoint.shapes}
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -53,5 +57,9 @@ def test_twenty_greedy_answers_equal_transformers(theirs: Any) -> None:
 def test_it_answers_in_english() -> None:
     llm = LLM(progress=False, max_num_seqs=2, max_model_len=256)
     ask = "What is the opposite of hot?"
-    answer = llm.chat([{"role": "user", "content": ask}], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    answer = llm.chat(
+        [{"role": "user", "content": ask}],
+        SamplingParams(temperature=0, max_tokens=24),
+        use_tqdm=False,
+    )
     assert "cold" in answer[0].outputs[0].text

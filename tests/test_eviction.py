@@ -18,13 +18,21 @@ PROMPT = [5, 17, 200, 33, 90, 11, 64, 7, 8, 150, 21]
 
 
 def make(architecture: str = "llama", **options: Any) -> LLM:
-    given = dict(dtype="float32", kv_cache_dtype="float32", block_size=SIZE, num_gpu_blocks_override=60, max_num_seqs=4)
+    given = dict(
+        dtype="float32",
+        kv_cache_dtype="float32",
+        block_size=SIZE,
+        num_gpu_blocks_override=60,
+        max_num_seqs=4,
+    )
     given |= dict(kv_eviction="sinks", kv_budget=BUDGET, max_model_len=200, progress=False)
     return LLM(model_dir(architecture), **given | options)  # type: ignore[arg-type]
 
 
 def greedy(tokens: int, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **more)
+    return SamplingParams(
+        max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **more
+    )
 
 
 def said(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -38,7 +46,9 @@ def turn_back(keys: Tensor, by: int, frequencies: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def naive(architecture: str, prompt: list[int], count: int, sinks: int = SIZE) -> list[tuple[int, Tensor]]:
+def naive(
+    architecture: str, prompt: list[int], count: int, sinks: int = SIZE
+) -> list[tuple[int, Tensor]]:
     """Tokens and logits, in float64. Its cache is a tensor a layer; a block leaves it and the keys behind turn back."""
     from transformers import DynamicCache
 
@@ -48,10 +58,16 @@ def naive(architecture: str, prompt: list[int], count: int, sinks: int = SIZE) -
     for _ in range(count):
         if cache.get_seq_length() + 1 > BUDGET:
             for i, layer in enumerate(cache.layers):
-                name = f"{types[i]}_inv_freq" if types and hasattr(rotary, f"{types[i]}_inv_freq") else "inv_freq"
+                name = (
+                    f"{types[i]}_inv_freq"
+                    if types and hasattr(rotary, f"{types[i]}_inv_freq")
+                    else "inv_freq"
+                )
                 keys = turn_back(layer.keys[:, :, sinks + SIZE :], SIZE, getattr(rotary, name))
                 layer.keys = torch.cat((layer.keys[:, :, :sinks], keys), dim=2)
-                layer.values = torch.cat((layer.values[:, :, :sinks], layer.values[:, :, sinks + SIZE :]), dim=2)
+                layer.values = torch.cat(
+                    (layer.values[:, :, :sinks], layer.values[:, :, sinks + SIZE :]), dim=2
+                )
         logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
         ids = [int(logits.argmax())]
         out.append((ids[0], logits))
@@ -62,7 +78,9 @@ def naive(architecture: str, prompt: list[int], count: int, sinks: int = SIZE) -
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_tokens_and_logprobs_equal_a_naive_loop_far_beyond_the_budget(architecture: str) -> None:
     want = naive(architecture, PROMPT, 150)
-    output = make(architecture).generate([PROMPT], greedy(150, logprobs=0), use_tqdm=False)[0].outputs[0]
+    output = (
+        make(architecture).generate([PROMPT], greedy(150, logprobs=0), use_tqdm=False)[0].outputs[0]
+    )
     assert list(output.token_ids) == [token for token, _ in want]
     for entry, (token, logits) in zip(output.logprobs or [], want, strict=True):
         assert entry[token].logprob == pytest.approx(float(logits.log_softmax(0)[token]), abs=1e-3)
@@ -70,7 +88,9 @@ def test_tokens_and_logprobs_equal_a_naive_loop_far_beyond_the_budget(architectu
 
 def test_neither_depth_nor_neighbours_change_what_is_said() -> None:
     prompts = [PROMPT, PROMPT[:3], [*PROMPT, 1, 2, 3] * 2]
-    params = SamplingParams(max_tokens=300, temperature=0.8, seed=5, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=300, temperature=0.8, seed=5, ignore_eos=True, detokenize=False
+    )
     alone = [said(make(), [p], params)[0] for p in prompts]
     for depth in (1, 2, 3):
         llm = make(depth=depth)
@@ -83,7 +103,11 @@ def test_neither_depth_nor_neighbours_change_what_is_said() -> None:
 def test_a_prompt_that_others_share_stays_in_the_prefix_cache_as_it_was() -> None:
     prompt = list(range(1, BUDGET))
     llm = make()
-    first = llm.generate([prompt], SamplingParams(n=3, max_tokens=100, temperature=1, seed=1, ignore_eos=True), use_tqdm=False)
+    first = llm.generate(
+        [prompt],
+        SamplingParams(n=3, max_tokens=100, temperature=1, seed=1, ignore_eos=True),
+        use_tqdm=False,
+    )
     assert llm.engine.scheduler.count.copies > 0
     again = llm.generate([prompt], greedy(1), use_tqdm=False)[0]
     fresh = make().generate([prompt], greedy(1), use_tqdm=False)[0]
@@ -95,13 +119,17 @@ def test_noise_goes_by_the_place_in_the_text() -> None:
     """Where every token is as likely as any other, what is drawn is noise alone: it must not come again after 8 tokens."""
     llm = make(max_num_seqs=1)
     llm.model.logits = lambda hidden: torch.zeros(len(hidden), llm.config.vocab_size)  # type: ignore[method-assign]
-    tokens = said(llm, [PROMPT], SamplingParams(max_tokens=120, seed=1, ignore_eos=True, detokenize=False))[0]
+    tokens = said(
+        llm, [PROMPT], SamplingParams(max_tokens=120, seed=1, ignore_eos=True, detokenize=False)
+    )[0]
     assert all(tokens[i : i + 8] != tokens[i + 8 : i + 16] for i in range(40, 100))
 
 
 def test_min_tokens_counts_what_has_left_the_cache() -> None:
     bias = {256: 100.0}
-    params = SamplingParams(max_tokens=200, min_tokens=120, temperature=0, logit_bias=bias, detokenize=False)
+    params = SamplingParams(
+        max_tokens=200, min_tokens=120, temperature=0, logit_bias=bias, detokenize=False
+    )
     assert len(said(make(), [PROMPT], params)[0]) == 121
 
 
@@ -124,7 +152,11 @@ def test_what_cannot_be_bounded_is_refused(options: dict[str, Any], why: str) ->
 
 def test_beams_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="bounded caches"):
-        make().generate([PROMPT], SamplingParams(max_tokens=2, best_of=2, use_beam_search=True, temperature=0), use_tqdm=False)
+        make().generate(
+            [PROMPT],
+            SamplingParams(max_tokens=2, best_of=2, use_beam_search=True, temperature=0),
+            use_tqdm=False,
+        )
 
 
 def test_a_prompt_longer_than_the_budget_is_refused() -> None:
@@ -150,8 +182,12 @@ def test_mass_is_the_part_of_attention_that_a_block_gets() -> None:
         for j in range(width):
             kv[:, 1] = 0
             kv[table[0, j], 1] = 1
-            batch = ForwardBatch(at, at, at, ints, lengths, table, ints[:1], ints[:1].long(), [Span(0, 1, length)])
-            assert float(watched.mass[0, j]) == pytest.approx(float(ops.attention(q, kv, batch, 0.25, window).mean()), abs=1e-5)
+            batch = ForwardBatch(
+                at, at, at, ints, lengths, table, ints[:1], ints[:1].long(), [Span(0, 1, length)]
+            )
+            assert float(watched.mass[0, j]) == pytest.approx(
+                float(ops.attention(q, kv, batch, 0.25, window).mean()), abs=1e-5
+            )
         assert float(watched.mass.sum()) == pytest.approx(1)
 
 

@@ -15,13 +15,21 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 @cache
 def names_in(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def lines() -> list[list[str]]:
     """The cells of each line of a table, but for its head."""
-    found = [line.strip().strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("|")]
-    return [cells for cells in found if cells[0].strip() != "fault" and not cells[0].startswith("---")]
+    found = [
+        line.strip().strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("|")
+    ]
+    return [
+        cells for cells in found if cells[0].strip() != "fault" and not cells[0].startswith("---")
+    ]
 
 
 def test_every_line_names_a_test() -> None:
@@ -31,7 +39,11 @@ def test_every_line_names_a_test() -> None:
 
 def test_every_test_that_is_named_is_there() -> None:
     named = TEST.findall(PAGE)
-    assert [f"{path}::{name}" for path, name in named if not (ROOT / path).exists() or name not in names_in(path)] == []
+    assert [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).exists() or name not in names_in(path)
+    ] == []
     assert len(set(named)) > 120
 
 

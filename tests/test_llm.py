@@ -20,7 +20,13 @@ GREEDY = dict(temperature=0.0, ignore_eos=True)
 
 
 def make(architecture: str = "llama", **options: Any) -> LLM:
-    options = {"max_model_len": 200, "max_num_seqs": 8, "progress": False, "num_gpu_blocks_override": 200, **options}
+    options = {
+        "max_model_len": 200,
+        "max_num_seqs": 8,
+        "progress": False,
+        "num_gpu_blocks_override": 200,
+        **options,
+    }
     return LLM(tiny.model_dir(architecture), **options)
 
 
@@ -32,7 +38,10 @@ def llm() -> LLM:
 def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
     g = random.Random(seed)
     shared = [g.randrange(250) for _ in range(40)]
-    return [shared[: g.randrange(40)] + [g.randrange(250) for _ in range(g.randrange(1, longest - 39))] for _ in range(count)]
+    return [
+        shared[: g.randrange(40)] + [g.randrange(250) for _ in range(g.randrange(1, longest - 39))]
+        for _ in range(count)
+    ]
 
 
 def ids_of(outputs: list) -> list[list[int]]:
@@ -105,7 +114,9 @@ def test_the_same_work_gives_the_same_tokens_in_bf16() -> None:
     want = sampled(first, many)
     assert sampled(make("qwen3", dtype="bfloat16", depth=2), many) == want
     warm = sampled(first, many)
-    assert sum(len(set(map(tuple, a)) & set(map(tuple, b))) for a, b in zip(warm, want, strict=True)) >= 0.8 * sum(map(len, want))
+    assert sum(
+        len(set(map(tuple, a)) & set(map(tuple, b))) for a, b in zip(warm, want, strict=True)
+    ) >= 0.8 * sum(map(len, want))
 
 
 def test_six_blocks_are_enough() -> None:
@@ -138,7 +149,9 @@ def test_the_same_prompt_again_reuses_its_blocks(llm: LLM) -> None:
 def test_requests_of_one_call_do_not_depend_on_each_other(llm: LLM) -> None:
     many = prompts(5, seed=3)
     params = SamplingParams(max_tokens=6, **GREEDY)
-    assert ids_of(llm.generate(many, params)) == [ids_of(llm.generate([p], params))[0] for p in many]
+    assert ids_of(llm.generate(many, params)) == [
+        ids_of(llm.generate([p], params))[0] for p in many
+    ]
 
 
 # ---- what comes back ------------------------------------------------------------------------------------
@@ -150,15 +163,25 @@ def test_prompts_in_every_form(llm: LLM) -> None:
     want = ids_of(llm.generate("hello", params))
     assert want == ids_of(llm.generate(["hello"], params))
     assert want == ids_of(llm.generate(ids, params)) == ids_of(llm.generate([ids], params))
-    assert want == ids_of(llm.generate({"prompt_token_ids": ids}, params)) == ids_of(llm.generate([{"prompt": "hello"}], params))
+    assert (
+        want
+        == ids_of(llm.generate({"prompt_token_ids": ids}, params))
+        == ids_of(llm.generate([{"prompt": "hello"}], params))
+    )
     assert want == ids_of(llm.generate(prompt_token_ids=[ids], sampling_params=params))
     out = llm.generate(["hello", ids], [params, params])
-    assert [o.prompt for o in out] == ["hello", None] and [o.prompt_token_ids for o in out] == [ids, ids]
+    assert [o.prompt for o in out] == ["hello", None] and [o.prompt_token_ids for o in out] == [
+        ids,
+        ids,
+    ]
 
 
 def test_logprobs_equal_transformers(llm: LLM) -> None:
     prompt = prompts(1, seed=4)[0]
-    out = llm.generate([prompt], SamplingParams(max_tokens=5, seed=3, logprobs=3, prompt_logprobs=2, ignore_eos=True))[0]
+    out = llm.generate(
+        [prompt],
+        SamplingParams(max_tokens=5, seed=3, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+    )[0]
     done = out.outputs[0]
     want = tiny.hf_logits("llama", prompt + done.token_ids).log_softmax(-1)
     assert done.logprobs is not None and out.prompt_logprobs is not None
@@ -186,33 +209,51 @@ def test_prompt_logprobs_are_whole_when_the_prompt_is_chunked_or_cached() -> Non
         got = llm.generate([prompt], params)[0].prompt_logprobs
         assert got is not None and want is not None and got[0] is None
         for a, b, token in zip(got[1:], want[1:], prompt[1:], strict=True):
-            assert a is not None and b is not None and a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+            assert (
+                a is not None
+                and b is not None
+                and a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+            )
 
 
 def test_n_completions_share_the_prompt_and_differ(llm: LLM) -> None:
-    out = llm.generate([prompts(1, seed=6)[0]], SamplingParams(n=4, seed=1, temperature=1.5, max_tokens=8, ignore_eos=True))[0]
+    out = llm.generate(
+        [prompts(1, seed=6)[0]],
+        SamplingParams(n=4, seed=1, temperature=1.5, max_tokens=8, ignore_eos=True),
+    )[0]
     assert [c.index for c in out.outputs] == [0, 1, 2, 3]
     assert len({tuple(c.token_ids) for c in out.outputs}) == 4
 
 
 def test_one_token_is_prompt_enough_for_several_completions(llm: LLM) -> None:
-    out = llm.generate([[7]], SamplingParams(n=3, max_tokens=4, seed=2, temperature=1.5, ignore_eos=True))[0]
+    out = llm.generate(
+        [[7]], SamplingParams(n=3, max_tokens=4, seed=2, temperature=1.5, ignore_eos=True)
+    )[0]
     assert out.error is None and [len(c.token_ids) for c in out.outputs] == [4, 4, 4]
 
 
 def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, logit_bias={tiny.EOS: 100}, min_tokens=3)
     done = llm.generate(["hi"], params)[0].outputs[0]
-    assert done.token_ids[-1] == tiny.EOS and len(done.token_ids) == 4 and done.finish_reason == "stop"
+    assert (
+        done.token_ids[-1] == tiny.EOS and len(done.token_ids) == 4 and done.finish_reason == "stop"
+    )
     assert done.stop_reason is None and "eos" not in done.text
-    ignored = llm.generate(["hi"], SamplingParams(temperature=0, max_tokens=5, logit_bias={tiny.EOS: 100}, ignore_eos=True))
+    ignored = llm.generate(
+        ["hi"],
+        SamplingParams(temperature=0, max_tokens=5, logit_bias={tiny.EOS: 100}, ignore_eos=True),
+    )
     assert ids_of(ignored) == [[tiny.EOS] * 5] and ignored[0].outputs[0].finish_reason == "length"
 
 
 def test_a_stop_token_is_reported(llm: LLM) -> None:
     token = llm.generate(["hi"], SamplingParams(max_tokens=4, **GREEDY))[0].outputs[0].token_ids[2]
-    done = llm.generate(["hi"], SamplingParams(max_tokens=9, stop_token_ids=[token], **GREEDY))[0].outputs[0]
-    assert done.finish_reason == "stop" and done.stop_reason == token and done.token_ids[-1] == token
+    done = llm.generate(["hi"], SamplingParams(max_tokens=9, stop_token_ids=[token], **GREEDY))[
+        0
+    ].outputs[0]
+    assert (
+        done.finish_reason == "stop" and done.stop_reason == token and done.token_ids[-1] == token
+    )
 
 
 def letters(llm: LLM, text: str) -> dict[int, float]:
@@ -237,7 +278,10 @@ def test_stop_strings_cut_exactly_and_end_the_request(llm: LLM) -> None:
             include_stop_str_in_output=include,
         )
         done = llm2.generate(["x"], params)[0].outputs[0]
-        assert done.text == whole.text[: at + 3 * include] and (done.finish_reason, done.stop_reason) == ("stop", stop)
+        assert done.text == whole.text[: at + 3 * include] and (
+            done.finish_reason,
+            done.stop_reason,
+        ) == ("stop", stop)
         assert done.token_ids == whole.token_ids[: at + 3]
         assert "".join(p.text for p in llm2.stream("x", params)) == done.text
         assert (blocks_in_use(llm2) == 0 and llm2.engine.idle) or llm2.step() == []
@@ -248,7 +292,10 @@ def test_chat_is_the_template_and_a_completion(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi <|end|>"}]
     ids = llm.encode_chat(messages)
     special = {"<|user|>": 259, "<|end|>": 258, "<|assistant|>": 260}
-    assert ids[0] == special["<|user|>"] and ids[-2:] == [special["<|end|>"], special["<|assistant|>"]]
+    assert ids[0] == special["<|user|>"] and ids[-2:] == [
+        special["<|end|>"],
+        special["<|assistant|>"],
+    ]
     assert ids.count(special["<|end|>"]) == 1, "a user cannot end the turn"
     assert ids_of(llm.chat(messages, params)) == ids_of(llm.generate([ids], params))
     assert ids_of(llm.chat([messages, messages], params)) == 2 * ids_of(llm.generate([ids], params))
@@ -265,8 +312,12 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
         mine = [p for p in pieces if p.index == completion.index]
         assert [t for p in mine for t in p.token_ids] == completion.token_ids
         assert "".join(p.text for p in mine) == completion.text
-        assert mine[-1].finish_reason == completion.finish_reason and all(p.finish_reason is None for p in mine[:-1])
-        assert math.fsum(p.cumulative_logprob or 0 for p in mine) == pytest.approx(completion.cumulative_logprob)
+        assert mine[-1].finish_reason == completion.finish_reason and all(
+            p.finish_reason is None for p in mine[:-1]
+        )
+        assert math.fsum(p.cumulative_logprob or 0 for p in mine) == pytest.approx(
+            completion.cumulative_logprob
+        )
 
 
 def test_two_streams_at_once_and_one_is_left(llm: LLM) -> None:
@@ -314,7 +365,9 @@ def test_the_empty_text_is_the_token_that_begins_one(llm: LLM) -> None:
         ([1], dict(logit_bias={999: 1.0}), InvalidRequest, "logit_bias names token 999"),
     ],
 )
-def test_a_bad_request_is_refused_and_harms_nobody(llm: LLM, prompt: Any, params: Any, error: type, says: str) -> None:
+def test_a_bad_request_is_refused_and_harms_nobody(
+    llm: LLM, prompt: Any, params: Any, error: type, says: str
+) -> None:
     good = SamplingParams(max_tokens=8, **GREEDY)
     want = ids_of(llm.generate(["good"], good))
     other = llm.stream("good", good)
@@ -363,9 +416,14 @@ def test_bad_options_are_refused_by_name_before_anything_is_loaded(options: dict
 def test_values_beyond_32_bits_harm_nobody(llm: LLM) -> None:
     good = llm.stream("good", SamplingParams(max_tokens=4, **GREEDY))
     next(good)
-    huge = llm.generate(["x"], SamplingParams(top_k=2**40, max_tokens=2, min_tokens=2, ignore_eos=True, seed=2**63))
+    huge = llm.generate(
+        ["x"], SamplingParams(top_k=2**40, max_tokens=2, min_tokens=2, ignore_eos=True, seed=2**63)
+    )
     assert huge[0].error is None and len(huge[0].outputs[0].token_ids) == 2
-    assert llm.generate(["x"], SamplingParams(max_tokens=None, min_tokens=2**40, **GREEDY))[0].error is None
+    assert (
+        llm.generate(["x"], SamplingParams(max_tokens=None, min_tokens=2**40, **GREEDY))[0].error
+        is None
+    )
     assert all(piece.error is None for piece in good)
 
 
@@ -375,20 +433,27 @@ def test_nothing_left_to_say_is_refused(llm: LLM) -> None:
 
 
 def test_what_is_no_prompt_is_refused_by_its_name(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="give prompts: text, token ids, or a list of either, got 3"):
+    with pytest.raises(
+        InvalidRequest, match="give prompts: text, token ids, or a list of either, got 3"
+    ):
         llm.generate(3)
 
 
 def test_salted_prompts_do_not_share_blocks_and_unknown_keys_are_refused(llm: LLM) -> None:
     prompt = [i % 200 for i in range(100)]
     params = SamplingParams(max_tokens=1)
-    cached = [llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, params)[0].num_cached_tokens for salt in "abb"]
+    cached = [
+        llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, params)[0].num_cached_tokens
+        for salt in "abb"
+    ]
     assert cached == [0, 0, 96]
     with pytest.raises(InvalidRequest, match="multi_modal_data"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, params)
 
 
-def test_an_interrupt_ends_what_was_in_the_step_and_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_what_was_in_the_step_and_the_engine_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_tokens=6, **GREEDY)
     want = ids_of(llm.generate(["good"], params))
     stream = llm.stream("good", params)
@@ -427,8 +492,18 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
 def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     per_token = 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, dim, bytes
     monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 100 * 16 * per_token)
-    with pytest.raises(NotEnoughMemory, match="1700 needs .* memory holds 100: max_model_len=1600 would work") as _:
-        size_pool(replace(make().config, max_position=2000), 16, "float32", 100 * 16 * per_token, 8, 1700, None)
+    with pytest.raises(
+        NotEnoughMemory, match="1700 needs .* memory holds 100: max_model_len=1600 would work"
+    ) as _:
+        size_pool(
+            replace(make().config, max_position=2000),
+            16,
+            "float32",
+            100 * 16 * per_token,
+            8,
+            1700,
+            None,
+        )
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 1024
     monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 10 * 16 * per_token)
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 161
@@ -437,7 +512,9 @@ def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.Mon
         make(num_gpu_blocks_override=None)
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_ends_its_requests_and_no_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_tokens=5, **GREEDY)
     want = ids_of(llm.generate(["good"], params))
     forward = llm.model.forward
@@ -447,14 +524,18 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(llm: LLM, monkeypatch
 
     monkeypatch.setattr(llm.model, "forward", broken)
     failed = llm.generate(["bad", "worse"], params)
-    assert all(o.outputs[0].finish_reason == "error" and "on fire" in (o.error or "") for o in failed)
+    assert all(
+        o.outputs[0].finish_reason == "error" and "on fire" in (o.error or "") for o in failed
+    )
     monkeypatch.setattr(llm.model, "forward", forward)
     assert ids_of(llm.generate(["good"], params)) == want
     llm.engine.scheduler.check()
     assert blocks_in_use(llm) == 0
 
 
-def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_tokens=5, **GREEDY)
     prompts = [[k] * 60 for k in range(1, 5)]
     want = ids_of(llm.generate(prompts, params))
@@ -462,7 +543,9 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(ll
 
     def tight(batch: Any, kv: Any) -> torch.Tensor:
         if len(batch.ids) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB at 0xdeadbeef")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20 MiB at 0xdeadbeef"
+            )
         return forward(batch, kv)
 
     monkeypatch.setattr(llm.model, "forward", tight)
@@ -472,7 +555,10 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(ll
     most = 0
     scheduler.forget()
     failed = llm.generate(prompts, params)
-    assert all(o.outputs[0].finish_reason == "error" and "no memory for a step" in (o.error or "") for o in failed)
+    assert all(
+        o.outputs[0].finish_reason == "error" and "no memory for a step" in (o.error or "")
+        for o in failed
+    )
     most = 10**6
     assert ids_of(llm.generate(prompts, params)) == want
     scheduler.check()
@@ -480,7 +566,9 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(ll
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(
+    depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Ctrl-C at lines drawn from all that the engine's bookkeeping executes."""
     llm = make(depth=depth, swap_space=1 / 1024)
     many, params = prompts(4), SamplingParams(max_tokens=5, **GREEDY)
@@ -526,7 +614,9 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(depth: int, cap
     assert "begins anew" in caplog.text
 
 
-def test_a_fault_in_the_scheduler_ends_what_runs_and_no_more(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_scheduler_ends_what_runs_and_no_more(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_tokens=6, **GREEDY)
     want = ids_of(llm.generate(["good"], params))
     stream = llm.stream("good", params)
@@ -535,11 +625,15 @@ def test_a_fault_in_the_scheduler_ends_what_runs_and_no_more(llm: LLM, monkeypat
         patch.setattr(llm.engine.scheduler.pool, "take", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(["x" * 40], params)
-    assert [(piece.finish_reason, piece.error) for piece in stream] == [("error", "the engine was interrupted")]
+    assert [(piece.finish_reason, piece.error) for piece in stream] == [
+        ("error", "the engine was interrupted")
+    ]
     assert ids_of(llm.generate(["good"], params)) == want
 
 
-@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2, "repetition_penalty": 1.2}]
+)
 def test_a_model_that_computes_no_numbers_says_so(more: dict[str, Any]) -> None:
     llm = make(depth=2)
     with torch.inference_mode():
@@ -567,7 +661,11 @@ def test_a_pool_beyond_memory_is_refused_by_its_own_name() -> None:
 
 
 def test_a_fault_that_is_over_leaves_nothing_in_the_cache() -> None:
-    llm, params, prompt = make(block_size=4), SamplingParams(max_tokens=5, **GREEDY), "a system prompt of some length"
+    llm, params, prompt = (
+        make(block_size=4),
+        SamplingParams(max_tokens=5, **GREEDY),
+        "a system prompt of some length",
+    )
     want = ids_of(llm.generate([prompt], params))
     llm.reset_prefix_cache()
     with torch.inference_mode():

@@ -18,41 +18,68 @@ from tests.test_llm import GREEDY, ids_of, make, prompts
 
 @pytest.fixture(scope="module")
 def want() -> list[list[int]]:
-    return ids_of(make().generate(prompts(6), SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False))
+    return ids_of(
+        make().generate(prompts(6), SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False)
+    )
 
 
 SMALL = {"max_batch": 2, "window_ms": 1.0}  # where they are used
-BATCHING = [{"batching": mode, **{name: SMALL[name] for name in SMALL if mode in USED[name]}} for mode in MODES]
+BATCHING = [
+    {"batching": mode, **{name: SMALL[name] for name in SMALL if mode in USED[name]}}
+    for mode in MODES
+]
 
 
-@pytest.mark.parametrize("options", [{"scheduling_policy": p} for p in POLICIES] + BATCHING, ids=str)
-def test_the_tokens_are_the_same_under_every_policy_and_mode(options: dict[str, Any], want: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"scheduling_policy": p} for p in POLICIES] + BATCHING, ids=str
+)
+def test_the_tokens_are_the_same_under_every_policy_and_mode(
+    options: dict[str, Any], want: list[list[int]]
+) -> None:
     llm = make(max_num_seqs=3, block_size=4, num_gpu_blocks_override=30, depth=2, **options)
-    assert ids_of(llm.generate(prompts(6), SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False)) == want
+    assert (
+        ids_of(llm.generate(prompts(6), SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False))
+        == want
+    )
 
 
 def test_lower_priorities_are_served_first() -> None:
     llm = make(max_num_seqs=1, scheduling_policy="priority")
-    outputs = llm.generate([[i] * 8 for i in range(1, 5)], SamplingParams(max_tokens=3, **GREEDY), priority=[3, 1, 2, -5])
+    outputs = llm.generate(
+        [[i] * 8 for i in range(1, 5)],
+        SamplingParams(max_tokens=3, **GREEDY),
+        priority=[3, 1, 2, -5],
+    )
     assert sorted(range(4), key=lambda i: outputs[i].metrics.first_token_time or 0) == [3, 1, 2, 0]
 
 
 def test_an_urgent_stream_pauses_others() -> None:
     llm = make(max_num_seqs=1, scheduling_policy="priority")
-    low = llm._submit((None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, id=99, priority=1)
+    low = llm._submit(
+        (None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, id=99, priority=1
+    )
     for _ in range(4):
         llm.step()
-    (urgent,) = llm.generate([[6] * 8], SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False, priority=[-100_000])
+    (urgent,) = llm.generate(
+        [[6] * 8], SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False, priority=[-100_000]
+    )
     assert urgent.finished and not low.finished and llm.engine.scheduler.count.preemptions == 1
     while not low.finished:
         llm.step()
-    assert low.outputs[0].token_ids == ids_of(make().generate([[5] * 8], SamplingParams(max_tokens=30, **GREEDY)))[0]
+    assert (
+        low.outputs[0].token_ids
+        == ids_of(make().generate([[5] * 8], SamplingParams(max_tokens=30, **GREEDY)))[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"scheduling_policy": "best"}, "scheduling_policy", "unknown scheduling policy 'best': use fcfs"),
+        (
+            {"scheduling_policy": "best"},
+            "scheduling_policy",
+            "unknown scheduling policy 'best': use fcfs",
+        ),
         ({"batching": "magic"}, "batching", "unknown batching mode"),
         ({"max_batch": 0}, "max_batch", "at least 1"),
         ({"window_ms": -1}, "window_ms", "number in"),
@@ -63,7 +90,9 @@ def test_an_urgent_stream_pauses_others() -> None:
         ({"ride": 8, "scheduling_policy": "priority"}, "ride", "no effect here"),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_loaded(options: dict[str, Any], param: str, says: str) -> None:
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: dict[str, Any], param: str, says: str
+) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
         LLM("/no/such/model", **options)
     assert caught.value.param == param
@@ -90,9 +119,17 @@ def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     llm = make(record_trace=file, scheduling_policy="priority")
     llm.warm_up()
-    llm.generate([[7] * 20, [7] * 18], SamplingParams(max_tokens=4, **GREEDY), use_tqdm=False, priority=[0, 2])
+    llm.generate(
+        [[7] * 20, [7] * 18],
+        SamplingParams(max_tokens=4, **GREEDY),
+        use_tqdm=False,
+        priority=[0, 2],
+    )
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert sorted((e["prompt"], e["output"], e["priority"]) for e in lines) == [(18, 4, 2), (20, 4, 0)]
+    assert sorted((e["prompt"], e["output"], e["priority"]) for e in lines) == [
+        (18, 4, 2),
+        (20, 4, 0),
+    ]
     assert lines[0]["blocks"] == lines[1]["blocks"] and len(lines[0]["blocks"]) == 1
 
 
@@ -105,27 +142,49 @@ def riding(**options: Any) -> LLM:
 
 
 def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() -> None:
-    params = [SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True) for n in (2, 9, 4, 9, 1)]
+    params = [
+        SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True) for n in (2, 9, 4, 9, 1)
+    ]
     plain, llm = make(), riding()
     for _ in range(2):  # ids and seeds go on where they were
         want, got = (each.generate(prompts(5), params, use_tqdm=False) for each in (plain, llm))
-        assert ids_of(got) == ids_of(want) and [o.request_id for o in got] == [o.request_id for o in want]
+        assert ids_of(got) == ids_of(want) and [o.request_id for o in got] == [
+            o.request_id for o in want
+        ]
         assert [o.prompt_token_ids for o in got] == prompts(5)
     begun: list[str] = []
-    llm.engine.observers.append(lambda plan, _: begun.extend(str(llm.engine.scheduler.live[r.seq].request.id) for r in plan.rows))
+    llm.engine.observers.append(
+        lambda plan, _: begun.extend(
+            str(llm.engine.scheduler.live[r.seq].request.id) for r in plan.rows
+        )
+    )
     llm.generate(prompts(5), params, use_tqdm=False)
     assert [int(id) % 5 for id in begun] == [1, 3, 2, 0, 4]
     stream = llm.stream(prompts(1)[0], SamplingParams(max_tokens=2, **GREEDY))
     assert stream._collector.request.id == "15" and len(list(stream)) == 2
-    assert llm.generate(prompts(1), SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False)[0].request_id == "16"
+    assert (
+        llm.generate(prompts(1), SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False)[
+            0
+        ].request_id
+        == "16"
+    )
 
 
-@pytest.mark.parametrize("options", [{"ride": 0}, {"ride": 12, "scheduling_policy": "shortest"}, {"batching": "static"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"ride": 0}, {"ride": 12, "scheduling_policy": "shortest"}, {"batching": "static"}],
+    ids=str,
+)
 def test_where_nothing_rides_the_order_stays(options: dict[str, Any]) -> None:
     llm, begun = make(**options), list[int]()
     arrive = llm.engine.scheduler.queues.arrive
-    llm.engine.scheduler.queues.arrive = lambda seq, number: (begun.append(seq.prompt_len), arrive(seq, number))[1]  # type: ignore[method-assign]
-    llm.generate([[1] * 3, [2] * 5], [SamplingParams(max_tokens=n, **GREEDY) for n in (2, 5)], use_tqdm=False)
+    llm.engine.scheduler.queues.arrive = lambda seq, number: (
+        begun.append(seq.prompt_len),
+        arrive(seq, number),
+    )[1]  # type: ignore[method-assign]
+    llm.generate(
+        [[1] * 3, [2] * 5], [SamplingParams(max_tokens=n, **GREEDY) for n in (2, 5)], use_tqdm=False
+    )
     assert begun == [3, 5]
 
 

@@ -34,7 +34,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(architecture: str = "llama", **options: Any) -> LLM:
-    options = dict(block_size=16, num_gpu_blocks_override=16, swap_space=SPACE) | options  # of a GPU too
+    # of a GPU too
+    options = dict(block_size=16, num_gpu_blocks_override=16, swap_space=SPACE) | options
     options = dict(max_model_len=200, max_num_seqs=8, progress=False) | options
     return LLM(tiny.model_dir(architecture), **options)
 
@@ -56,7 +57,9 @@ def test_an_evicted_prompt_is_served_from_host_memory(architecture: str) -> None
     llm, many = make(architecture), prompts(4)
     want = [tiny.hf_greedy(architecture, p, 8) for p in many]
     assert [ask(llm, p) for p in many] == [(w, 0) for w in want]
-    assert [ask(llm, p) for p in many] == [(w, 96) for w in want], "6 of 7 blocks: the last token must be computed"
+    assert [ask(llm, p) for p in many] == [(w, 96) for w in want], (
+        "6 of 7 blocks: the last token must be computed"
+    )
     count = llm.engine.scheduler.count.tiers
     assert count.host_tokens == count.loads * 16 > 0 and count.disk_tokens == 0
 
@@ -73,14 +76,20 @@ def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_waiting_for_the_disk_asks_nothing_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_disk_asks_nothing_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But to load what has come: each call would take the interpreter from those who read."""
     (prompt,) = prompts(1)
     first = make(kv_disk_path=tmp_path)
     want = ask(first, prompt)[0]
     first.close()
     real, launched = Runner._launch, list[Plan]()
-    monkeypatch.setattr(Runner, "_launch", lambda self, plan, lap=None: (launched.append(plan), real(self, plan, lap))[1])
+    monkeypatch.setattr(
+        Runner,
+        "_launch",
+        lambda self, plan, lap=None: (launched.append(plan), real(self, plan, lap))[1],
+    )
     again = make(kv_disk_path=tmp_path)
     assert ask(again, prompt) == (want, 96)
     assert launched and all(plan.items for plan in launched)
@@ -100,7 +109,15 @@ def test_other_weights_other_dtypes_and_other_layouts_find_nothing(tmp_path: Pat
     config = dict(tiny.hf_model("llama").config.to_dict(), architectures=["LlamaForCausalLM"])
 
     def dummy(**options: Any) -> LLM:
-        options = dict(load_format="dummy", skip_tokenizer_init=True, progress=False, num_gpu_blocks_override=40) | options
+        options = (
+            dict(
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                progress=False,
+                num_gpu_blocks_override=40,
+            )
+            | options
+        )
         return LLM(config, swap_space=SPACE, kv_disk_path=tmp_path, **options)
 
     (prompt,) = prompts(1)
@@ -165,7 +182,10 @@ def test_damaged_records_cost_time_and_never_a_token(
 def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     many = prompts(6)
     want = [tiny.hf_greedy("llama", p, 8) for p in many]
-    one, two = (make(kv_disk_path=tmp_path, kv_disk_gib=0.0005, num_gpu_blocks_override=20) for _ in range(2))
+    one, two = (
+        make(kv_disk_path=tmp_path, kv_disk_gib=0.0005, num_gpu_blocks_override=20)
+        for _ in range(2)
+    )
     for _ in range(2):
         for p, w in zip(many, want, strict=True):
             for llm in (one, two):
@@ -181,8 +201,13 @@ def test_a_batch_too_large_for_the_pool_gives_the_same_tokens(seed: int, tmp_pat
     """Preemption, forks, steps in flight, all tiers, a second engine on the same directory."""
     g = random.Random(seed)
     shared = prompts(1, 40, seed)[0]
-    many = [shared[: g.randrange(40)] + prompts(1, g.randrange(1, 60), seed + i)[0] for i in range(8)]
-    each = [SamplingParams(max_tokens=12, seed=i, n=1 + 2 * (i % 2), ignore_eos=True, temperature=0.7) for i in range(8)]
+    many = [
+        shared[: g.randrange(40)] + prompts(1, g.randrange(1, 60), seed + i)[0] for i in range(8)
+    ]
+    each = [
+        SamplingParams(max_tokens=12, seed=i, n=1 + 2 * (i % 2), ignore_eos=True, temperature=0.7)
+        for i in range(8)
+    ]
 
     def tokens(llm: LLM) -> list[list[list[int]]]:
         return [[c.token_ids for c in o.outputs] for o in llm.generate(many, each, use_tqdm=False)]
@@ -220,7 +245,9 @@ class Leaving:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("during", ["a load from host memory", "a slow read", "a load while others are read"])
+@pytest.mark.parametrize(
+    "during", ["a load from host memory", "a slow read", "a load while others are read"]
+)
 def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +256,9 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     if during != "a load from host memory":
         llm.close()
         real, turns = Record.read, itertools.count()
-        monkeypatch.setattr(Record, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1])
+        monkeypatch.setattr(
+            Record, "read", lambda *a: (time.sleep(0.02 * next(turns)), real(*a))[1]
+        )
         llm = make(kv_disk_path=tmp_path)
     engine = llm.engine
     tiers, runner = engine.scheduler.tiers, engine.runner
@@ -241,14 +270,22 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
         engine.step()
         engine.scheduler.check()
     assert leaving.left and (during == "a load from host memory") == (tiers.count.fetches == 0)
-    assert not any(engine.scheduler.pool.refs) and not any(tiers.pins) and not tiers.filling and not tiers.lifted
+    assert (
+        not any(engine.scheduler.pool.refs)
+        and not any(tiers.pins)
+        and not tiers.filling
+        and not tiers.lifted
+    )
     engine.runner = runner
     assert [ask(llm, p)[0] for p in many] == want
     llm.close()
 
 
 def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotEnoughMemory, match=r"swap_space .100000 GiB.* is more than the .* GiB of memory that are left"):
+    with pytest.raises(
+        NotEnoughMemory,
+        match=r"swap_space .100000 GiB.* is more than the .* GiB of memory that are left",
+    ):
         make(swap_space=100_000)
     with pytest.raises(InvalidRequest, match="holds no KV block"):
         make(swap_space=1e-7)
@@ -267,11 +304,17 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_off_means_off(tmp_path: Path) -> None:
     llm = make(swap_space=0)
-    assert llm.engine.scheduler.tiers is None and llm.runner.tiers is None and llm.memory.host == llm.memory.disk == 0
+    assert (
+        llm.engine.scheduler.tiers is None
+        and llm.runner.tiers is None
+        and llm.memory.host == llm.memory.disk == 0
+    )
     llm.close()
 
 
-def test_memory_that_cannot_be_page_locked_is_done_without(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_memory_that_cannot_be_page_locked_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     def refused(*_: Any) -> None:
         raise NotEnoughMemory("cannot be page-locked")
 
@@ -290,16 +333,26 @@ def test_emptying_the_cache_leaves_the_disk(tmp_path: Path) -> None:
     assert tiers is not None and tiers.ready
     on_disk = set(tiers.on_disk)
     llm.reset_prefix_cache()
-    assert not tiers.ready and tiers.on_disk == on_disk and llm.engine.scheduler.pool.num_cached == 0
+    assert (
+        not tiers.ready and tiers.on_disk == on_disk and llm.engine.scheduler.pool.num_cached == 0
+    )
     llm.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_eviction": "sinks", "kv_budget": 96, "swap_space": 0}])
-def test_warming_up_fits_any_cache_and_teaches_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_eviction": "sinks", "kv_budget": 96, "swap_space": 0}]
+)
+def test_warming_up_fits_any_cache_and_teaches_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its steps compile: what they take says nothing of what a prompt takes."""
     monkeypatch.setitem(WARM_UP, "cpu", (64, sys.maxsize))
     llm = make(scheduling_policy="priority", **options)
     observers = llm.engine.observers
     llm.warm_up()
-    assert llm.engine.observers is observers and observers and llm.engine.scheduler.pool.num_cached == 0
+    assert (
+        llm.engine.observers is observers
+        and observers
+        and llm.engine.scheduler.pool.num_cached == 0
+    )
     assert llm.engine.scheduler.tiers is None or not llm.engine.scheduler.tiers.links.tokens

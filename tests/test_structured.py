@@ -21,12 +21,23 @@ from tests import schemas, tiny
 def make(**options: Any) -> LLM:
     return LLM(
         tiny.model_dir(),
-        **{"max_model_len": 600, "max_num_seqs": 8, "progress": False, "num_gpu_blocks_override": 300, **options},
+        **{
+            "max_model_len": 600,
+            "max_num_seqs": 8,
+            "progress": False,
+            "num_gpu_blocks_override": 300,
+            **options,
+        },
     )
 
 
 def params(seed: int, **spec: Any) -> SamplingParams:
-    return SamplingParams(temperature=1.5, seed=seed, max_tokens=150, structured_outputs=StructuredOutputsParams(**spec))
+    return SamplingParams(
+        temperature=1.5,
+        seed=seed,
+        max_tokens=150,
+        structured_outputs=StructuredOutputsParams(**spec),
+    )
 
 
 def texts(outputs: list[RequestOutput]) -> list[list[str]]:
@@ -40,7 +51,11 @@ def workload() -> tuple[list[str], list[SamplingParams], list[dict[str, Any] | N
     prompts, asked, wanted = [], [], []
     for i in range(36):
         schema = schemas.random_schema(g) if i % 3 else None
-        p = params(i, json=schema) if schema else SamplingParams(temperature=1.5, seed=i, max_tokens=40, ignore_eos=True)
+        p = (
+            params(i, json=schema)
+            if schema
+            else SamplingParams(temperature=1.5, seed=i, max_tokens=40, ignore_eos=True)
+        )
         p.n = g.choice([1, 1, 3])
         prompts.append("the same beginning of every prompt, " * g.randrange(2) + str(i))
         asked.append(p)
@@ -64,7 +79,13 @@ def test_json_is_valid_at_any_temperature_and_the_same_however_it_is_computed() 
     for options in (
         dict(depth=2, max_num_batched_tokens=24),
         dict(depth=3, num_gpu_blocks_override=15, block_size=16, max_num_batched_tokens=16),
-        dict(depth=2, num_gpu_blocks_override=58, block_size=4, enable_prefix_caching=False, max_num_seqs=5),
+        dict(
+            depth=2,
+            num_gpu_blocks_override=58,
+            block_size=4,
+            enable_prefix_caching=False,
+            max_num_seqs=5,
+        ),
     ):
         llm = make(**options)
         assert texts(llm.generate(prompts, asked, use_tqdm=False)) == texts(first), options
@@ -80,7 +101,9 @@ def llm() -> LLM:
 
 def one(llm: LLM, **options: Any) -> Any:
     (output,) = llm.generate(
-        ["hello"], SamplingParams(**{"temperature": 1.5, "max_tokens": 60, "seed": 3, **options}), use_tqdm=False
+        ["hello"],
+        SamplingParams(**{"temperature": 1.5, "max_tokens": 60, "seed": 3, **options}),
+        use_tqdm=False,
     )
     return output.outputs[0]
 
@@ -88,11 +111,22 @@ def one(llm: LLM, **options: Any) -> Any:
 def test_every_kind(llm: LLM) -> None:
     found = one(llm, structured_outputs=StructuredOutputsParams(regex=r"\d{3}-[a-f]{2,4}"))
     assert re.fullmatch(r"\d{3}-[a-f]{2,4}", found.text) and found.finish_reason == "stop"
-    assert one(llm, structured_outputs=StructuredOutputsParams(choice=["red", "green"])).text in ("red", "green")
-    assert one(llm, structured_outputs=StructuredOutputsParams(grammar='start: "<" /[0-9]{4}/ ">"')).text[0::5] == "<>"
+    assert one(llm, structured_outputs=StructuredOutputsParams(choice=["red", "green"])).text in (
+        "red",
+        "green",
+    )
+    assert (
+        one(
+            llm, structured_outputs=StructuredOutputsParams(grammar='start: "<" /[0-9]{4}/ ">"')
+        ).text[0::5]
+        == "<>"
+    )
     schema = '{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"], "additionalProperties": false}'
     assert one(llm, structured_outputs=StructuredOutputsParams(json=schema)).text == '{"x":1}'
-    assert one(llm, structured_outputs=StructuredOutputsParams(json_object=True), max_tokens=3).text[0] == "{"
+    assert (
+        one(llm, structured_outputs=StructuredOutputsParams(json_object=True), max_tokens=3).text[0]
+        == "{"
+    )
 
 
 def test_max_tokens_cuts_it(llm: LLM) -> None:
@@ -103,21 +137,32 @@ def test_max_tokens_cuts_it(llm: LLM) -> None:
 def test_it_goes_with_other_parameters(llm: LLM) -> None:
     spec = StructuredOutputsParams(regex="[ab]{1,20}")
     free = one(llm, structured_outputs=spec)
-    assert one(llm, structured_outputs=spec, temperature=0, logit_bias={65: 100}).text == "b" * 20, "65 is the token b"
+    assert (
+        one(llm, structured_outputs=spec, temperature=0, logit_bias={65: 100}).text == "b" * 20
+    ), "65 is the token b"
     assert set(one(llm, structured_outputs=spec, top_k=1, frequency_penalty=2).text) <= set("ab")
     assert len(one(llm, structured_outputs=spec, min_tokens=15).text) >= 15
-    short = one(llm, structured_outputs=StructuredOutputsParams(choice=["no"]), min_tokens=15, ignore_eos=True)
+    short = one(
+        llm,
+        structured_outputs=StructuredOutputsParams(choice=["no"]),
+        min_tokens=15,
+        ignore_eos=True,
+    )
     assert (short.text, short.finish_reason) == ("no", "stop"), "what is complete ends"
     assert one(llm, structured_outputs=spec, stop=["b"]).text == free.text.partition("b")[0]
     with_logprobs = one(llm, structured_outputs=spec, logprobs=2)
-    assert with_logprobs.text == free.text and any(next(iter(at.values())).rank > 3 for at in with_logprobs.logprobs)
+    assert with_logprobs.text == free.text and any(
+        next(iter(at.values())).rank > 3 for at in with_logprobs.logprobs
+    )
     with pytest.raises(InvalidRequest, match="exclude each other"):
         one(llm, structured_outputs=spec, allowed_token_ids=[5])
 
 
 def test_what_cannot_be_compiled_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="not supported"):
-        llm.generate(["a", "b"], [SamplingParams(max_tokens=5), params(1, json={"not": {}})], use_tqdm=False)
+        llm.generate(
+            ["a", "b"], [SamplingParams(max_tokens=5), params(1, json={"not": {}})], use_tqdm=False
+        )
     assert llm.engine.idle
 
 
@@ -134,13 +179,28 @@ def test_a_stream_is_guided_too(llm: LLM) -> None:
 
 @pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
 def test_the_embedded_model_fills_in_a_form() -> None:
-    known = {"city": {"type": "string", "maxLength": 20}, "country": {"enum": ["France", "Spain"]}, "old": {"type": "boolean"}}
-    schema = {"type": "object", "properties": known, "required": list(known), "additionalProperties": False}
+    known = {
+        "city": {"type": "string", "maxLength": 20},
+        "country": {"enum": ["France", "Spain"]},
+        "old": {"type": "boolean"},
+    }
+    schema = {
+        "type": "object",
+        "properties": known,
+        "required": list(known),
+        "additionalProperties": False,
+    }
     llm = LLM(max_model_len=512, progress=False)
     asked = [{"role": "user", "content": "Describe the capital of France as JSON."}]
     greedy, hot = (
         llm.chat(
-            asked, SamplingParams(temperature=t, seed=1, max_tokens=120, structured_outputs=StructuredOutputsParams(json=schema))
+            asked,
+            SamplingParams(
+                temperature=t,
+                seed=1,
+                max_tokens=120,
+                structured_outputs=StructuredOutputsParams(json=schema),
+            ),
         )
         for t in (0.0, 1.5)
     )

@@ -21,10 +21,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", dict(SMALL, sliding_window=20)),
     "qwen2": ("Qwen2", dict(SMALL)),
     "qwen3": ("Qwen3", dict(SMALL, head_dim=16)),
-    "gemma3": ("Gemma3", dict(SMALL, head_dim=16, sliding_window=20, layer_types=["sliding_attention", "full_attention"])),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            SMALL,
+            head_dim=16,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
     "gpt2": (
         "GPT2",
-        dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=1024, bos_token_id=257, eos_token_id=EOS),
+        dict(
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=1024,
+            bos_token_id=257,
+            eos_token_id=EOS,
+        ),
     ),
 }
 TEMPLATE = (
@@ -55,11 +71,14 @@ def hf_model(architecture: str) -> Any:
 
     family, fields = ARCHITECTURES[architecture]
     name = f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel"
-    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**fields)
+    config = getattr(
+        transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    )(**fields)
     torch.manual_seed(len(architecture))
     model = getattr(transformers, name)(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # large enough that attention and position decide the token
+        # large enough that attention and position decide the token
+        for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
     return model

@@ -23,7 +23,9 @@ class ToyGuide:
         self.seed, self.state = seed, state
         g = random.Random(repr((seed, state)))
         tokens = range(1, oracle.VOCAB)
-        self.allowed = [oracle.EOS] if g.random() < 0.05 else g.sample(tokens, g.choice([1, 2, 5, 20]))
+        self.allowed = (
+            [oracle.EOS] if g.random() < 0.05 else g.sample(tokens, g.choice([1, 2, 5, 20]))
+        )
         if g.random() < 0.1:
             self.allowed.append(oracle.EOS)
         self.mask = pack(self.allowed)

@@ -72,11 +72,17 @@ def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
         return host, None
     sound = g.random() < 0.5
     rate = 0.0 if sound else g.choice([0.25, 0.5])
-    return host, FakeDisk({}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, rate, g.choice([0.1, 1.0]))
+    return host, FakeDisk(
+        {}, g.choice([1, 2, 8]), g.choice([rate, 2 * rate]), rate, rate, rate, g.choice([0.1, 1.0])
+    )
 
 
-def random_request(g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]) -> Request:
-    prompt = g.choice(bases)[: g.randrange(0, 30)] + [g.randrange(1, oracle.VOCAB) for _ in range(g.randrange(1, 10))]
+def random_request(
+    g: random.Random, i: int, bases: list[list[int]], earlier: list[Request], guides: list[ToyGuide]
+) -> Request:
+    prompt = g.choice(bases)[: g.randrange(0, 30)] + [
+        g.randrange(1, oracle.VOCAB) for _ in range(g.randrange(1, 10))
+    ]
     if earlier and g.random() < 0.25:  # exact repeats: the whole prompt is in the cache
         prompt = list(g.choice(earlier).prompt)
     params = SamplingParams(
@@ -123,8 +129,16 @@ def check_beams(r: Request, found: list[Output]) -> None:
     for out, (score, tokens) in zip(found, want, strict=True):
         assert out.tokens == tokens, f"{out.tokens} instead of {tokens}"
         assert out.logprobs is not None and [at.token for at in out.logprobs] == tokens
-        assert abs(sum(at.logprob for at in out.logprobs) / len(tokens) ** r.params.length_penalty - score) < 1e-9
-        stopped = tokens[-1] in (r.params.stop_token_ids or []) or (tokens[-1] == oracle.EOS and not r.params.ignore_eos)
+        assert (
+            abs(
+                sum(at.logprob for at in out.logprobs) / len(tokens) ** r.params.length_penalty
+                - score
+            )
+            < 1e-9
+        )
+        stopped = tokens[-1] in (r.params.stop_token_ids or []) or (
+            tokens[-1] == oracle.EOS and not r.params.ignore_eos
+        )
         assert out.finish_reason == ("stop" if stopped else "length")
 
 
@@ -148,11 +162,17 @@ def trial(
     depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
     drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
     policy, batching = policy or drawn[0], batching or drawn[1]
-    modes = dict(policy=policy, batching=batching, max_batch=g.choice([1, 2, 5]), window=g.choice([0.0, 0.05]))
+    modes = dict(
+        policy=policy,
+        batching=batching,
+        max_batch=g.choice([1, 2, 5]),
+        window=g.choice([0.0, 0.05]),
+    )
     modes["short_share"] = random.Random(f"short {seed}").choice([0.0, 0.25, 0.25, 0.9])
     riders = random.Random(f"ride {seed}")
     modes["ride"], patient = riders.choice([0, 0, 1, 8, 16]), riders.choice([1.0, 1.0, 0.5])
-    dice = random.Random(f"tiers {seed}")  # of their own: what else a seed draws does not change with them
+    # of their own: what else a seed draws does not change with them
+    dice = random.Random(f"tiers {seed}")
     host, disk = random_tiers(dice)
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
@@ -167,7 +187,9 @@ def trial(
         blocks = own.choice([keep[1], keep[1] + 2, blocks])
         for r in todo:
             r.prompt = r.prompt[: own.choice([4, keep[1] * size, keep[1] * size])]
-            r.params = replace(r.params, max_tokens=own.choice([None, own.randrange(1, 90), own.randrange(1, 90)]))
+            r.params = replace(
+                r.params, max_tokens=own.choice([None, own.randrange(1, 90), own.randrange(1, 90)])
+            )
     for r in todo if beams else ():
         if r.guide is None and g.random() < 0.4:
             r.params = random_beams(g)
@@ -175,7 +197,9 @@ def trial(
     for r in todo:
         r.patient = riders.random() < patient
     if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
-        earlier = make_engine(blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed, keep=keep)
+        earlier = make_engine(
+            blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed, keep=keep
+        )
         for r in todo:
             earlier.add(r)
         run_dry(earlier)
@@ -193,7 +217,17 @@ def trial(
     logprobs: dict[str, list] = {}
     searched: dict[str, list[Output]] = {}
     aborted: set[str] = set()
-    result = Trial(settings=dict(size=size, blocks=blocks, rows=rows, budget=budget, depth=depth, caching=caching, **modes))
+    result = Trial(
+        settings=dict(
+            size=size,
+            blocks=blocks,
+            rows=rows,
+            budget=budget,
+            depth=depth,
+            caching=caching,
+            **modes,
+        )
+    )
     result.settings |= dict(keep=keep, host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
     def take(outputs: list[Output]) -> None:
@@ -205,7 +239,9 @@ def trial(
                 logprobs[out.request_id] = out.prompt_logprobs
             if out.finish_reason is not None:
                 ended[key] = out.finish_reason
-                assert out.finish_reason != "error" or (out.error or "").startswith("Planted"), out.error
+                assert out.finish_reason != "error" or (out.error or "").startswith("Planted"), (
+                    out.error
+                )
             if requests[out.request_id].params.use_beam_search:
                 searched.setdefault(out.request_id, []).append(out)
 
@@ -215,7 +251,8 @@ def trial(
             request = todo.pop()
             request.arrival = clock.now
             engine.add(request)
-        if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:  # few: aborts would hide hangs
+        # few: aborts would hide hangs
+        if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:
             aborted.add(victim := g.choice(list(scheduler.requests)))
             take(engine.abort(victim))
         epochs = {seq.id: seq.epoch for seq in scheduler.running}
@@ -224,15 +261,25 @@ def trial(
         take(engine.step())
         scheduler.check()
         for seq in scheduler.running:
-            assert epochs.get(seq.id, seq.epoch) == seq.epoch, "a victim came straight back, in the plan that it gave way to"
+            assert epochs.get(seq.id, seq.epoch) == seq.epoch, (
+                "a victim came straight back, in the plan that it gave way to"
+            )
         if scheduler.batches.form is not None:
-            begun = {seq.request.id for seq in scheduler.live.values() if seq.row >= 0 or seq.preemptions or seq.index}
-            most = {"none": 1, "window": max(rows, scheduler.schedule.max_batch)}.get(batching, scheduler.schedule.max_batch)
+            begun = {
+                seq.request.id
+                for seq in scheduler.live.values()
+                if seq.row >= 0 or seq.preemptions or seq.index
+            }
+            most = {"none": 1, "window": max(rows, scheduler.schedule.max_batch)}.get(
+                batching, scheduler.schedule.max_batch
+            )
             assert len(begun) <= most, "more batches at once than there may be"
         owners: dict[int, str] = {}
         for seq in scheduler.running:
             for block in seq.table:
-                assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, "salts share a block"
+                assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, (
+                    "salts share a block"
+                )
         clock.sleep(g.choice([0.001, 0.01, 0.1]))
         steps += 1
         assert steps < 20_000, "no progress"
@@ -241,42 +288,70 @@ def trial(
     assert len(scheduler.queues.rows) == rows and not scheduler.live and not scheduler.requests
 
     for r in requests.values():
-        if r.params.prompt_logprobs is not None and r.id not in aborted and ended[r.id, 0] != "error":
+        if (
+            r.params.prompt_logprobs is not None
+            and r.id not in aborted
+            and ended[r.id, 0] != "error"
+        ):
             have = [(x.token, x.logprob) for x in logprobs[r.id][1:]]
-            assert logprobs[r.id][0] is None and have == [(t, -float(p)) for p, t in enumerate(r.prompt[1:])]
+            assert logprobs[r.id][0] is None and have == [
+                (t, -float(p)) for p, t in enumerate(r.prompt[1:])
+            ]
         if r.params.use_beam_search:
             try:
                 assert len(searched[r.id]) == r.params.n, f"{r.id} never ended"
                 if r.id not in aborted and ended[r.id, 0] != "error":
                     check_beams(r, searched[r.id])
             except AssertionError as error:
-                raise AssertionError(f"trial {seed} {r.id} {result.settings} {r.params}: {error}") from None
+                raise AssertionError(
+                    f"trial {seed} {r.id} {result.settings} {r.params}: {error}"
+                ) from None
             result.beams += 1
             continue
         for index in range(r.params.n):
             key = (r.id, index)
             kept = None if keep is None else (keep[0] * size, keep[1] * size, size)
-            want = oracle.generate(r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide, kept)
+            want = oracle.generate(
+                r.prompt, r.params, 1000 * int(r.id[1:]), index, MAX_LEN, r.guide, kept
+            )
             assert key in ended, f"{key} never ended"
             if r.id in aborted or ended[key] == "error":
                 have = got.get(key, [])
-                assert have == want[: len(have)], f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
+                assert have == want[: len(have)], (
+                    f"trial {seed} {key} {result.settings}: {have} is no prefix of {want}"
+                )
             else:
-                assert got[key] == want, f"trial {seed} {key} {result.settings}: {got[key]} instead of {want}"
+                assert got[key] == want, (
+                    f"trial {seed} {key} {result.settings}: {got[key]} instead of {want}"
+                )
                 longest = MAX_LEN - len(r.prompt)
                 if r.params.max_tokens is not None:
                     longest = r.params.max_tokens if evict else min(longest, r.params.max_tokens)
                 length = len(want) == longest
                 ends = not r.params.ignore_eos or r.guide is not None
-                stopped = want[-1] in (r.params.stop_token_ids or []) or (want[-1] == oracle.EOS and ends)
+                stopped = want[-1] in (r.params.stop_token_ids or []) or (
+                    want[-1] == oracle.EOS and ends
+                )
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
             result.sequences += 1
             result.guided += r.guide is not None
     count = scheduler.count
-    result.preemptions, result.copies, result.cached = count.preemptions, count.copies, count.cached_tokens
-    result.recomputed, result.dropped, result.aside = count.recomputed_tokens, count.dropped_blocks, count.aside
+    result.preemptions, result.copies, result.cached = (
+        count.preemptions,
+        count.copies,
+        count.cached_tokens,
+    )
+    result.recomputed, result.dropped, result.aside = (
+        count.recomputed_tokens,
+        count.dropped_blocks,
+        count.aside,
+    )
     tiers = count.tiers
-    result.host_tokens, result.disk_tokens, result.misses = tiers.host_tokens, tiers.disk_tokens, sum(tiers.misses.values())
+    result.host_tokens, result.disk_tokens, result.misses = (
+        tiers.host_tokens,
+        tiers.disk_tokens,
+        sum(tiers.misses.values()),
+    )
     return result
 
 

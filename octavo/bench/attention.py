@@ -43,14 +43,17 @@ def measure(
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """A row for each shape and KV dtype, plain first. Heads are those of Qwen3-0.6B unless said otherwise."""
-    ops, plain = select(device.type), PLAIN[device.type]
+    ops = select(device.type)
+    plain = PLAIN[device.type]
     offered = ops.kv_dtypes(QUERY[device.type])
     copied = copy_bandwidth(device)
     rows: list[dict[str, Any]] = []
     for shape in shapes or SHAPES[device.type]:
         base = 0.0
         for dtype in (plain, *(kind for kind in CODES.values() if kind in offered)):
-            seconds = [time_one(ops, device, shape, heads, kv_heads, dim, dtype) for _ in range(repeat)]
+            seconds = [
+                time_one(ops, device, shape, heads, kv_heads, dim, dtype) for _ in range(repeat)
+            ]
             model = ModelConfig("", 1, 1, 1, heads, kv_heads, dim, 1, 1)
             size = shape.sequences * shape.tokens * model.kv_bytes_per_token(dtype_name(dtype))
             median = statistics.median(seconds)
@@ -69,11 +72,26 @@ def measure(
                 }
             )
             done()
-    return {"device": device.type, "heads": heads, "kv_heads": kv_heads, "dim": dim, "copy_bytes_s": copied, "rows": rows}
+    return {
+        "device": device.type,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "copy_bytes_s": copied,
+        "rows": rows,
+    }
 
 
 @torch.inference_mode()
-def time_one(ops: Ops, device: torch.device, shape: Shape, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> float:
+def time_one(
+    ops: Ops,
+    device: torch.device,
+    shape: Shape,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> float:
     """Seconds of one call, over KV that no cache holds."""
     block = BLOCK_SIZE[device.type]
     width = -(-shape.tokens // block)
@@ -91,7 +109,9 @@ def time_one(ops: Ops, device: torch.device, shape: Shape, heads: int, kv_heads:
         kv_slots=lengths,
         query_start=rows,
         seq_lens=lengths,
-        block_table=torch.tensor(order, dtype=torch.int32, device=device).view(shape.sequences, width),
+        block_table=torch.tensor(order, dtype=torch.int32, device=device).view(
+            shape.sequences, width
+        ),
         rows=rows[:-1],
         logit_rows=lengths,
         spans=[Span(i, 1, shape.tokens) for i in range(shape.sequences)],

@@ -34,11 +34,17 @@ def encode(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[list[int]]:
     """Ids by the model's tokenizer; without one, a beginning-of-text id and one for each word: 6 to 8 ids a prompt."""
     if llm.tokenizer is not None:
         return [llm.tokenizer.encode(prompt) for prompt in prompts]
-    vocabulary, first = llm.config.vocab_size, llm.config.bos_id or 0
-    return [[first, *(zlib.crc32(word.encode()) % vocabulary for word in prompt.split())] for prompt in prompts]
+    vocabulary = llm.config.vocab_size
+    first = llm.config.bos_id or 0
+    return [
+        [first, *(zlib.crc32(word.encode()) % vocabulary for word in prompt.split())]
+        for prompt in prompts
+    ]
 
 
-def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def measure(
+    llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Tokens a second of both ways, each repeat's ratio, and the floor. Calls `done` after each of 2 * (1 + repeat) runs."""
     prompts = encode(llm)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -59,13 +65,18 @@ def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], 
 
     def both(batched_first: bool) -> list[tuple[float, list[list[int]]]]:
         sides = [[[prompt] for prompt in prompts], [prompts]]
-        return [timed(side) for side in sides] if not batched_first else [timed(side) for side in sides[::-1]][::-1]
+        return (
+            [timed(side) for side in sides]
+            if not batched_first
+            else [timed(side) for side in sides[::-1]][::-1]
+        )
 
     both(False)  # warm-up
     runs = [both(bool(i % 2)) for i in range(repeat)]
     sequential, batched = ([run[side][0] for run in runs] for side in (0, 1))
     ratios = [b / s for s, b in zip(sequential, batched, strict=True)]
-    step_bytes, bandwidth = bytes_per_step(llm), copy_bandwidth(llm.device)
+    step_bytes = bytes_per_step(llm)
+    bandwidth = copy_bandwidth(llm.device)
     return {
         "bench": "batching",
         "requests": len(prompts),
@@ -89,7 +100,9 @@ def measure(llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], 
     }
 
 
-def noise(sequential: list[float], batched: list[float], ratios: list[float], requests: int) -> list[str]:
+def noise(
+    sequential: list[float], batched: list[float], ratios: list[float], requests: int
+) -> list[str]:
     """Why these figures are not to be trusted; empty where nothing speaks against them."""
     found = []
     for name, values in (("one after another", sequential), ("batched", batched)):
@@ -110,7 +123,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def bytes_per_step(llm: LLM) -> int:
     """Of weights that a decode step reads: all, but of an embedding that is not also the head only a row a sequence."""
-    tables = sum(t.numel() * t.element_size() for t in llm.model.buffers(recurse=False))  # of rotations: looked up too
+    # of rotations: looked up too
+    tables = sum(t.numel() * t.element_size() for t in llm.model.buffers(recurse=False))
     looked_up = [m for m in llm.model.modules() if isinstance(m, Embedding) and not llm.config.tied]
     return weight_bytes(llm.model) - tables - sum(map(weight_bytes, looked_up))
 

@@ -39,8 +39,11 @@ def fit(steps: list[Step]) -> Costs:
     """Least squares on relative errors, so that short steps count as much as long ones: relative to what was predicted the round
     before, because what was measured would favour too little. No feature may make a step shorter: one that would is left out,
     and the rest fitted again. Steps that something else on the machine held up, far off the line, do not count."""
-    a, seconds = np.array([step.features for step in steps]), np.array([step.seconds for step in steps])
-    used, weight, kept = list(range(len(FEATURES))), 1 / seconds, np.ones(len(steps), bool)
+    a = np.array([step.features for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    used = list(range(len(FEATURES)))
+    weight = 1 / seconds
+    kept = np.ones(len(steps), bool)
     for _ in range(4 * len(FEATURES)):
         rows = a[kept][:, used] * weight[kept, None]
         scale = np.maximum(np.abs(rows).max(axis=0), 1e-30)
@@ -50,8 +53,12 @@ def fit(steps: list[Step]) -> Costs:
             continue
         predicted = np.maximum(a[:, used] @ found, 1e-6)
         off = np.abs(seconds / predicted - 1)
-        weight, kept = 1 / predicted, off <= max(5 * float(np.median(off)), 0.05)
-    return Costs(**dict.fromkeys(FEATURES, 0.0) | {FEATURES[i]: float(c) for i, c in zip(used, found, strict=True)})
+        weight = 1 / predicted
+        kept = off <= max(5 * float(np.median(off)), 0.05)
+    return Costs(
+        **dict.fromkeys(FEATURES, 0.0)
+        | {FEATURES[i]: float(c) for i, c in zip(used, found, strict=True)}
+    )
 
 
 def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:
@@ -74,5 +81,9 @@ def panel(costs: Costs, played: dict[str, list[Step]]) -> Panel:
     series = []
     for name, steps in played.items():
         shown = steps[:: -(-len(steps) // MOST_POINTS)]
-        series.append(Series(name, [(1e3 * s.seconds, 1e3 * costs.seconds(s.features)) for s in shown]))
-    return points("A step's time", series, Axis("real, ms", log=True), Axis("predicted, ms", log=True), size=2)
+        series.append(
+            Series(name, [(1e3 * s.seconds, 1e3 * costs.seconds(s.features)) for s in shown])
+        )
+    return points(
+        "A step's time", series, Axis("real, ms", log=True), Axis("predicted, ms", log=True), size=2
+    )

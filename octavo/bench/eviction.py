@@ -43,7 +43,9 @@ class Told:
     """A guide along a text that is known."""
 
     def __init__(self, ids: list[int], vocab_size: int, at: int = 0):
-        self.ids, self.vocab_size, self.at = ids, vocab_size, at
+        self.ids = ids
+        self.vocab_size = vocab_size
+        self.at = at
 
     @property
     def mask(self) -> bytes:
@@ -60,7 +62,9 @@ class Told:
 def tell(llm: LLM, ids: list[int], prompt: int, done: Done) -> list[float]:
     """Log-probabilities of the tokens after the first `prompt` ones."""
     rest = ids[prompt:]
-    params = SamplingParams(max_tokens=len(rest), temperature=0, ignore_eos=True, logprobs=0, detokenize=False)
+    params = SamplingParams(
+        max_tokens=len(rest), temperature=0, ignore_eos=True, logprobs=0, detokenize=False
+    )
     llm.engine.add(Request("text", ids[:prompt], params, guide=Told(rest, llm.config.vocab_size)))
     found: list[float] = []
     while not llm.engine.idle:
@@ -71,7 +75,9 @@ def tell(llm: LLM, ids: list[int], prompt: int, done: Done) -> list[float]:
         if len(found) % 256 == 0:
             done(len(found), len(rest), "")
     if not set(llm.eos_ids).isdisjoint(rest) or len(found) != len(rest):
-        raise OctavoError(f"{len(found)} log-probabilities arrived for {len(rest)} tokens: not counted")
+        raise OctavoError(
+            f"{len(found)} log-probabilities arrived for {len(rest)} tokens: not counted"
+        )
     return found
 
 
@@ -83,20 +89,34 @@ def rss_bytes() -> int:
 
 def generate(llm: LLM, prompt: list[int], tokens: int, every: int, done: Done) -> dict[str, Any]:
     """One long reply in parts of `every` tokens: tokens a second, the most blocks in use, and memory at each part's end."""
-    params = SamplingParams(max_tokens=tokens, temperature=1, seed=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=tokens, temperature=1, seed=0, ignore_eos=True, detokenize=False
+    )
     llm.engine.add(Request("reply", prompt, params))
-    scheduler, parts, count, most, told = llm.engine.scheduler, list[dict[str, Any]](), 0, 0, 0
-    pool, dropped = scheduler.pool, scheduler.count.dropped_blocks
+    scheduler = llm.engine.scheduler
+    parts = list[dict[str, Any]]()
+    count = 0
+    most = 0
+    told = 0
+    pool = scheduler.pool
+    dropped = scheduler.count.dropped_blocks
     start = time.perf_counter()
     while not llm.engine.idle:
         count += sum(len(out.tokens) for out in llm.engine.step())
         most = max(most, pool.num_blocks - len(pool.free))
         if count - told >= every or (llm.engine.idle and count > told):
             now = time.perf_counter()
-            part = {"tokens": count - told, "tok_s": (count - told) / (now - start), "blocks": most, "rss_bytes": rss_bytes()}
+            part = {
+                "tokens": count - told,
+                "tok_s": (count - told) / (now - start),
+                "blocks": most,
+                "rss_bytes": rss_bytes(),
+            }
             parts.append({**part, "kv_bytes": most * pool.size * llm.memory.kv_per_token})
             done(count, tokens, f"{parts[-1]['tok_s']:.0f} tok/s")
-            start, most, told = time.perf_counter(), 0, count
+            start = time.perf_counter()
+            most = 0
+            told = count
     if count != tokens:
         raise OctavoError(f"{count} tokens arrived of {tokens}: not counted")
     return {"parts": parts, "dropped_blocks": scheduler.count.dropped_blocks - dropped}
@@ -106,9 +126,14 @@ def flatness(parts: list[dict[str, Any]], budget: int) -> dict[str, Any]:
     """The first quarter of the parts that began with a full cache against the last one: speeds are medians, and what is left of
     the speed; memory is what was added in between."""
     starts = accumulate((part["tokens"] for part in parts), initial=0)
-    full = [part for part, start in zip(parts, starts, strict=False) if start >= budget] or parts[-1:]
+    full = [part for part, start in zip(parts, starts, strict=False) if start >= budget] or parts[
+        -1:
+    ]
     some = max(1, len(full) // 4)
-    first, last = (statistics.median(part["tok_s"] for part in some_parts) for some_parts in (full[:some], full[-some:]))
+    first, last = (
+        statistics.median(part["tok_s"] for part in some_parts)
+        for some_parts in (full[:some], full[-some:])
+    )
     grown = {f"{name}_grown": full[-1][name] - full[0][name] for name in ("rss_bytes", "kv_bytes")}
     return {"first_tok_s": first, "last_tok_s": last, "speed_kept": last / first, **grown}
 
@@ -132,11 +157,19 @@ def measure(
         if text:
             said = partial(done, f"{name}: text")
             start = time.perf_counter()
-            logprobs = quality(llm, [ids])[0] if name == "full" else tell(llm, ids, budget // 2, said)
+            logprobs = (
+                quality(llm, [ids])[0] if name == "full" else tell(llm, ids, budget // 2, said)
+            )
             row["perplexity"] = math.exp(-statistics.fmean(logprobs[budget - text :]))
             row["text_s"] = time.perf_counter() - start
         if name != "full" and tokens:
-            found = generate(llm, ids[: min(64, budget)], tokens, max(1, min(1000, tokens // 4)), partial(done, f"{name}: reply"))
+            found = generate(
+                llm,
+                ids[: min(64, budget)],
+                tokens,
+                max(1, min(1000, tokens // 4)),
+                partial(done, f"{name}: reply"),
+            )
             row |= found | flatness(found["parts"], budget)
         rows.append(row)
         del llm
@@ -154,16 +187,38 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
         found = []
         for row in replies:
             ends = accumulate(part["tokens"] for part in row["parts"])
-            points = [(float(x), part[field] / unit) for x, part in zip(ends, row["parts"], strict=True)]
+            points = [
+                (float(x), part[field] / unit) for x, part in zip(ends, row["parts"], strict=True)
+            ]
             found.append(Series(row["policy"], points))
         return found
 
-    reply, shown = Axis("tokens of the reply", zero=True), list[Panel]()
+    reply = Axis("tokens of the reply", zero=True)
+    shown = list[Panel]()
     if replies:
-        shown.append(points("Speed", along("tok_s", 1), reply, Axis("tokens a second", zero=True), joined=True, size=2))
+        shown.append(
+            points(
+                "Speed",
+                along("tok_s", 1),
+                reply,
+                Axis("tokens a second", zero=True),
+                joined=True,
+                size=2,
+            )
+        )
         memory = Axis("MiB", zero=True)
-        shown.append(points("Memory of the process", along("rss_bytes", 2**20), reply, memory, joined=True, size=2))
+        shown.append(
+            points(
+                "Memory of the process",
+                along("rss_bytes", 2**20),
+                reply,
+                memory,
+                joined=True,
+                size=2,
+            )
+        )
     if "perplexity" in rows[0]:
-        names, values = [row["policy"] for row in rows], {"": [row["perplexity"] for row in rows]}
+        names = [row["policy"] for row in rows]
+        values = {"": [row["perplexity"] for row in rows]}
         shown.append(bars("Perplexity of the text", names, values, "by what is kept"))
     return shown

@@ -40,7 +40,9 @@ class Load:
     number: int = 0
     stream: bool = False
     burst: bool = False  # clients wait for each other before each request
-    pause: float = 0.0  # seconds that a client waits at most before each request, by dice: replies do not keep in step then
+    # seconds that a client waits at most before each request, by dice: replies do not keep in
+    # step then
+    pause: float = 0.0
     exact: bool = False  # every token is one character: the text tells how many there are
     extra: dict[str, Any] = field(default_factory=dict)  # further fields of each request
     headers: dict[str, str] = field(default_factory=dict)
@@ -83,7 +85,8 @@ class Client(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.reply: Reply | None = None
         self.parts: list[bytes] = []
-        self.body = self.size = -1  # where the body begins, how long head and body are together; -1: not known
+        # where the body begins, how long head and body are together; -1: not known
+        self.body = self.size = -1
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -92,7 +95,10 @@ class Client(asyncio.Protocol):
 
     def ask(self, request: bytes) -> None:
         assert self.transport is not None
-        self.parts, self.body, self.size, self.have = [], -1, -1, 0
+        self.parts = []
+        self.body = -1
+        self.size = -1
+        self.have = 0
         self.reply = Reply(time.monotonic())
         # Straight to the socket, where it is sent when it is said to be: uvloop's transport keeps what it is given until
         # everything else of the loop's turn is done, which of many requests at once is some tenths of a millisecond.
@@ -120,7 +126,9 @@ class Client(asyncio.Protocol):
         if self.size >= 0:
             over = self.have >= self.size
         else:
-            over = (self.parts[-2][-7:] + data if len(data) < 7 and len(self.parts) > 1 else data).endswith(LAST_CHUNK)
+            over = (
+                self.parts[-2][-7:] + data if len(data) < 7 and len(self.parts) > 1 else data
+            ).endswith(LAST_CHUNK)
         if over:
             self._over()
 
@@ -130,9 +138,11 @@ class Client(asyncio.Protocol):
         self.run.gone(self)
 
     def _over(self) -> None:
-        reply, self.reply = self.reply, None
+        reply = self.reply
+        self.reply = None
         assert reply is not None
-        reply.end, reply.data = time.monotonic(), b"".join(self.parts)
+        reply.end = time.monotonic()
+        reply.data = b"".join(self.parts)
         self.run.replies.append(reply)
         self.run.ready(self)
 
@@ -145,30 +155,40 @@ class Run:
         self.requests = [load.request(i) for i in range(load.requests)]
         self.replies: list[Reply] = []
         self.waiting: list[Client] = []
-        self.open, self.asked = 0, 0
+        self.open = 0
+        self.asked = 0
         self.over = asyncio.get_running_loop().create_future()
         self.dice = random.Random(0)
 
     async def run(self) -> None:
         """All connections first, then the load."""
-        loop, load = asyncio.get_running_loop(), self.load
+        loop = asyncio.get_running_loop()
+        load = self.load
         count = min(load.clients, load.requests)
         self.open = count
         self.held = True
-        await asyncio.gather(*(loop.create_connection(lambda: Client(self), load.host, load.port) for _ in range(count)))
+        await asyncio.gather(
+            *(
+                loop.create_connection(lambda: Client(self), load.host, load.port)
+                for _ in range(count)
+            )
+        )
         self.held = False
         self._begin()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.over, load.timeout)
 
     def _begin(self) -> None:
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         for client in waiting:
             self._soon(client)
 
     def _soon(self, client: Client) -> None:
         if self.load.pause:
-            asyncio.get_running_loop().call_later(self.dice.uniform(0, self.load.pause), self._ask, client)
+            asyncio.get_running_loop().call_later(
+                self.dice.uniform(0, self.load.pause), self._ask, client
+            )
         else:
             self._ask(client)
 
@@ -203,7 +223,8 @@ def judge(load: Load, data: bytes) -> tuple[int, str, int, str | None]:
     head, _, body = data.partition(b"\r\n\r\n")
     if not (found := re.match(rb"HTTP/1\.1 (\d\d\d) ", head)):
         return 0, "", 0, "no HTTP reply"
-    status, id = int(found[1]), REQUEST_ID.search(head)
+    status = int(found[1])
+    id = REQUEST_ID.search(head)
     name = id[1].decode() if id else ""
     if status != 200:
         return status, name, 0, f"status {status}"
@@ -231,11 +252,17 @@ def read_stream(body: bytes) -> tuple[str, str, int]:
     *lines, done, end = dechunk(body).split(b"\n\n")
     if (done, end) != (b"data: [DONE]", b""):
         raise ValueError("the stream has no end")
-    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if not line.startswith(b":")]
+    events = [
+        json.loads(line.removeprefix(b"data: ")) for line in lines if not line.startswith(b":")
+    ]
     choices = [choice for event in events for choice in event["choices"]]
     if any(choice["finish_reason"] for choice in choices[:-1]):
         raise ValueError("it went on after its end")
-    return "".join(c["text"] for c in choices), choices[-1]["finish_reason"], events[-1]["usage"]["completion_tokens"]
+    return (
+        "".join(c["text"] for c in choices),
+        choices[-1]["finish_reason"],
+        events[-1]["usage"]["completion_tokens"],
+    )
 
 
 def dechunk(body: bytes) -> bytes:

@@ -33,11 +33,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One record for each number of requests. The first run of each warms up and does not count."""
     if max(batches) > llm.schedule.max_num_seqs or min(batches) < 1:
-        raise InvalidRequest(f"batches are 1 to {llm.schedule.max_num_seqs} requests (max_num_seqs), not {batches}", "batches")
-    machine, results = measure_machine(llm), []
+        raise InvalidRequest(
+            f"batches are 1 to {llm.schedule.max_num_seqs} requests (max_num_seqs), not {batches}",
+            "batches",
+        )
+    machine = measure_machine(llm)
+    results = []
     for batch in batches:
         trace = [Entry(0.0, prompt, output)] * batch
-        first, gaps, seconds = list[float](), list[float](), list[float]()
+        first = list[float]()
+        gaps = list[float]()
+        seconds = list[float]()
         for run in range(1 + repeat):
             report = play(llm, trace, llm.schedule)
             if run:
@@ -46,18 +52,26 @@ def measure(
                 seconds.append(report.seconds)
             done()
         found: dict[str, Any] = {"requests": batch}
-        for name, times, floor in zip(("ttft", "itl"), (first, gaps), floors(llm, batch, prompt, output, machine), strict=True):
+        for name, times, floor in zip(
+            ("ttft", "itl"), (first, gaps), floors(llm, batch, prompt, output, machine), strict=True
+        ):
             found |= {f"{name}_p{q}_ms": 1e3 * percentile(times, q) for q in QUANTILES}
-            found |= {f"{name}_floor_ms": 1e3 * floor, f"{name}_of_floor": floor / percentile(times, 50)}
+            found |= {
+                f"{name}_floor_ms": 1e3 * floor,
+                f"{name}_of_floor": floor / percentile(times, 50),
+            }
         results.append(found | {"tok_s": batch * output * repeat / sum(seconds)})
     return results
 
 
 def floors(llm: LLM, batch: int, prompt: int, output: int, machine: Machine) -> tuple[float, float]:
     """Seconds to the median request's first token, and from token to token half way through the replies."""
-    parameters, weights = parameter_count(llm.model), bytes_per_step(llm)
+    parameters = parameter_count(llm.model)
+    weights = bytes_per_step(llm)
     read = weights / machine.bytes_per_second
-    products = floor_seconds(uniform(-(-batch // 2), prompt, 1), llm.config, parameters, weights, 0, machine)
+    products = floor_seconds(
+        uniform(-(-batch // 2), prompt, 1), llm.config, parameters, weights, 0, machine
+    )
     row = floor_seconds(uniform(batch, 1, 1), llm.config, parameters, weights, 0, machine)
     kv = batch * (prompt + output // 2) * llm.memory.kv_per_token / machine.bytes_per_second
     return max(products, read), max(row, read + kv)

@@ -24,7 +24,9 @@ from octavo.ops.weight import Format, QuantWeight
 
 FORMATS = ("int8", "int8-a8", "fp8", "int4-g128")
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
-COLD = 2**28  # bytes of weights, at least, before the first ones are met again: four times the L2 cache of an H200
+# bytes of weights, at least, before the first ones are met again: four times the L2 cache of an
+# H200
+COLD = 2**28
 MOST_COPIES = 64
 
 
@@ -42,7 +44,9 @@ def products(hf: dict[str, Any]) -> list[Product]:
     cls = registry.find(hf)
     model = build(cls.parse_config(hf), cls, ReferenceOps(), torch.float32, "meta")
     tied = bool(hf.get("tie_word_embeddings"))
-    matrices = [m for m in model.modules() if isinstance(m, Linear) or (tied and isinstance(m, Matrix))]
+    matrices = [
+        m for m in model.modules() if isinstance(m, Linear) or (tied and isinstance(m, Matrix))
+    ]
     found: dict[tuple[int, int], list[tuple[str, ...]]] = {}
     for matrix in matrices:
         found.setdefault(tuple(matrix.weight.shape), []).append(tuple(matrix.parts))
@@ -102,7 +106,10 @@ def seconds(call: Callable[[Any], Any], weights: list[Any], device: str, repeat:
 
 def plain_weights(product: Product, dtype: torch.dtype, device: str) -> list[Tensor]:
     def make() -> Tensor:
-        return torch.randn(product.outputs, product.inputs, dtype=dtype, device=device) / product.inputs**0.5
+        return (
+            torch.randn(product.outputs, product.inputs, dtype=dtype, device=device)
+            / product.inputs**0.5
+        )
 
     return copies(make)
 
@@ -124,16 +131,23 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One record for each format ("none" is plain weights), product and number of rows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ops, dtype = select(device), torch.bfloat16 if device == "cuda" else torch.float32
+    ops = select(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     records = []
     for product in products(hf):
         plain: dict[int, float] = {}
         for name in ("none", *formats):
             form = quant.parse(name)
             weights = (
-                packed_weights(product, form, ops, device) if isinstance(form, Format) else plain_weights(product, dtype, device)
+                packed_weights(product, form, ops, device)
+                if isinstance(form, Format)
+                else plain_weights(product, dtype, device)
             )
-            size = weights[0].nbytes if isinstance(weights[0], Tensor) else sum(b.nbytes for b in weights[0].buffers())
+            size = (
+                weights[0].nbytes
+                if isinstance(weights[0], Tensor)
+                else sum(b.nbytes for b in weights[0].buffers())
+            )
             for count in rows:
                 x = torch.randn(count, product.inputs, device=device).to(dtype)
                 took = seconds(partial(ops.linear, x), weights, device)
@@ -147,7 +161,9 @@ def measure(
                         "format": name,
                         "rows": count,
                         "us": 1e6 * took,
-                        "gb_s": (size + x.nbytes + count * product.outputs * x.itemsize) / took / 1e9,
+                        "gb_s": (size + x.nbytes + count * product.outputs * x.itemsize)
+                        / took
+                        / 1e9,
                         "tflop_s": 2 * count * product.outputs * product.inputs / took / 1e12,
                         "ratio": plain[count] / took,
                     }

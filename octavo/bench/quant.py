@@ -50,14 +50,17 @@ def passages(llm: LLM, count: int, length: int) -> list[list[int]]:
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = llm.get_tokenizer().encode(text[: 12 * count * length])
     if len(ids) < count * length:
-        raise OctavoError(f"the text has only {len(ids)} tokens: ask for fewer than {count} passages of {length}")
+        raise OctavoError(
+            f"the text has only {len(ids)} tokens: ask for fewer than {count} passages of {length}"
+        )
     return [ids[i * length : (i + 1) * length] for i in range(count)]
 
 
 def quality(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[int]]:
     """Of every token but each passage's first: its log-probability, and which token was the likeliest instead."""
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
-    logprobs, likeliest = [], []
+    logprobs = []
+    likeliest = []
     for text in texts:
         result = llm.generate([list(text)], params, use_tqdm=False)[0]
         for token, entry in zip(text[1:], (result.prompt_logprobs or [])[1:], strict=True):
@@ -81,7 +84,10 @@ def speed(llm: LLM, text: list[int], repeat: int) -> dict[str, Any]:
         return took
 
     seconds(1, 4)
-    runs = [(seconds(1, 1), seconds(1, OUTPUT), seconds(16, 1), seconds(16, OUTPUT)) for _ in range(repeat)]
+    runs = [
+        (seconds(1, 1), seconds(1, OUTPUT), seconds(16, 1), seconds(16, OUTPUT))
+        for _ in range(repeat)
+    ]
     return {
         "ttft_s": statistics.median(r[0] for r in runs),
         "single_tok_s": spread([(OUTPUT - 1) / (r[1] - r[0]) for r in runs]),
@@ -142,6 +148,18 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
             Axis("bytes a weight, scales included (left is better)", log=True),
             Axis(f"perplexity, relative to {names[0]} (down is better)"),
         ),
-        bars("One request", names, {"": [row["single_tok_s"]["median"] for row in rows]}, "tok/s", 380),
-        bars("Sixteen requests", names, {"": [row["batch16_tok_s"]["median"] for row in rows]}, "tok/s", 380),
+        bars(
+            "One request",
+            names,
+            {"": [row["single_tok_s"]["median"] for row in rows]},
+            "tok/s",
+            380,
+        ),
+        bars(
+            "Sixteen requests",
+            names,
+            {"": [row["batch16_tok_s"]["median"] for row in rows]},
+            "tok/s",
+            380,
+        ),
     ]

@@ -20,30 +20,42 @@ from octavo.llm import LLM
 URGENT = -100  # a thousand seconds ahead of the rest
 GAP = 3.0  # from one urgent request to the next, in times to the first token of an idle engine
 LOADED = 0.95  # of the urgent requests must come while all rows are wanted
-SPARE = 1.3  # times the work that would do if urgent requests cost the others nothing but their own time
+# times the work that would do if urgent requests cost the others nothing but their own time
+SPARE = 1.3
 
 
 def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
     asked, _ = requests_of(trace, llm.config.vocab_size)
-    report, wanted = replay(llm.new_engine(schedule), asked), sum(entry.output for entry in trace)
+    report = replay(llm.new_engine(schedule), asked)
+    wanted = sum(entry.output for entry in trace)
     if report.errors or report.tokens != wanted:
-        raise OctavoError(f"{report.tokens} of {wanted} tokens arrived, {report.errors} errors: not counted")
+        raise OctavoError(
+            f"{report.tokens} of {wanted} tokens arrived, {report.errors} errors: not counted"
+        )
     return report
 
 
 # ---- batching modes -----------------------------------------------------------------------------------------
 
 
-def ragged(n: int, shortest: int = 16, longest: int = 512, prompt: int = 32, seed: int = 0) -> list[Entry]:
+def ragged(
+    n: int, shortest: int = 16, longest: int = 512, prompt: int = 32, seed: int = 0
+) -> list[Entry]:
     """Replies of all lengths, short ones more often: as many between 16 and 32 tokens as between 256 and 512."""
     g = random.Random(seed)
-    low, high = math.log(shortest), math.log(longest)
-    return [Entry(0.0, g.randint(prompt // 2, prompt * 2), round(math.exp(g.uniform(low, high)))) for _ in range(n)]
+    low = math.log(shortest)
+    high = math.log(longest)
+    return [
+        Entry(0.0, g.randint(prompt // 2, prompt * 2), round(math.exp(g.uniform(low, high))))
+        for _ in range(n)
+    ]
 
 
 def arrive(trace: list[Entry], rate: float, seed: int = 0) -> list[Entry]:
     """At random times, so many a second."""
-    g, now, found = random.Random(seed), 0.0, []
+    g = random.Random(seed)
+    now = 0.0
+    found = []
     for entry in trace:
         found.append(replace(entry, arrival=now))
         now += g.expovariate(rate)
@@ -51,7 +63,12 @@ def arrive(trace: list[Entry], rate: float, seed: int = 0) -> list[Entry]:
 
 
 def modes(
-    llm: LLM, names: Sequence[str], n: int, load: float = 1.5, longest: int = 512, done: Callable[[], None] = lambda: None
+    llm: LLM,
+    names: Sequence[str],
+    n: int,
+    load: float = 1.5,
+    longest: int = 512,
+    done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """The same requests at the same times in each mode, as many a second as `load` times what continuous batching can do."""
     trace = ragged(n, longest=longest)
@@ -59,14 +76,23 @@ def modes(
     play(llm, trace[: schedule.max_num_seqs], schedule)  # warm-up
     capacity = n / play(llm, trace, schedule).seconds
     done()
-    timed, results = arrive(trace, load * capacity), []
+    timed = arrive(trace, load * capacity)
+    results = []
     for name in names:
-        batch = max(schedule.max_batch // 2, 1) if name == "window" else schedule.max_batch  # two of them side by side
-        results.append({"batching": name, **play(llm, timed, replace(schedule, batching=name, max_batch=batch)).summary()})
+        # two of them side by side
+        batch = max(schedule.max_batch // 2, 1) if name == "window" else schedule.max_batch
+        results.append(
+            {
+                "batching": name,
+                **play(llm, timed, replace(schedule, batching=name, max_batch=batch)).summary(),
+            }
+        )
         done()
     speed = {r["batching"]: r["tok_s"] for r in results}
     over = {
-        f"over_{name}": speed["continuous"] / s for name, s in speed.items() if "continuous" in speed and name != "continuous"
+        f"over_{name}": speed["continuous"] / s
+        for name, s in speed.items()
+        if "continuous" in speed and name != "continuous"
     }
     return {
         "bench": "batching-modes",
@@ -85,8 +111,12 @@ def modes(
 def busy(n: int, longest: int, output: int, seed: int = 0) -> list[Entry]:
     """Work without hurry, all there from the start: prompts from 32 tokens to the longest, short ones more often."""
     g = random.Random(seed)
-    low, high = math.log(min(32, longest)), math.log(longest)
-    return [Entry(0.0, round(math.exp(g.uniform(low, high))), g.randint(max(output // 2, 1), output)) for _ in range(n)]
+    low = math.log(min(32, longest))
+    high = math.log(longest)
+    return [
+        Entry(0.0, round(math.exp(g.uniform(low, high))), g.randint(max(output // 2, 1), output))
+        for _ in range(n)
+    ]
 
 
 def priority(
@@ -102,9 +132,11 @@ def priority(
     """The time to the first token of urgent requests: on an idle engine, and among `low` others that want every row at once. By
     default there are as many as last until the last urgent one has come: a guess, doubled where it was too low. One comes when
     the one before it has had its first token for a while: what is measured is how long others keep it waiting."""
-    fcfs, rows = replace(llm.schedule, policy="fcfs", depth=depth), llm.schedule.max_num_seqs
+    fcfs = replace(llm.schedule, policy="fcfs", depth=depth)
+    rows = llm.schedule.max_num_seqs
     ranked = replace(fcfs, policy="priority")
-    urgent, g = Entry(0.0, prompt, 8, priority=URGENT), random.Random(0)
+    urgent = Entry(0.0, prompt, 8, priority=URGENT)
+    g = random.Random(0)
     play(llm, busy(rows, longest, 8), ranked)  # a warm-up
     idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 30))][3:]
     done()
@@ -156,7 +188,8 @@ def _loaded(report: Report, low: int, times: list[float], rows: int) -> dict[str
         "ttft_max_ms": 1e3 * max(first),
         "low_finished": len(ends),
         "low_seconds": max(ends),
-        "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / len(times),  # came while all rows were wanted
+        # came while all rows were wanted
+        "loaded": sum(sum(end > at for end in ends) >= rows for at in times) / len(times),
         "seconds": report.seconds,
         **report.counters,
     }

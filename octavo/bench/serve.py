@@ -43,9 +43,15 @@ CASES: dict[str, Callable[[Load], Load]] = {
     "long": lambda load: replace(load, requests=10 * load.requests),
     "distinct": lambda load: replace(load, requests=10 * load.requests, distinct=True),
     "stream": lambda load: replace(load, requests=10 * load.requests, stream=True),
-    "one": lambda load: replace(load, requests=max(load.requests // 10, 1), clients=1, stream=True, distinct=True),
-    "streams": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS + 4, stream=True, distinct=True, pause=0.2),
-    "burst": lambda load: replace(load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True, burst=True),
+    "one": lambda load: replace(
+        load, requests=max(load.requests // 10, 1), clients=1, stream=True, distinct=True
+    ),
+    "streams": lambda load: replace(
+        load, requests=10 * STREAMS, clients=STREAMS + 4, stream=True, distinct=True, pause=0.2
+    ),
+    "burst": lambda load: replace(
+        load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True, burst=True
+    ),
 }
 STAMPED = ("one", "streams", "burst")  # the engine writes down its times, which takes some itself
 
@@ -97,14 +103,24 @@ def _ready(running: Running) -> bool:
 
 
 @contextmanager
-def server(model: str | None, engine: dict[str, Any], trace: Path | None = None) -> Iterator[Running]:
+def server(
+    model: str | None, engine: dict[str, Any], trace: Path | None = None
+) -> Iterator[Running]:
     """A fresh server of this model, ready. `engine`: LLM's arguments. `trace`: where the engine notes its times."""
     if trace is not None:
         engine = {**engine, "record_trace": str(trace)}
     running = Running("127.0.0.1", _free_port(), trace=trace)
-    config = {"model": model, "engine": engine, "name": "bench", "port": running.port, "max_queue": 4096}
+    config = {
+        "model": model,
+        "engine": engine,
+        "name": "bench",
+        "port": running.port,
+        "max_queue": 4096,
+    }
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([sys.executable, "-c", SERVER, json.dumps(config)], stdout=said, stderr=said, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, json.dumps(config)], stdout=said, stderr=said, text=True
+        )
         running.pid = process.pid
         try:
             end = time.monotonic() + PATIENCE
@@ -133,7 +149,9 @@ def ask(running: Running, load: Load) -> dict[str, Any]:
     argv = [sys.executable, "-m", "octavo.bench.http_load", json.dumps(asdict(load))]
     finished = subprocess.run(argv, capture_output=True, text=True)
     if finished.returncode:
-        raise OctavoError(f"the client ended with {finished.returncode}: {finished.stderr.strip()[-500:]}")
+        raise OctavoError(
+            f"the client ended with {finished.returncode}: {finished.stderr.strip()[-500:]}"
+        )
     found: dict[str, Any] = json.loads(finished.stdout)
     spent = [b - a for a, b in zip(before, running.cpu_seconds(), strict=True)]
     return found | {"front_cpu_seconds": spent[0], "engine_cpu_seconds": spent[1]}
@@ -142,13 +160,22 @@ def ask(running: Running, load: Load) -> dict[str, Any]:
 def percentiles(seconds: list[float]) -> dict[str, float]:
     """In milliseconds."""
     ordered = sorted(seconds)
-    return {f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 95, 99)} if ordered else {}
+    return (
+        {
+            f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)]
+            for q in (50, 95, 99)
+        }
+        if ordered
+        else {}
+    )
 
 
 def report(case: str, found: dict[str, Any], trace: Path | None) -> dict[str, Any]:
     """One run, in numbers that count good replies alone."""
-    good, load = found["good"], found["load"]
-    seconds, count = max(found["seconds"], 1e-9), max(len(good), 1)
+    good = found["good"]
+    load = found["load"]
+    seconds = max(found["seconds"], 1e-9)
+    count = max(len(good), 1)
     record = {
         "case": case,
         "clients": load["clients"],
@@ -160,10 +187,16 @@ def report(case: str, found: dict[str, Any], trace: Path | None) -> dict[str, An
         "requests_s": len(good) / seconds,
         "tok_s": found["tokens"] / seconds,
         "latency_ms": percentiles([end - sent for _, sent, _, end in good]),
-        "ttft_ms": percentiles([first - sent for _, sent, first, _ in good]) if load["stream"] else {},
+        "ttft_ms": percentiles([first - sent for _, sent, first, _ in good])
+        if load["stream"]
+        else {},
         "cpu_us_a_request": {
             name: 1e6 * found[key] / count
-            for name, key in {"front": "front_cpu_seconds", "engine": "engine_cpu_seconds", "client": "cpu_seconds"}.items()
+            for name, key in {
+                "front": "front_cpu_seconds",
+                "engine": "engine_cpu_seconds",
+                "client": "cpu_seconds",
+            }.items()
         },
     }
     if trace is not None:
@@ -176,19 +209,36 @@ def added(good: list[tuple[str, float, float, float]], trace: Path) -> dict[str,
     that was under way had ended), on the way out. What the server adds is the way in and the way out."""
     lines = map(json.loads, trace.read_text().splitlines())
     noted = {line["id"].rpartition("-")[0]: line for line in lines}
-    parts: dict[str, list[float]] = {"in": [], "engine": [], "picked_up": [], "out": [], "added": []}
+    parts: dict[str, list[float]] = {
+        "in": [],
+        "engine": [],
+        "picked_up": [],
+        "out": [],
+        "added": [],
+    }
     for id, sent, first, _ in good:
         if (line := noted.get(id)) is None:
             raise OctavoError(f"the engine noted nothing of request {id}")
-        came, went = line["submitted"] - sent, first - line["first"]
-        values = (came, line["first"] - line["submitted"], line["queued"] - line["submitted"], went, came + went)
+        came = line["submitted"] - sent
+        went = first - line["first"]
+        values = (
+            came,
+            line["first"] - line["submitted"],
+            line["queued"] - line["submitted"],
+            went,
+            came + went,
+        )
         for name, value in zip(parts, values, strict=True):
             parts[name].append(value)
     return {f"{name}_ms": percentiles(values) for name, values in parts.items()}
 
 
 def measure(
-    running: Running, load: Load, names: list[str], repeat: int = 3, done: Callable[[], None] = lambda: None
+    running: Running,
+    load: Load,
+    names: list[str],
+    repeat: int = 3,
+    done: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """A record a case: the run with the median requests a second, with what was wrong in any of them."""
     ask(running, replace(load, requests=2 * load.clients, stream=True))  # warm
@@ -197,7 +247,8 @@ def measure(
         runs = []
         for _ in range(repeat):
             case = CASES[name](load)
-            load = replace(load, number=load.number + case.requests)  # what was asked before is in the prefix cache
+            # what was asked before is in the prefix cache
+            load = replace(load, number=load.number + case.requests)
             runs.append(report(name, ask(running, case), running.trace))
             done()
         middle = sorted(runs, key=lambda r: r["requests_s"])[len(runs) // 2]
@@ -214,9 +265,12 @@ def in_process(llm: LLM, load: Load, repeat: int = 3) -> float:
 
     assert llm.tokenizer is not None
     params = SamplingParams(max_tokens=load.tokens, ignore_eos=True, detokenize=False)
-    engine, speeds = llm.engine, []
+    engine = llm.engine
+    speeds = []
     for _ in range(repeat):
-        prompts = [llm.tokenizer.encode(json.loads(load.body(i))["prompt"]) for i in range(load.requests)]
+        prompts = [
+            llm.tokenizer.encode(json.loads(load.body(i))["prompt"]) for i in range(load.requests)
+        ]
         load = replace(load, number=load.number + load.requests)
         tokens = asked = 0
         start = time.perf_counter()
@@ -231,5 +285,7 @@ def in_process(llm: LLM, load: Load, repeat: int = 3) -> float:
                     asked += 1
         speeds.append(tokens / (time.perf_counter() - start))
         if tokens != load.requests * load.tokens:
-            raise OctavoError(f"{tokens} of {load.requests * load.tokens} tokens arrived in-process: not counted")
+            raise OctavoError(
+                f"{tokens} of {load.requests * load.tokens} tokens arrived in-process: not counted"
+            )
     return statistics.median(speeds)

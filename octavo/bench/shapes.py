@@ -81,7 +81,12 @@ GPT2_124M: dict[str, Any] = {
     "eos_token_id": 50256,
 }
 
-SHAPES = {"tinyllama-1.1b": TINYLLAMA_1B, "qwen3-0.6b": QWEN3_06B, "llama-8b": LLAMA_8B, "gpt2": GPT2_124M}
+SHAPES = {
+    "tinyllama-1.1b": TINYLLAMA_1B,
+    "qwen3-0.6b": QWEN3_06B,
+    "llama-8b": LLAMA_8B,
+    "gpt2": GPT2_124M,
+}
 
 
 def write_directory(config: dict[str, Any], directory: Path) -> None:
@@ -94,7 +99,8 @@ def write_directory(config: dict[str, Any], directory: Path) -> None:
     spelling = {byte: char for char, byte in BYTE_OF.items()}
     characters = chain(range(128), range(0x4E00, 0xD800), range(0x10000, 0x110000))
     vocabulary = {
-        "".join(spelling[b] for b in chr(c).encode()): i for i, c in enumerate(islice(characters, config["vocab_size"]))
+        "".join(spelling[b] for b in chr(c).encode()): i
+        for i, c in enumerate(islice(characters, config["vocab_size"]))
     }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -41,14 +41,18 @@ def measure(
         child = [sys.executable, "-c", CHILD, json.dumps({"model": model, **options})]
         finished = subprocess.run(child, capture_output=True, text=True)
         if finished.returncode:
-            raise OctavoError(f"the process ended with {finished.returncode}: {finished.stderr.strip()[-500:]}")
+            raise OctavoError(
+                f"the process ended with {finished.returncode}: {finished.stderr.strip()[-500:]}"
+            )
         times = json.loads(finished.stdout.strip().splitlines()[-1])
         runs.append({name: at - start for name, at in times.items()})
         done()
     return runs
 
 
-def write_checkpoint(config: dict[str, Any], directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_checkpoint(
+    config: dict[str, Any], directory: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Random weights of a shape as a Hugging Face directory, in shards: something to start from where there is no model."""
     from safetensors.torch import save_file
 
@@ -65,8 +69,14 @@ def write_checkpoint(config: dict[str, Any], directory: Path, dtype: torch.dtype
 
     for name, slot in model.weight_map().items():
         norm = len(slot.dest.shape) == 1
-        tensor = torch.ones(slot.dest.shape, dtype=dtype) if norm else torch.randn(slot.dest.shape[0], 1).to(dtype)
-        if not norm:  # rows of one random number each, shuffled by position: fast to make, nothing for a loader to exploit
+        tensor = (
+            torch.ones(slot.dest.shape, dtype=dtype)
+            if norm
+            else torch.randn(slot.dest.shape[0], 1).to(dtype)
+        )
+        # rows of one random number each, shuffled by position: fast to make, nothing for a loader
+        # to exploit
+        if not norm:
             tensor = (tensor * torch.randn(1, slot.dest.shape[1]).to(dtype) * 0.02).contiguous()
         shards[-1][name] = tensor
         index[name] = f"model-{len(shards):05d}.safetensors"
@@ -76,5 +86,7 @@ def write_checkpoint(config: dict[str, Any], directory: Path, dtype: torch.dtype
             size = 0
     if shards[-1]:
         flush()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     (directory / "config.json").write_text(json.dumps(config))

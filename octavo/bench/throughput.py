@@ -19,7 +19,9 @@ from octavo.model.layers import Linear
 from octavo.types import SamplingParams
 
 
-def measure(llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def measure(
+    llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """One record a workload. The first run of each warms up and does not count."""
     machine = measure_machine(llm)
     results = []
@@ -27,13 +29,16 @@ def measure(llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None
         load = WORKLOADS[name]()
         run(llm, load)
         done()
-        seconds, before = [], _host_time(llm)
+        seconds = []
+        before = _host_time(llm)
         for _ in range(repeat):
             seconds.append(run(llm, load))
             done()
         steps, *host = (b - a for a, b in zip(before, _host_time(llm), strict=True))
         counted = sum(map(len, load.prompts)) if load.counts_prompt else sum(load.outputs)
-        parameters, weights, kv = parameter_count(llm.model), bytes_per_step(llm), llm.memory.kv_per_token
+        parameters = parameter_count(llm.model)
+        weights = bytes_per_step(llm)
+        kv = llm.memory.kv_per_token
         floor = floor_seconds(load, llm.config, parameters, weights, kv, machine)
         results.append(
             {
@@ -45,7 +50,13 @@ def measure(llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None
                 "floor_tok_s": counted / floor,
                 "of_floor": floor / statistics.median(seconds),
                 "steps": steps / repeat,
-                "host_ms_a_step": dict(zip(("plan", "launch", "wait", "commit"), (1e3 * h / steps for h in host), strict=True)),
+                "host_ms_a_step": dict(
+                    zip(
+                        ("plan", "launch", "wait", "commit"),
+                        (1e3 * h / steps for h in host),
+                        strict=True,
+                    )
+                ),
             }
         )
     return results
@@ -53,7 +64,10 @@ def measure(llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None
 
 def run(llm: LLM, load: Workload) -> float:
     """Seconds for the workload, the prefix cache empty at the start."""
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in load.outputs]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
+        for n in load.outputs
+    ]
     llm.reset_prefix_cache()
     start = time.perf_counter()
     outputs = llm.generate(load.prompts, params, use_tqdm=False)
@@ -73,7 +87,10 @@ def measure_machine(llm: LLM) -> Machine:
     a = torch.empty(n, dtype=torch.bfloat16, device=llm.device)
     b = torch.empty_like(a)
     x, y = (torch.randn(m, m, device=llm.device).to(llm.model_dtype) for _ in range(2))
-    return Machine(2 * a.nbytes / _best(lambda: b.copy_(a), cuda), max(2 * m**3 / _best(lambda: x @ y, cuda), _own(llm, cuda)))
+    return Machine(
+        2 * a.nbytes / _best(lambda: b.copy_(a), cuda),
+        max(2 * m**3 / _best(lambda: x @ y, cuda), _own(llm, cuda)),
+    )
 
 
 @torch.inference_mode()
@@ -84,7 +101,13 @@ def _own(llm: LLM, cuda: bool, rows: int = 512) -> float:
         return 0.0
     widest = max(linears, key=lambda m: sum(m.parts.values()))
     x = torch.randn(rows, llm.config.hidden_size, device=llm.device).to(llm.model_dtype)
-    return 2 * rows * llm.config.hidden_size * sum(widest.parts.values()) / _best(lambda: widest(x), cuda)
+    return (
+        2
+        * rows
+        * llm.config.hidden_size
+        * sum(widest.parts.values())
+        / _best(lambda: widest(x), cuda)
+    )
 
 
 def _best(work: Callable[[], Any], cuda: bool, repeat: int = 5) -> float:

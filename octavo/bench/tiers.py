@@ -47,7 +47,8 @@ class Parts(NamedTuple):
     """Where the time to a first token went, in seconds, one after the other. What was read while it was loaded counts as read."""
 
     ask: float  # until the disk was asked, or else the step that computes was launched
-    read: float  # until all that the disk brings was heard of: records, checksums, and the engine's ears
+    # until all that the disk brings was heard of: records, checksums, and the engine's ears
+    read: float
     wait: float  # until the step that computes was launched
     load: float  # of that step: what was left to load
     compute: float
@@ -58,7 +59,9 @@ class Watched:
     """A runner that notes when its plans came and how long they took."""
 
     def __init__(self, runner: Runner):
-        self.runner, self.seconds, self.blocks = runner, 0.0, 0
+        self.runner = runner
+        self.seconds = 0.0
+        self.blocks = 0
         self.begin()
 
     def begin(self) -> None:
@@ -89,10 +92,13 @@ class Watched:
 
     def parts(self) -> Parts:
         """Called when the first token is there."""
-        now, read = time.perf_counter(), self.heard > self.asked > self.start
+        now = time.perf_counter()
+        read = self.heard > self.asked > self.start
         asked, heard = (self.asked, self.heard) if read else (self.launched, self.launched)
         rest = now - self.launched - self.load - self.compute
-        return Parts(asked - self.start, heard - asked, self.launched - heard, self.load, self.compute, rest)
+        return Parts(
+            asked - self.start, heard - asked, self.launched - heard, self.load, self.compute, rest
+        )
 
 
 class WatchedHandle(NamedTuple):
@@ -115,7 +121,8 @@ class Answer(NamedTuple):
 
 
 def ask(llm: LLM, prompt: list[int]) -> Answer:
-    before, params = llm.engine.scheduler.count.cached_tokens, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    before = llm.engine.scheduler.count.cached_tokens
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     params.detokenize = False
     watched = llm.engine.runner if isinstance(llm.engine.runner, Watched) else None
     if watched is not None:
@@ -135,14 +142,20 @@ def eager(llm: LLM) -> Links:
     """Make it load whatever it can. The costs it goes on measuring."""
     tiers = llm.engine.scheduler.tiers
     if tiers is None:
-        raise OctavoError("this engine has no second tier: page-locked memory was refused, or no room was given")
+        raise OctavoError(
+            "this engine has no second tier: page-locked memory was refused, or no room was given"
+        )
     old = tiers.links
     tiers.links = Eager(old.size, old.load, old.fetch, old.tokens, old.seconds)
     return tiers.links
 
 
 def measure(
-    make: Callable[[], LLM], directory: Path, tokens: int = 4000, repeat: int = 3, done: Callable[[], None] = lambda: None
+    make: Callable[[], LLM],
+    directory: Path,
+    tokens: int = 4000,
+    repeat: int = 3,
+    done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """`make`: an engine whose pool holds one such prompt and little more, with host memory, and a disk at `directory`. Calls
     `done` 4 * repeat times."""
@@ -155,11 +168,14 @@ def measure(
 
     llm.warm_up()
     ask(llm, prompt())
-    costs, tiers = eager(llm), llm.engine.scheduler.count.tiers
+    costs = eager(llm)
+    tiers = llm.engine.scheduler.count.tiers
     watched = Watched(llm.engine.runner)
     llm.engine.runner = watched
     prompts = [prompt() for _ in range(repeat)]
-    cold, device, host = list[Answer](), list[Answer](), list[Answer]()
+    cold = list[Answer]()
+    device = list[Answer]()
+    host = list[Answer]()
     for p in prompts:
         cold.append(ask(llm, p))
         device.append(ask(llm, p))
@@ -203,7 +219,8 @@ def measure(
     llm = make()
     llm.warm_up()
     ask(llm, prompt())
-    costs, count = eager(llm), llm.engine.scheduler.count.tiers
+    costs = eager(llm)
+    count = llm.engine.scheduler.count.tiers
     llm.engine.runner = Watched(llm.engine.runner)
     runner = llm.runner.tiers
     if runner is None or runner.disk is None:
@@ -235,12 +252,18 @@ def measure(
             for name, each in (("device", device), ("host", host), ("disk", disk), ("paged", paged))
         },
         "busy_readers": dict(zip(("disk", "paged"), readers, strict=True)),
-        "loaded_while_reading": {"disk": min(a.lifted for a in disk), "paged": min(a.lifted for a in paged)},
+        "loaded_while_reading": {
+            "disk": min(a.lifted for a in disk),
+            "paged": min(a.lifted for a in paged),
+        },
         "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
         "disk_records": records,
         "disk_misses": dict(count.misses),
         "chooses_disk": Links.pays(costs, disk=True),
-        "same_tokens": all(len({tuple(a.tokens) for a in each}) == 1 for each in zip(device, host, disk, paged, strict=True)),
+        "same_tokens": all(
+            len({tuple(a.tokens) for a in each}) == 1
+            for each in zip(device, host, disk, paged, strict=True)
+        ),
         "same_as_computed": all(c.tokens == d.tokens for c, d in zip(cold, device, strict=True)),
     }
     llm.close()
@@ -248,7 +271,9 @@ def measure(
 
 
 def medians(each: list[Parts]) -> dict[str, float]:
-    return {name: statistics.median(getattr(parts, name) for parts in each) for name in Parts._fields}
+    return {
+        name: statistics.median(getattr(parts, name) for parts in each) for name in Parts._fields
+    }
 
 
 def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dict[str, float]:
@@ -259,13 +284,16 @@ def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dic
         tokens = array("i", prompt[j * size : (j + 1) * size])
         records.append((parent := chain(parent, tokens), tokens))
     memory = area(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
-    rates, threads = dict[str, float](), 1
+    rates = dict[str, float]()
+    threads = 1
     while threads <= (os.cpu_count() or 1):
         best = float("inf")
         with ThreadPoolExecutor(threads) as pool:
             for _ in range(rounds):
                 start = time.perf_counter()
-                list(pool.map(lambda k: disk.read(*records[k], memory[k].data), range(len(records))))
+                list(
+                    pool.map(lambda k: disk.read(*records[k], memory[k].data), range(len(records)))
+                )
                 best = min(best, time.perf_counter() - start)
         rates[str(threads)] = memory.nbytes / best
         threads *= 2
@@ -274,11 +302,14 @@ def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dic
 
 def settle(directory: Path, patience: float = 60.0) -> int:
     """Wait until no more records come. How many there are."""
-    count, since, deadline = -1, 0.0, time.monotonic() + patience
+    count = -1
+    since = 0.0
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         found = sum(1 for _ in directory.glob("kv-*/*.kv"))
         if found != count:
-            count, since = found, time.monotonic()
+            count = found
+            since = time.monotonic()
         elif time.monotonic() - since > SETTLE:
             break
         time.sleep(SETTLE / 10)

@@ -34,17 +34,39 @@ def candidates(form: Format, rows: int) -> list[Any]:
     tall = min(256, max(16, 1 << (rows - 1).bit_length()))
     if form.rounds and rows > 16:
         tiles = [(tall, 64), (tall, 128)] + ([(128, 128), (128, 256)] if tall == 256 else [])
-        return [Rounded(Gemm(m, n, 2, s, 2 if m * n <= 8192 else 1)) for m, n in tiles for s in (3, 4, 5)]
+        return [
+            Rounded(Gemm(m, n, 2, s, 2 if m * n <= 8192 else 1))
+            for m, n in tiles
+            for s in (3, 4, 5)
+        ]
     found: list[Any] = []
     if rows == 1:
         found += [Gemv(n, warps) for n in (2, 4, 8) for warps in (2, 4, 8)]
     if rows <= 32:
-        afters = (True, False) if form.bits == 4 and form.group == 128 and not form.least else (False,)
-        found += [Gemm(tall, 64, b, s, r, a) for b, s in ((1, 4), (1, 6), (2, 4), (4, 3)) for r in (2, 4) for a in afters]
+        afters = (
+            (True, False) if form.bits == 4 and form.group == 128 and not form.least else (False,)
+        )
+        found += [
+            Gemm(tall, 64, b, s, r, a)
+            for b, s in ((1, 4), (1, 6), (2, 4), (4, 3))
+            for r in (2, 4)
+            for a in afters
+        ]
     elif rows <= 128:
-        found += [Gemm(tall, n, b, s, r) for n, r in ((64, 2), (64, 3), (128, 1), (128, 2)) for b, s in ((1, 3), (1, 4), (2, 3))]
+        found += [
+            Gemm(tall, n, b, s, r)
+            for n, r in ((64, 2), (64, 3), (128, 1), (128, 2))
+            for b, s in ((1, 3), (1, 4), (2, 3))
+        ]
     else:
-        shapes = ((256, 128, 1), (256, 64, 2), (128, 128, 1), (128, 128, 2), (128, 64, 2), (128, 256, 1))
+        shapes = (
+            (256, 128, 1),
+            (256, 64, 2),
+            (128, 128, 1),
+            (128, 128, 2),
+            (128, 64, 2),
+            (128, 256, 1),
+        )
         found += [Gemm(m, n, 1, s, r) for m, n, r in shapes for s in (3, 4)]
     if rows > 32 and known(form):
         found += [tile._replace(split=split) for tile in TILES for split in SPLITS]
@@ -58,11 +80,15 @@ class Case:
         from octavo.ops.triton import quant as packed
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float16
-        self.packed, self.weights, self.device, self.exact = packed, weights, device, not form.rounds
+        self.packed = packed
+        self.weights = weights
+        self.device = device
+        self.exact = not form.rounds
         self.x = {p: torch.randn(rows, p.inputs, device=device).to(dtype) for p in weights}
         inputs = next(iter(weights)).inputs
         small = random_weight(form, 256, inputs, device)
-        self.small, self.small_x = packed.PackedWeight(small), torch.randn(rows, inputs, device=device).to(dtype)
+        self.small = packed.PackedWeight(small)
+        self.small_x = torch.randn(rows, inputs, device=device).to(dtype)
         self.want = self.small_x.float() @ small.dequantize().T
 
     def fault(self, how: Any) -> str | None:
@@ -83,7 +109,10 @@ class Case:
         def multiply(x: Tensor, weight: Any) -> Tensor:
             return self.packed.linear(x, weight, how=how)
 
-        return sum(p.times * seconds(partial(multiply, x), self.weights[p], self.device, 3) for p, x in self.x.items())
+        return sum(
+            p.times * seconds(partial(multiply, x), self.weights[p], self.device, 3)
+            for p, x in self.x.items()
+        )
 
 
 def tune(
@@ -98,11 +127,16 @@ def tune(
         raise InvalidRequest("ways to compute on a GPU can only be tried on one", "tune")
     from octavo.ops.triton import TritonOps
 
-    ops, best = TritonOps(), []
+    ops = TritonOps()
+    best = []
     for name in formats:
         form = quant.parse(name)
         assert isinstance(form, Format)
-        weights = {p: packed_weights(p, form, ops, device) for p in products(hf) if not EDGES.intersection(p.names)}
+        weights = {
+            p: packed_weights(p, form, ops, device)
+            for p in products(hf)
+            if not EDGES.intersection(p.names)
+        }
         for count in rows:
             case = Case(form, count, weights, device)
             present = case.packed.choose(count, torch.bfloat16, next(iter(weights.values()))[0])
@@ -116,9 +150,18 @@ def tune(
             costs = {how: case.cost(how) for how, fault in faults.items() if fault is None}
             order = sorted(costs, key=lambda how: costs[how])
             for how in dict.fromkeys(order[:3] + [present] * (present in costs)):
-                told(f"{name} {count} rows: {1e6 * costs[how]:8.1f} us  {how}{' (present)' if how == present else ''}")
+                told(
+                    f"{name} {count} rows: {1e6 * costs[how]:8.1f} us  {how}{' (present)' if how == present else ''}"
+                )
             if order:
-                best.append({"format": name, "rows": count, "how": str(order[0]), "us": 1e6 * costs[order[0]]})
+                best.append(
+                    {
+                        "format": name,
+                        "rows": count,
+                        "how": str(order[0]),
+                        "us": 1e6 * costs[order[0]],
+                    }
+                )
         del weights
         torch.cuda.empty_cache()
     return best

@@ -62,7 +62,12 @@ class Machine(NamedTuple):
 
 
 def floor_seconds(
-    load: Workload, model: ModelConfig, parameters: int, step_bytes: int, kv_per_token: int, machine: Machine
+    load: Workload,
+    model: ModelConfig,
+    parameters: int,
+    step_bytes: int,
+    kv_per_token: int,
+    machine: Machine,
 ) -> float:
     """No engine runs the workload faster: every prompt's products once, with all parameters but the embedding's and the head's,
     then for every step the weights (step_bytes) and each row's KV read once; what all share is computed once and read once a

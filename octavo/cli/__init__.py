@@ -28,7 +28,8 @@ from octavo.cli import (
     simulate,
 )  # fmt: skip
 
-BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)  # and bench: all add to one group of commands
+# and bench: all add to one group of commands
+BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",
@@ -56,7 +57,10 @@ def show_version(wanted: bool) -> None:
 
 @app.callback()
 def octavo(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
+    ] = False,
 ) -> None:
     pass
 
@@ -73,7 +77,8 @@ class OneLine(logging.Formatter):
 
 
 def main() -> None:
-    for stream in (sys.stdin, sys.stdout, sys.stderr):  # a byte that is no text, or a terminal without some character
+    # a byte that is no text, or a terminal without some character
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     handler = logging.StreamHandler()

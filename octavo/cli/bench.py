@@ -16,7 +16,10 @@ from octavo.errors import InvalidRequest
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-app = typer.Typer(help="Measure speed: each bench prints a table, and JSON as its last line.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed: each bench prints a table, and JSON as its last line.",
+    no_args_is_help=True,
+)
 Output = Annotated[Path | None, option("Write the result here as JSON.", None, "FILE", "--json")]
 
 
@@ -34,10 +37,15 @@ BATCHING = EngineOptions(max_num_seqs=4, max_model_len=256, no_prefix_caching=Tr
 @command
 def batching(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Default: random weights of TinyLlama-1.1B's shape.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="Default: random weights of TinyLlama-1.1B's shape."),
     ] = None,
-    repeat: Annotated[int, option("Measurements of each side, interleaved.", None, "N", show_default=True, min=1)] = 3,
-    max_tokens: Annotated[int, option("Tokens for each prompt.", None, "N", parser=size, show_default=True)] = 32,
+    repeat: Annotated[
+        int, option("Measurements of each side, interleaved.", None, "N", show_default=True, min=1)
+    ] = 3,
+    max_tokens: Annotated[
+        int, option("Tokens for each prompt.", None, "N", parser=size, show_default=True)
+    ] = 32,
     output: Output = None,
     engine: EngineOptions = BATCHING,
 ) -> None:
@@ -66,9 +74,18 @@ def batching(
         f"[bold]{r['model']}[/bold]: {short(parameters)} parameters, {r['dtype']} on {r['device']}, {r['threads']} threads"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (f"{r['requests']} requests x {max_tokens} tokens", "median", "min - max", "floor"):
+    for column in (
+        f"{r['requests']} requests x {max_tokens} tokens",
+        "median",
+        "min - max",
+        "floor",
+    ):
         table.add_column(column, justify="left" if not table.columns else "right")
-    for name, key, unit in (("one after another", "sequential", " tok/s"), ("batched", "batched", " tok/s"), ("ratio", "", "x")):
+    for name, key, unit in (
+        ("one after another", "sequential", " tok/s"),
+        ("batched", "batched", " tok/s"),
+        ("ratio", "", "x"),
+    ):
         found = r[f"{key}_tok_s"] if key else r["ratio"]
         floor = r[f"floor_{key}_tok_s"] if key else r["requests"]
         bounds = f"{found['min']:.2f} - {found['max']:.2f}"
@@ -76,15 +93,23 @@ def batching(
     console.print(table)
     for reason in r["noise"]:
         console.print(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
-    console.print(f"Both ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
-    step, speed = in_bytes(r["step_bytes"]), in_bytes(r["bandwidth_bytes_s"])
-    console.print(f"[dim]floor: {step} of weights a step, at a copy's {speed}/s: {r['floor_step_s'] * 1e3:.0f} ms[/dim]")
+    console.print(
+        f"Both ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens."
+    )
+    step = in_bytes(r["step_bytes"])
+    speed = in_bytes(r["bandwidth_bytes_s"])
+    console.print(
+        f"[dim]floor: {step} of weights a step, at a copy's {speed}/s: {r['floor_step_s'] * 1e3:.0f} ms[/dim]"
+    )
     finish(r, output)
 
 
 ModelOrShape = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A model, or random weights of qwen3-0.6b, llama-8b, tinyllama-1.1b or gpt2."),
+    typer.Argument(
+        metavar="MODEL",
+        help="A model, or random weights of qwen3-0.6b, llama-8b, tinyllama-1.1b or gpt2.",
+    ),
 ]
 THROUGHPUT = EngineOptions(max_model_len=4096)
 
@@ -93,9 +118,16 @@ THROUGHPUT = EngineOptions(max_model_len=4096)
 @command
 def throughput(
     model: ModelOrShape = None,
-    workloads: Annotated[str, option("Which, of those listed below.", None, "NAME,...", show_default=True)] = "offline,single",
-    repeat: Annotated[int, option("Runs of each; the median counts.", None, "N", show_default=True, min=1)] = 3,
-    ride: Annotated[int | None, option("Tokens of a step that prompts fill beside rows that decode; 0: all.", None, "N")] = None,
+    workloads: Annotated[
+        str, option("Which, of those listed below.", None, "NAME,...", show_default=True)
+    ] = "offline,single",
+    repeat: Annotated[
+        int, option("Runs of each; the median counts.", None, "N", show_default=True, min=1)
+    ] = 3,
+    ride: Annotated[
+        int | None,
+        option("Tokens of a step that prompts fill beside rows that decode; 0: all.", None, "N"),
+    ] = None,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
@@ -110,7 +142,9 @@ def throughput(
 
     names = workloads.split(",")
     if unknown := sorted(set(names) - set(WORKLOADS)):
-        raise InvalidRequest(f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads")
+        raise InvalidRequest(
+            f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads"
+        )
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model, ride=ride)
@@ -120,7 +154,15 @@ def throughput(
         results = measure(llm, names, repeat, lambda: progress.advance(task))
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("workload", "requests", "median", "min - max", "floor", "of it", "host ms a step: plan, launch, wait, commit"):
+    for column in (
+        "workload",
+        "requests",
+        "median",
+        "min - max",
+        "floor",
+        "of it",
+        "host ms a step: plan, launch, wait, commit",
+    ):
         table.add_column(column)
     for r in results:
         host = ", ".join(f"{v:.2f}" for v in r["host_ms_a_step"].values())
@@ -130,14 +172,25 @@ def throughput(
         )  # fmt: skip
     console.print(table)
     name = str(llm.model_dtype).removeprefix("torch.")
-    finish({"bench": "throughput", "model": model, "device": llm.device.type, "dtype": name, "results": results}, output)
+    finish(
+        {
+            "bench": "throughput",
+            "model": model,
+            "device": llm.device.type,
+            "dtype": name,
+            "results": results,
+        },
+        output,
+    )
 
 
 @app.command()
 @command
 def startup(
     model: ModelOrShape = None,
-    directory: Annotated[Path | None, option("Where random weights of a shape are written.", None, "DIRECTORY")] = None,
+    directory: Annotated[
+        Path | None, option("Where random weights of a shape are written.", None, "DIRECTORY")
+    ] = None,
     repeat: Annotated[int, option("Fresh processes.", None, "N", show_default=True, min=1)] = 3,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
@@ -158,7 +211,9 @@ def startup(
             if not (directory / "config.json").exists():
                 write_checkpoint(SHAPES[model], directory)
         progress.update(task, description="starting", total=repeat)
-        arguments = {k: v for k, v in engine.arguments().items() if k not in ("tokenizer", "progress")}
+        arguments = {
+            k: v for k, v in engine.arguments().items() if k not in ("tokenizer", "progress")
+        }
         target = str(directory) if model in SHAPES else model
         runs = measure(target, repeat, lambda: progress.advance(task), **arguments)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -189,7 +244,9 @@ TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
 @command
 def tiers(
     model: ModelOrShape = None,
-    tokens: Annotated[int, option("Of each prompt.", None, "N", parser=size, show_default=True)] = 4000,
+    tokens: Annotated[
+        int, option("Of each prompt.", None, "N", parser=size, show_default=True)
+    ] = 4000,
     repeat: Annotated[int, option("Prompts.", None, "N", show_default=True, min=1)] = 3,
     output: Output = None,
     engine: EngineOptions = TIERS,
@@ -208,13 +265,29 @@ def tiers(
         engine.kv_disk = engine.kv_disk or Path(scratch)
         engine.max_model_len = tokens + OUTPUT
         kind = _kind(engine.device)
-        engine.num_blocks = engine.num_blocks or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
+        engine.num_blocks = (
+            engine.num_blocks
+            or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
+        )
         task = progress.add_task("measuring", total=4 * repeat)
-        r = measure(lambda: load_shape(engine, model), engine.kv_disk, tokens, repeat, lambda: progress.advance(task))
+        r = measure(
+            lambda: load_shape(engine, model),
+            engine.kv_disk,
+            tokens,
+            repeat,
+            lambda: progress.advance(task),
+        )
     r = {"model": model or "smollm2", **r}
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (f"{tokens:,} tokens, first token after", "median", "min - max", "sooner", "rate", "the engine chooses it"):
+    for column in (
+        f"{tokens:,} tokens, first token after",
+        "median",
+        "min - max",
+        "sooner",
+        "rate",
+        "the engine chooses it",
+    ):
         table.add_column(column, justify="left" if not table.columns else "right")
     speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
     chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
@@ -224,30 +297,62 @@ def tiers(
         t = r[f"{key}_ttft_s"]
         more = []
         if key in speeds:
-            more = [f"{r[f'{key}_ratio']['median']:.1f}x", f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
-        table.add_row(name, f"{t['median'] * 1e3:.1f} ms", f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}", *more)
+            more = [
+                f"{r[f'{key}_ratio']['median']:.1f}x",
+                f"{in_bytes(int(speeds[key]))}/s",
+                chosen.get(key, ""),
+            ]
+        table.add_row(
+            name,
+            f"{t['median'] * 1e3:.1f} ms",
+            f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}",
+            *more,
+        )
     console.print(table)
     link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
-    console.print(f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]")
+    console.print(
+        f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]"
+    )
     parts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("of that, in ms", "asking", "reading", "waiting", "loading", "computing", "the rest"):
+    for column in (
+        "of that, in ms",
+        "asking",
+        "reading",
+        "waiting",
+        "loading",
+        "computing",
+        "the rest",
+    ):
         parts.add_column(column, justify="left" if not parts.columns else "right")
     for key, each in r["parts_s"].items():
         parts.add_row(names[key], *(f"{seconds * 1e3:.1f}" for seconds in each.values()))
     console.print(parts)
     for key in ("disk", "paged"):
-        lifted, busy = r["loaded_while_reading"][key], r["busy_readers"][key]
-        console.print(f"[dim]{names[key]}: {busy:.1f} readers at work, {lifted} blocks loaded while others were read[/dim]")
-    alone = ", ".join(f"{threads}: {in_bytes(int(rate))}/s" for threads, rate in r["read_alone_bytes_s"].items())
-    console.print(f"[dim]records in the system's cache, by threads that only read and check: {alone}[/dim]")
-    console.print(f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens.")
+        lifted = r["loaded_while_reading"][key]
+        busy = r["busy_readers"][key]
+        console.print(
+            f"[dim]{names[key]}: {busy:.1f} readers at work, {lifted} blocks loaded while others were read[/dim]"
+        )
+    alone = ", ".join(
+        f"{threads}: {in_bytes(int(rate))}/s" for threads, rate in r["read_alone_bytes_s"].items()
+    )
+    console.print(
+        f"[dim]records in the system's cache, by threads that only read and check: {alone}[/dim]"
+    )
+    console.print(
+        f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens."
+    )
     finish(r, output)
 
 
 def _kind(device: str) -> str:
     import torch
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
+    return (
+        ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "auto"
+        else device.partition(":")[0]
+    )
 
 
 QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_prefix_caching=True)
@@ -257,11 +362,22 @@ QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_pr
 @command
 def quant(
     model: Model = None,
-    formats: Annotated[str | None, option("Some formats, with commas between; default: all.", None, "A,B,...")] = None,
-    repeat: Annotated[int, option("Measurements of speed.", None, "N", show_default=True, min=1)] = 3,
-    passages: Annotated[int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)] = 8,
-    length: Annotated[int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)] = 512,
-    picture: Annotated[Path | None, option("Draw size, perplexity and speed here, as SVG.", None, "FILE", "--picture")] = None,
+    formats: Annotated[
+        str | None, option("Some formats, with commas between; default: all.", None, "A,B,...")
+    ] = None,
+    repeat: Annotated[
+        int, option("Measurements of speed.", None, "N", show_default=True, min=1)
+    ] = 3,
+    passages: Annotated[
+        int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)
+    ] = 8,
+    length: Annotated[
+        int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)
+    ] = 512,
+    picture: Annotated[
+        Path | None,
+        option("Draw size, perplexity and speed here, as SVG.", None, "FILE", "--picture"),
+    ] = None,
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
@@ -282,7 +398,9 @@ def quant(
 
     with Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
-        rows = bench.measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task))
+        rows = bench.measure(
+            load, chosen, repeat, passages, length, lambda name: progress.advance(task)
+        )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ("format", "weights", "bytes each", "load s", "ttft ms", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1",
                "logprob error")  # fmt: skip
@@ -296,9 +414,19 @@ def quant(
             f"{r['perplexity_ratio']:.4f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.3f}",
         )  # fmt: skip
     console = Console(highlight=False)
-    console.width = max(console.width, 130)  # a narrow terminal wraps lines rather than cutting numbers short
+    # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 130)
     console.print(table)
-    finish({"bench": "quant", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+    finish(
+        {
+            "bench": "quant",
+            "model": model or "smollm2",
+            "passages": passages,
+            "length": length,
+            "formats": rows,
+        },
+        output,
+    )
     if picture is not None:
         draw(picture, *bench.panels(rows))
 
@@ -307,10 +435,19 @@ def quant(
 @command
 def kv(
     model: Model = None,
-    formats: Annotated[str | None, option("Some of auto, float16, int8, fp8, ...; default: all codes.", None, "A,B,...")] = None,
-    repeat: Annotated[int, option("Measurements of speed.", None, "N", show_default=True, min=1)] = 3,
-    passages: Annotated[int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)] = 8,
-    length: Annotated[int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)] = 512,
+    formats: Annotated[
+        str | None,
+        option("Some of auto, float16, int8, fp8, ...; default: all codes.", None, "A,B,..."),
+    ] = None,
+    repeat: Annotated[
+        int, option("Measurements of speed.", None, "N", show_default=True, min=1)
+    ] = 3,
+    passages: Annotated[
+        int, option("Pieces of text for the perplexity.", None, "N", show_default=True, min=1)
+    ] = 8,
+    length: Annotated[
+        int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)
+    ] = 512,
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
@@ -330,9 +467,27 @@ def kv(
 
     with Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
-        rows = measure(load, chosen, repeat, passages, length, lambda name: progress.advance(task), plain="auto")
+        rows = measure(
+            load,
+            chosen,
+            repeat,
+            passages,
+            length,
+            lambda name: progress.advance(task),
+            plain="auto",
+        )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("KV", "bytes a token", "of auto", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error"):
+    for column in (
+        "KV",
+        "bytes a token",
+        "of auto",
+        "tok/s",
+        "x16 tok/s",
+        "perplexity",
+        "ratio",
+        "top-1",
+        "logprob error",
+    ):
         table.add_column(column, justify="left" if not table.columns else "right")
     for r in rows:
         table.add_row(
@@ -343,7 +498,16 @@ def kv(
     console = Console(highlight=False)
     console.width = max(console.width, 110)
     console.print(table)
-    finish({"bench": "kv", "model": model or "smollm2", "passages": passages, "length": length, "formats": rows}, output)
+    finish(
+        {
+            "bench": "kv",
+            "model": model or "smollm2",
+            "passages": passages,
+            "length": length,
+            "formats": rows,
+        },
+        output,
+    )
 
 
 @app.command()
@@ -351,9 +515,13 @@ def kv(
 def attention(
     device: Annotated[str, option("auto, cpu or cuda.", None, "NAME", show_default=True)] = "auto",
     heads: Annotated[int, option("Query heads.", None, "N", show_default=True, min=1)] = 16,
-    kv_heads: Annotated[int, option("Key and value heads.", None, "N", show_default=True, min=1)] = 8,
+    kv_heads: Annotated[
+        int, option("Key and value heads.", None, "N", show_default=True, min=1)
+    ] = 8,
     dim: Annotated[int, option("Numbers in a head.", None, "N", show_default=True, min=4)] = 128,
-    shapes: Annotated[str | None, option("Sequences x tokens, such as 256x800,64x8K.", None, "SxN,...")] = None,
+    shapes: Annotated[
+        str | None, option("Sequences x tokens, such as 256x800,64x8K.", None, "SxN,...")
+    ] = None,
     repeat: Annotated[int, option("Measurements.", None, "N", show_default=True, min=1)] = 5,
     output: Output = None,
 ) -> None:
@@ -368,15 +536,33 @@ def attention(
 
     if heads % kv_heads or dim % 4:
         raise InvalidRequest("heads must be a multiple of kv-heads, and dim of 4", "heads")
-    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise InvalidRequest(f"device {device!r} is not here: use auto, cpu or, where there is a GPU, cuda", "device")
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    chosen = tuple(Shape(*map(size, part.split("x"))) for part in shapes.split(",")) if shapes else ()
+    if device not in ("auto", "cpu", "cuda") or (
+        device == "cuda" and not torch.cuda.is_available()
+    ):
+        raise InvalidRequest(
+            f"device {device!r} is not here: use auto, cpu or, where there is a GPU, cuda", "device"
+        )
+    where = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    )
+    chosen = (
+        tuple(Shape(*map(size, part.split("x"))) for part in shapes.split(",")) if shapes else ()
+    )
     with Steps() as progress:
         task = progress.add_task("measuring", total=None)
         r = measure(where, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("sequences", "tokens", "KV", "bytes read", "us", "min - max", "GB/s", "of a copy", "speedup"):
+    for column in (
+        "sequences",
+        "tokens",
+        "KV",
+        "bytes read",
+        "us",
+        "min - max",
+        "GB/s",
+        "of a copy",
+        "speedup",
+    ):
         table.add_column(column, justify="right")
     for row in r["rows"]:
         table.add_row(
@@ -395,10 +581,19 @@ def attention(
 @app.command()
 @command
 def linear(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="qwen3-0.6b, llama-8b or tinyllama-1.1b.")] = "llama-8b",
-    formats: Annotated[str | None, option("Some formats, with commas between.", None, "A,B,...", "--quant")] = None,
-    rows: Annotated[str | None, option("Numbers of rows, with commas between.", None, "N,...")] = None,
-    tune: Annotated[bool, flag("--tune", "Try ways to cut the GPU's products up instead, and print the fastest.")] = False,
+    shape: Annotated[
+        str, typer.Argument(metavar="SHAPE", help="qwen3-0.6b, llama-8b or tinyllama-1.1b.")
+    ] = "llama-8b",
+    formats: Annotated[
+        str | None, option("Some formats, with commas between.", None, "A,B,...", "--quant")
+    ] = None,
+    rows: Annotated[
+        str | None, option("Numbers of rows, with commas between.", None, "N,...")
+    ] = None,
+    tune: Annotated[
+        bool,
+        flag("--tune", "Try ways to cut the GPU's products up instead, and print the fastest."),
+    ] = False,
     output: Output = None,
 ) -> None:
     """A model's matrix products one by one, in each weight format beside plain weights."""
@@ -428,7 +623,17 @@ def linear(
         task = progress.add_task("measuring", total=total)
         records = bench.measure(SHAPES[shape], chosen, counts, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("product", "outputs", "inputs", "rows", "format", "us", "GB/s", "TFLOP/s", "speed"):
+    for column in (
+        "product",
+        "outputs",
+        "inputs",
+        "rows",
+        "format",
+        "us",
+        "GB/s",
+        "TFLOP/s",
+        "speed",
+    ):
         table.add_column(column, justify="left" if column in ("product", "format") else "right")
     for r in sorted(records, key=lambda r: (r["rows"], -r["times"])):
         table.add_row(
@@ -437,10 +642,16 @@ def linear(
         )  # fmt: skip
     console.print(table)
     steps = bench.step_ratios(records)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="all products of a step, ms (times as fast as plain weights)")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title="all products of a step, ms (times as fast as plain weights)",
+    )
     for column in ("format", *map(str, counts)):
         table.add_column(column, justify="left" if column == "format" else "right")
     for name in ("none", *chosen):
-        table.add_row(name, *(f"{steps[name, n][0] / 1e3:.2f} ({steps[name, n][1]:.2f}x)" for n in counts))
+        table.add_row(
+            name, *(f"{steps[name, n][0] / 1e3:.2f} ({steps[name, n][1]:.2f}x)" for n in counts)
+        )
     console.print(table)
     finish({"bench": "linear", "shape": shape, "records": records}, output)

@@ -17,12 +17,22 @@ ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)
 @command
 def eviction(
     model: Model = None,
-    tokens: Annotated[int, option("Tokens of the reply; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4000,
-    text: Annotated[int, option("Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True)] = 4096,
-    budget: Annotated[int, option("Tokens that are kept.", None, "N", parser=size, show_default=True)] = 1024,
-    policies: Annotated[str, option("Which, the first to compare with.", None, "NAME,...", show_default=True)] = (
-        "full,window,sinks,heavy"
-    ),
+    tokens: Annotated[
+        int,
+        option("Tokens of the reply; 0: none.", None, "N", parser=size_or_none, show_default=True),
+    ] = 4000,
+    text: Annotated[
+        int,
+        option(
+            "Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True
+        ),
+    ] = 4096,
+    budget: Annotated[
+        int, option("Tokens that are kept.", None, "N", parser=size, show_default=True)
+    ] = 1024,
+    policies: Annotated[
+        str, option("Which, the first to compare with.", None, "NAME,...", show_default=True)
+    ] = ("full,window,sinks,heavy"),
     picture: Annotated[Path | None, option("Draw the result here, as SVG.", None, "FILE")] = None,
     output: Output = None,
     engine: EngineOptions = ALONE,
@@ -39,17 +49,21 @@ def eviction(
 
     chosen = tuple(policies.split(","))
     if unknown := sorted(set(chosen) - set(POLICIES)):
-        raise InvalidRequest(f"unknown policy {', '.join(unknown)}: use {', '.join(POLICIES)}", "policies")
+        raise InvalidRequest(
+            f"unknown policy {', '.join(unknown)}: use {', '.join(POLICIES)}", "policies"
+        )
     if not tokens and not text:
         raise InvalidRequest("nothing to measure: give --tokens or --text", "tokens")
     if 0 < text <= budget:
         raise InvalidRequest(
-            f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one", "text"
+            f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one",
+            "text",
         )
     engine.max_model_len = max(text, budget) + 1
 
     def load(options: dict[str, Any]) -> Any:
-        engine.kv_eviction, engine.kv_budget = options["kv_eviction"], options.get("kv_budget")
+        engine.kv_eviction = options["kv_eviction"]
+        engine.kv_budget = options.get("kv_budget")
         return engine.load(model, kv_sinks=options.get("kv_sinks", 1))
 
     columns = *Steps.get_default_columns(), TextColumn("{task.fields[note]}")
@@ -64,19 +78,48 @@ def eviction(
     console = Console(highlight=False)
     console.width = max(console.width, 110)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("policy", "keeps", "perplexity", "ratio", "blocks", "KV", "tok/s, first", "last", "kept", "memory grew"):
+    for column in (
+        "policy",
+        "keeps",
+        "perplexity",
+        "ratio",
+        "blocks",
+        "KV",
+        "tok/s, first",
+        "last",
+        "kept",
+        "memory grew",
+    ):
         table.add_column(column, justify="right" if table.columns else "left")
     for r in rows:
         parts = r.get("parts", [])
         told = [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if text else ["", ""]
         if parts:
-            told += [str(max(p["blocks"] for p in parts)), in_bytes(parts[-1]["kv_bytes"]), f"{r['first_tok_s']:.1f}"]
-            told += [f"{r['last_tok_s']:.1f}", f"{r['speed_kept']:.1%}", f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB"]
+            told += [
+                str(max(p["blocks"] for p in parts)),
+                in_bytes(parts[-1]["kv_bytes"]),
+                f"{r['first_tok_s']:.1f}",
+            ]
+            told += [
+                f"{r['last_tok_s']:.1f}",
+                f"{r['speed_kept']:.1%}",
+                f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB",
+            ]
         table.add_row(r["policy"], f"{r['kv_tokens']:,}", *told)
     console.print(table)
     for r in rows:
         if speeds := " ".join(f"{p['tok_s']:.0f}" for p in r.get("parts", [])):
-            console.print(f"{r['policy']}, tok/s of each {r['parts'][0]['tokens']:,} tokens: {speeds}")
+            console.print(
+                f"{r['policy']}, tok/s of each {r['parts'][0]['tokens']:,} tokens: {speeds}"
+            )
     finish(
-        {"bench": "eviction", "model": model or "smollm2", "budget": budget, "tokens": tokens, "text": text, "rows": rows}, output
+        {
+            "bench": "eviction",
+            "model": model or "smollm2",
+            "budget": budget,
+            "tokens": tokens,
+            "text": text,
+            "rows": rows,
+        },
+        output,
     )

@@ -14,9 +14,15 @@ LATENCY = EngineOptions(max_model_len=4096, no_prefix_caching=True)
 @command
 def latency(
     model: ModelOrShape = None,
-    batches: Annotated[str, option("Requests at once, with commas between.", None, "N,...", show_default=True)] = "1,4,16",
-    prompt: Annotated[int, option("Tokens of each prompt.", None, "N", parser=size, show_default=True)] = 128,
-    tokens: Annotated[int, option("Tokens of each reply.", None, "N", parser=size, show_default=True)] = 128,
+    batches: Annotated[
+        str, option("Requests at once, with commas between.", None, "N,...", show_default=True)
+    ] = "1,4,16",
+    prompt: Annotated[
+        int, option("Tokens of each prompt.", None, "N", parser=size, show_default=True)
+    ] = 128,
+    tokens: Annotated[
+        int, option("Tokens of each reply.", None, "N", parser=size, show_default=True)
+    ] = 128,
     repeat: Annotated[int, option("Runs of each.", None, "N", show_default=True, min=1)] = 3,
     output: Output = None,
     engine: EngineOptions = LATENCY,
@@ -38,7 +44,12 @@ def latency(
         results = measure(llm, counts, prompt, tokens, repeat, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ("ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "floor", "of it")
-    for column in ("requests", *(f"TTFT {columns[0]}", *columns[1:]), *(f"ITL {columns[0]}", *columns[1:]), "tok/s"):
+    for column in (
+        "requests",
+        *(f"TTFT {columns[0]}", *columns[1:]),
+        *(f"ITL {columns[0]}", *columns[1:]),
+        "tok/s",
+    ):
         table.add_column(column, justify="right")
     for r in results:
         cells = []
@@ -50,5 +61,11 @@ def latency(
     console.width = max(console.width, 110)
     console.print(table)
     name = str(llm.model_dtype).removeprefix("torch.")
-    about = {"model": model or "smollm2", "device": llm.device.type, "dtype": name, "prompt": prompt, "output": tokens}
+    about = {
+        "model": model or "smollm2",
+        "device": llm.device.type,
+        "dtype": name,
+        "prompt": prompt,
+        "output": tokens,
+    }
     finish({"bench": "latency", **about, "results": results}, output)

@@ -16,11 +16,23 @@ SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, no_prefix_caching=Tru
 @command
 def batching_modes(
     model: ModelOrShape = None,
-    modes: Annotated[str, option("Which.", None, "NAME,...", show_default=True)] = "continuous,window,static,none",
+    modes: Annotated[
+        str, option("Which.", None, "NAME,...", show_default=True)
+    ] = "continuous,window,static,none",
     requests: Annotated[int, option("How many.", None, "N", show_default=True, min=1)] = 64,
-    load: Annotated[float, option("Arrivals, as a multiple of what continuous can do.", None, "X", show_default=True)] = 1.5,
+    load: Annotated[
+        float,
+        option("Arrivals, as a multiple of what continuous can do.", None, "X", show_default=True),
+    ] = 1.5,
     longest: Annotated[
-        int, option("Tokens of the longest reply; the shortest has 16.", None, "N", parser=size, show_default=True)
+        int,
+        option(
+            "Tokens of the longest reply; the shortest has 16.",
+            None,
+            "N",
+            parser=size,
+            show_default=True,
+        ),
     ] = 512,
     output: Output = None,
     engine: EngineOptions = SMALL,
@@ -34,11 +46,16 @@ def batching_modes(
     from octavo.cli.progress import Steps
     from octavo.core.batching import check_batching
 
-    names, window, target = modes.split(","), engine.window_ms, engine.target_ms
+    names = modes.split(",")
+    window = engine.window_ms
+    target = engine.target_ms
     check_batching(names, SMALL.max_batch, window, target)
     if engine.max_batch != SMALL.max_batch:
-        raise InvalidRequest("here a batch is as many as run at once: use --max-num-seqs", "max_batch")
-    engine = replace(engine, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)  # which it loads without
+        raise InvalidRequest(
+            "here a batch is as many as run at once: use --max-num-seqs", "max_batch"
+        )
+    # which it loads without
+    engine = replace(engine, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
@@ -47,14 +64,27 @@ def batching_modes(
         llm.schedule = replace(llm.schedule, window=window / 1e3, target=target / 1e3)
         r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("batching", "tok/s", "of continuous", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms"):
+    for column in (
+        "batching",
+        "tok/s",
+        "of continuous",
+        "TTFT p50",
+        "p99 ms",
+        "ITL p50",
+        "p99 ms",
+        "E2E p50",
+        "p99 ms",
+    ):
         table.add_column(column, justify="left" if not table.columns else "right")
     for one in r["results"]:
         part = f"{1 / r['over_' + one['batching']]:.0%}" if f"over_{one['batching']}" in r else ""
-        times = [f"{one[f'{name}_p{q}_ms']:,.0f}" for name in ("ttft", "itl", "e2e") for q in (50, 99)]
+        times = [
+            f"{one[f'{name}_p{q}_ms']:,.0f}" for name in ("ttft", "itl", "e2e") for q in (50, 99)
+        ]
         table.add_row(one["batching"], f"{one['tok_s']:,.0f}", part, *times)
     console = Console(highlight=False)
-    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
+    # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 110)
     console.print(
         f"{r['requests']} requests, {r['output_tokens']:,} tokens, {r['requests_a_second']:.1f} a second, "
         f"{r['batch_limit']} at once"
@@ -70,11 +100,22 @@ BUSY = EngineOptions(max_num_seqs=16, max_model_len=2048, no_prefix_caching=True
 @command
 def priority(
     model: ModelOrShape = None,
-    low: Annotated[int | None, option("Requests that keep it busy: as many as it takes.", None, "N", min=1)] = None,
-    high: Annotated[int, option("Urgent ones among them.", None, "N", show_default=True, min=1)] = 100,
-    prompt: Annotated[int, option("Prompt of an urgent one, in tokens.", None, "N", parser=size, show_default=True)] = 256,
-    longest: Annotated[int, option("Longest prompt of the others.", None, "N", parser=size, show_default=True)] = 1024,
-    tokens: Annotated[int, option("Longest reply of the others.", None, "N", parser=size, show_default=True)] = 128,
+    low: Annotated[
+        int | None, option("Requests that keep it busy: as many as it takes.", None, "N", min=1)
+    ] = None,
+    high: Annotated[
+        int, option("Urgent ones among them.", None, "N", show_default=True, min=1)
+    ] = 100,
+    prompt: Annotated[
+        int,
+        option("Prompt of an urgent one, in tokens.", None, "N", parser=size, show_default=True),
+    ] = 256,
+    longest: Annotated[
+        int, option("Longest prompt of the others.", None, "N", parser=size, show_default=True)
+    ] = 1024,
+    tokens: Annotated[
+        int, option("Longest reply of the others.", None, "N", parser=size, show_default=True)
+    ] = 128,
     output: Output = None,
     engine: EngineOptions = BUSY,
 ) -> None:
@@ -92,12 +133,33 @@ def priority(
         llm = load_shape(engine, model)
         llm.warm_up()
         progress.update(task, description="measuring", total=3)
-        r = measure(llm, low, high, prompt, longest, tokens, engine.depth or 1, lambda: progress.advance(task))
+        r = measure(
+            llm,
+            low,
+            high,
+            prompt,
+            longest,
+            tokens,
+            engine.depth or 1,
+            lambda: progress.advance(task),
+        )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("urgent", "TTFT p50", "p99", "max ms", "others finished", "tok/s", "preempted", "recomputed", "stood aside")
+    columns = (
+        "urgent",
+        "TTFT p50",
+        "p99",
+        "max ms",
+        "others finished",
+        "tok/s",
+        "preempted",
+        "recomputed",
+        "stood aside",
+    )
     for column in columns:
         table.add_column(column, justify="left" if not table.columns else "right")
-    table.add_row("idle engine", *(f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99)), *[""] * 6)
+    table.add_row(
+        "idle engine", *(f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99)), *[""] * 6
+    )
     for name in ("fcfs", "priority"):
         one = r[name]
         table.add_row(
@@ -106,8 +168,11 @@ def priority(
             f"{one['recomputed_tokens']:,}", f"{one['aside']:,}",
         )  # fmt: skip
     console = Console(highlight=False)
-    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than cutting numbers short
-    console.print(f"{high} urgent requests of {prompt} tokens, every {r['every_ms']:,.0f} ms; {r['rows']} rows")
+    # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 110)
+    console.print(
+        f"{high} urgent requests of {prompt} tokens, every {r['every_ms']:,.0f} ms; {r['rows']} rows"
+    )
     console.print(table)
     console.print(
         f"p99 under load is {r['ratio_of_p99']:.2f} times an idle engine's, and {r['ratio_p99']:.2f} times its p50 "
@@ -115,5 +180,7 @@ def priority(
         f"the others have {r['low_speed']:.0%} of their speed under fcfs"
     )
     if (loaded := r["priority"]["loaded"]) < LOADED:
-        console.print(f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low")
+        console.print(
+            f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low"
+        )
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

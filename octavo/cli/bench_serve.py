@@ -25,15 +25,31 @@ SERVED = EngineOptions(max_num_seqs=64, max_model_len=1024)
 @command
 def bench_serve(
     model: ModelOrShape = None,
-    url: Annotated[str | None, option("Ask this server instead of starting one.", None, "URL")] = None,
-    cases: Annotated[str, option("Of same, long, distinct, stream, one, burst.", None, "NAME,...", show_default=True)] = "same",
+    url: Annotated[
+        str | None, option("Ask this server instead of starting one.", None, "URL")
+    ] = None,
+    cases: Annotated[
+        str,
+        option("Of same, long, distinct, stream, one, burst.", None, "NAME,...", show_default=True),
+    ] = "same",
     clients: Annotated[int, option("That ask at once.", None, "N", show_default=True, min=1)] = 50,
     requests: Annotated[
-        int, option("In all; long, distinct and stream: ten times that.", None, "N", show_default=True, min=1)
+        int,
+        option(
+            "In all; long, distinct and stream: ten times that.",
+            None,
+            "N",
+            show_default=True,
+            min=1,
+        ),
     ] = 500,
-    tokens: Annotated[int, option("Of each reply, exactly.", None, "N", parser=size, show_default=True)] = 30,
+    tokens: Annotated[
+        int, option("Of each reply, exactly.", None, "N", parser=size, show_default=True)
+    ] = 30,
     prompt: Annotated[str, option("What is asked.", None, "TEXT", show_default=True)] = PROMPT,
-    repeat: Annotated[int, option("Runs of each case; the median counts.", None, "N", show_default=True, min=1)] = 3,
+    repeat: Annotated[
+        int, option("Runs of each case; the median counts.", None, "N", show_default=True, min=1)
+    ] = 3,
     output: Output = None,
     engine: EngineOptions = SERVED,
 ) -> None:
@@ -50,9 +66,22 @@ def bench_serve(
     with Steps() as progress:
         task = progress.add_task("starting", total=len(names) * repeat)
         step = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
-        results = ask_url(url, load, names, repeat, step) if url else ask_fresh(model, engine, load, names, repeat, step)
+        results = (
+            ask_url(url, load, names, repeat, step)
+            if url
+            else ask_fresh(model, engine, load, names, repeat, step)
+        )
     show(results, load)
-    finish({"bench": "serve", "model": model or "smollm2", "url": url, "tokens": tokens, "cases": results}, output)
+    finish(
+        {
+            "bench": "serve",
+            "model": model or "smollm2",
+            "url": url,
+            "tokens": tokens,
+            "cases": results,
+        },
+        output,
+    )
     if any(r["wrong"] for r in results):
         raise typer.Exit(1)
 
@@ -67,7 +96,9 @@ def ask_url(url: str, load: Load, names: list[str], repeat: int, step: Any) -> l
     try:
         socket.create_connection((running.host, running.port), timeout=5).close()
     except OSError as error:
-        raise OctavoError(f"no server answers at {url} ({error.strerror or error}): start one with `octavo serve`") from None
+        raise OctavoError(
+            f"no server answers at {url} ({error.strerror or error}): start one with `octavo serve`"
+        ) from None
     return measure(running, load, names, repeat, step)
 
 
@@ -83,11 +114,15 @@ def ask_fresh(
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as scratch:
         if model in SHAPES:
             write_directory(SHAPES[model], Path(scratch) / model)
-            model, engine.load_format = str(Path(scratch) / model), "dummy"
+            model = str(Path(scratch) / model)
+            engine.load_format = "dummy"
             load = replace(load, exact=True)
         results = []
         arguments = engine.arguments()
-        for some, trace in (([n for n in names if n not in STAMPED], None), ([n for n in names if n in STAMPED], "trace.jsonl")):
+        for some, trace in (
+            ([n for n in names if n not in STAMPED], None),
+            ([n for n in names if n in STAMPED], "trace.jsonl"),
+        ):
             if some:
                 with server(model, arguments, Path(scratch) / trace if trace else None) as running:
                     results += measure(running, load, some, repeat, step)
@@ -99,7 +134,8 @@ def ask_fresh(
                 case = CASES[r["case"]](load)
                 if (kind := (case.requests, case.distinct)) not in alone:
                     alone[kind] = in_process(llm, case, repeat)
-                r["device"], r["in_process_tok_s"] = llm.device.type, alone[kind]
+                r["device"] = llm.device.type
+                r["in_process_tok_s"] = alone[kind]
                 r["of_in_process"] = r["tok_s"] / r["in_process_tok_s"]
     return results
 
@@ -110,27 +146,57 @@ def show(results: list[dict[str, Any]], load: Load) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.width = max(console.width, 120)  # a narrow terminal wraps lines rather than cutting numbers short
+    # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 120)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("case", "requests", "a second", "tok/s", "in-process", "of it", "p50", "p95", "p99 ms", "TTFT p50", "p99 ms")
+    columns = (
+        "case",
+        "requests",
+        "a second",
+        "tok/s",
+        "in-process",
+        "of it",
+        "p50",
+        "p95",
+        "p99 ms",
+        "TTFT p50",
+        "p99 ms",
+    )
     for column in columns:
         table.add_column(column, justify="left" if not table.columns else "right")
     for r in results:
-        alone = [f"{r['in_process_tok_s']:,.0f}", f"{r['of_in_process']:.0%}"] if "in_process_tok_s" in r else ["", ""]
+        alone = (
+            [f"{r['in_process_tok_s']:,.0f}", f"{r['of_in_process']:.0%}"]
+            if "in_process_tok_s" in r
+            else ["", ""]
+        )
         latency = [f"{r['latency_ms'].get(q, 0):,.1f}" for q in ("p50", "p95", "p99")]
         first = [f"{r['ttft_ms'][q]:,.1f}" if r["ttft_ms"] else "" for q in ("p50", "p99")]
-        table.add_row(r["case"], f"{r['good']:,}", f"{r['requests_s']:,.1f}", f"{r['tok_s']:,.0f}", *alone, *latency, *first)
+        table.add_row(
+            r["case"],
+            f"{r['good']:,}",
+            f"{r['requests_s']:,.1f}",
+            f"{r['tok_s']:,.0f}",
+            *alone,
+            *latency,
+            *first,
+        )
     console.print(f"{load.clients} clients, {load.tokens} tokens a reply")
     console.print(table)
     for r in results:
         cpu = ", ".join(f"{name} {us:,.0f}" for name, us in r["cpu_us_a_request"].items() if us)
         console.print(f"[dim]{r['case']}: us of CPU a request: {cpu}[/dim]")
     for r in (r for r in results if "added_ms" in r):
-        way = ", ".join(f"{name} {r[f'{part}_ms']['p50']:.2f} ({r[f'{part}_ms']['p99']:.2f})" for part, name in WAY.items())
+        way = ", ".join(
+            f"{name} {r[f'{part}_ms']['p50']:.2f} ({r[f'{part}_ms']['p99']:.2f})"
+            for part, name in WAY.items()
+        )
         console.print(f"{r['case']}: ms to the first byte, p50 (p99): {way}")
     for r in results:
         for why, count in r["wrong"].items():
-            console.print(f"[bold red]{r['case']}: {count} replies are wrong and not counted[/bold red]: {why}")
+            console.print(
+                f"[bold red]{r['case']}: {count} replies are wrong and not counted[/bold red]: {why}"
+            )
 
 
 WAY = {"in": "on the way in", "engine": "engine", "picked_up": "of that until it took it up", "out": "on the way out",

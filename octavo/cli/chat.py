@@ -22,7 +22,16 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.options import EMBEDDED, EngineOptions, Model, SamplingOptions, command, flag, flag_of, option
+from octavo.cli.options import (
+    EMBEDDED,
+    EngineOptions,
+    Model,
+    SamplingOptions,
+    command,
+    flag,
+    flag_of,
+    option,
+)
 from octavo.cli.partner import Local, Messages, Partner, Prompt
 from octavo.cli.screen import DIM, ERASE_LINE, Writer, dim, note, short, tokens
 from octavo.cli.thinking import OPEN, Thinking
@@ -49,19 +58,36 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 def chat(
     context: typer.Context,
     model: Model = None,
-    system: Annotated[str | None, option("What the model is told before all else.", None, "TEXT")] = None,
-    url: Annotated[str | None, option("Talk to a running server, such as http://127.0.0.1:8000.", None, "URL")] = None,
-    api_key: Annotated[
-        str | None, option("For --url; better in the environment.", None, "KEY", envvar="OCTAVO_API_KEY", show_envvar=True)
+    system: Annotated[
+        str | None, option("What the model is told before all else.", None, "TEXT")
     ] = None,
-    show_thinking: Annotated[bool, flag("--show-thinking", "Show what stands in <think>...</think>.")] = False,
+    url: Annotated[
+        str | None, option("Talk to a running server, such as http://127.0.0.1:8000.", None, "URL")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        option(
+            "For --url; better in the environment.",
+            None,
+            "KEY",
+            envvar="OCTAVO_API_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+    show_thinking: Annotated[
+        bool, flag("--show-thinking", "Show what stands in <think>...</think>.")
+    ] = False,
     sampling: SamplingOptions = SAMPLING,
     engine: EngineOptions = ENGINE,
 ) -> None:
     """Talk to a model. /help in the conversation lists what else it understands."""
     sampling.params()  # a bad value is told before the model is loaded
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-    given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+    given = {
+        name
+        for name in context.params
+        if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+    }
     if url is None:
         talk = Chat(*here(model, engine, sampling, given, seed), system)
     else:
@@ -86,7 +112,9 @@ def here(
     parameters = short(parameter_count(llm.model))
     dtype = str(llm.model_dtype).removeprefix("torch.")
     partner = Local(llm)
-    note(f"{name}, {parameters} parameters, {dtype}, context {tokens(partner.context)}; /help, or Ctrl-D to leave")
+    note(
+        f"{name}, {parameters} parameters, {dtype}, context {tokens(partner.context)}; /help, or Ctrl-D to leave"
+    )
     return partner, sampling
 
 
@@ -96,19 +124,26 @@ def there(model: str | None, url: str, key: str | None, given: set[str], seed: i
 
     useless = sorted(given & {field.name for field in fields(EngineOptions)})
     if useless:
-        raise InvalidRequest(f"{flag_of(useless[0])} is for a model that is loaded here, not for a server's (--url)")
+        raise InvalidRequest(
+            f"{flag_of(useless[0])} is for a model that is loaded here, not for a server's (--url)"
+        )
     partner = Remote(url, key, model, seed)
     context = f", context {tokens(partner.context)}" if partner.context else ""
     note(f"{partner.model} at {partner.url}{context}; /help, or Ctrl-D to leave")
     return partner
 
 
-def recommended(sampling: SamplingOptions, advice: dict[str, Any], given: set[str]) -> SamplingOptions:
+def recommended(
+    sampling: SamplingOptions, advice: dict[str, Any], given: set[str]
+) -> SamplingOptions:
     """With the settings of the model's generation_config.json, if it has any, for all that the user has not `given`."""
     known = {name: advice[name] for name in NEUTRAL if type(advice.get(name)) in (int, float)}
     if not known:
         return sampling
-    return replace(sampling, **{name: known.get(name, value) for name, value in NEUTRAL.items() if name not in given})
+    return replace(
+        sampling,
+        **{name: known.get(name, value) for name, value in NEUTRAL.items() if name not in given},
+    )
 
 
 # ---- the conversation -------------------------------------------------------------------------------------
@@ -135,7 +170,9 @@ class Stats:
 
 class Chat:
     def __init__(self, partner: Partner, sampling: SamplingOptions, system: str | None = None):
-        self.partner, self.sampling, self.system = partner, sampling, system
+        self.partner = partner
+        self.sampling = sampling
+        self.system = system
         self.turns: list[tuple[str, str]] = []  # what was said, what was replied
         self.context = partner.context
         self.stats: Stats | None = None
@@ -153,7 +190,8 @@ class Chat:
         prompt = self.partner.encode(self.messages(latest))
         if len(prompt) + reply <= self.context or not self.context:
             return prompt, 0
-        before, kept = len(self.turns), self.turns
+        before = len(self.turns)
+        kept = self.turns
         while self.turns and len(prompt) > self.context // 2:
             self.turns = self.turns[1:]
             prompt = self.partner.encode(self.messages(latest))
@@ -172,12 +210,15 @@ class Chat:
         answer = ""
         try:
             for piece in self.partner.pieces(prompt, self.sampling):
-                stats.cached_tokens, stats.generated_tokens = piece.cached_tokens, piece.generated_tokens
+                stats.cached_tokens = piece.cached_tokens
+                stats.generated_tokens = piece.generated_tokens
                 stats.total_s = time.monotonic() - start
                 if stats.first_s is None:
                     stats.first_s = stats.total_s
                 stats.finish_reason = piece.finish_reason or stats.finish_reason
-                for thought, text in thinking.push(piece.text) + (thinking.finish() if piece.finish_reason else []):
+                for thought, text in thinking.push(piece.text) + (
+                    thinking.finish() if piece.finish_reason else []
+                ):
                     if not thought:
                         text = text if answer else text.lstrip()
                         answer += text
@@ -199,7 +240,9 @@ class Chat:
 
 class Session:
     def __init__(self, talk: Chat, show_thinking: bool, seed: int):
-        self.chat, self.show_thinking, self.seed = talk, show_thinking, seed
+        self.chat = talk
+        self.show_thinking = show_thinking
+        self.seed = seed
         self.commands = {
             "/reset": self.reset,
             "/history": self.history,
@@ -211,7 +254,11 @@ class Session:
         }
 
     def run(self) -> None:
-        lines = ask() if sys.stdin.isatty() and sys.stdout.isatty() else (line.rstrip("\n") for line in sys.stdin)
+        lines = (
+            ask()
+            if sys.stdin.isatty() and sys.stdout.isatty()
+            else (line.rstrip("\n") for line in sys.stdin)
+        )
         try:
             for line in lines:
                 name, _, rest = line.strip().partition(" ")
@@ -235,7 +282,9 @@ class Session:
         before = len(talk.turns)
         prompt, dropped = talk.make_room(message)
         if dropped:
-            note(f"(the context of {talk.context:,} tokens is full: the oldest {dropped} of {before} exchanges were dropped)")
+            note(
+                f"(the context of {talk.context:,} tokens is full: the oldest {dropped} of {before} exchanges were dropped)"
+            )
         writer = Writer()
         waiting = False  # the word "thinking..." is on the screen
         try:
@@ -255,15 +304,20 @@ class Session:
                 print(ERASE_LINE, end="")
             writer.end()
         assert talk.stats is not None
-        reason, answered = talk.stats.finish_reason, len(talk.turns) > before - dropped
+        reason = talk.stats.finish_reason
+        answered = len(talk.turns) > before - dropped
         if reason == "error":
             note("error: the computation failed; your message is taken back")
         elif not answered:
-            note(f"({'stopped before an answer' if reason is None else 'no answer'}: your message is taken back)")
+            note(
+                f"({'stopped before an answer' if reason is None else 'no answer'}: your message is taken back)"
+            )
         elif reason is None:
             note("(stopped)")
         elif reason == "length":
-            note(f"(cut at {talk.stats.generated_tokens:,} tokens: see --max-tokens and --max-model-len)")
+            note(
+                f"(cut at {talk.stats.generated_tokens:,} tokens: see --max-tokens and --max-model-len)"
+            )
 
     def reset(self, _: str) -> None:
         self.chat.turns = []
@@ -280,12 +334,20 @@ class Session:
     def system(self, text: str) -> None:
         if text:
             self.chat.system = None if text == "-" else text
-            note("(the system prompt is set)" if self.chat.system else "(there is no system prompt now)")
+            note(
+                "(the system prompt is set)"
+                if self.chat.system
+                else "(there is no system prompt now)"
+            )
         else:
-            print(self.chat.system or "no system prompt is set; the model's template may bring its own")
+            print(
+                self.chat.system
+                or "no system prompt is set; the model's template may bring its own"
+            )
 
     def stats(self, _: str) -> None:
-        last, memory = self.chat.stats, self.chat.partner.memory()
+        last = self.chat.stats
+        memory = self.chat.partner.memory()
         if last is not None:
             rate = "-" if last.rate is None else f"{last.rate:.1f} tokens/s"
             first = "-" if last.first_s is None else f"{last.first_s * 1000:.0f} ms"
@@ -293,7 +355,9 @@ class Session:
             print(f"last reply   {last.generated_tokens:,} tokens in {last.total_s:.2f} s")
             if last.prompt_tokens:
                 share = last.cached_tokens / last.prompt_tokens
-                print(f"prompt       {last.prompt_tokens:,} tokens, {last.cached_tokens:,} of them cached ({share:.0%})")
+                print(
+                    f"prompt       {last.prompt_tokens:,} tokens, {last.cached_tokens:,} of them cached ({share:.0%})"
+                )
         if memory is not None:
             print(f"KV blocks    {memory}")
         chosen = {name: getattr(self.chat.sampling, name) for name in NEUTRAL}

@@ -20,14 +20,25 @@ def complete(
     model: Model = None,
     *,
     prompt: Annotated[
-        list[str] | None, option("Text to continue; repeat for several at once. Default: stdin.", None, "TEXT", "--prompt", "-p")
+        list[str] | None,
+        option(
+            "Text to continue; repeat for several at once. Default: stdin.",
+            None,
+            "TEXT",
+            "--prompt",
+            "-p",
+        ),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print each completion as a line of JSON.")] = False,
     sampling: SamplingOptions,
     n: Annotated[int, option("Completions of each prompt.", "Sampling", "N")] = 1,
     min_tokens: Annotated[int, option("Shortest reply.", "Sampling", "N")] = 0,
-    ignore_eos: Annotated[bool, flag("--ignore-eos", "Go on past the model's end of text.", "Sampling")] = False,
-    logprobs: Annotated[int | None, option("Show log-probabilities, and N alternatives.", "Sampling", "N")] = None,
+    ignore_eos: Annotated[
+        bool, flag("--ignore-eos", "Go on past the model's end of text.", "Sampling")
+    ] = False,
+    logprobs: Annotated[
+        int | None, option("Show log-probabilities, and N alternatives.", "Sampling", "N")
+    ] = None,
     engine: EngineOptions,
 ) -> None:
     """Continue text: [bold]octavo complete -p "Once upon a time"[/bold]"""
@@ -50,11 +61,18 @@ def complete(
                 writer.end()
                 show_logprobs(completion)
     cut = [
-        len(c.token_ids) for result in results for c in result.outputs if ends_early(c.finish_reason, len(c.token_ids), params)
+        len(c.token_ids)
+        for result in results
+        for c in result.outputs
+        if ends_early(c.finish_reason, len(c.token_ids), params)
     ]
     if cut:
         tell_cut(min(cut), params)
-    failed = [result.error for result in results if any(c.finish_reason == "error" for c in result.outputs)]
+    failed = [
+        result.error
+        for result in results
+        if any(c.finish_reason == "error" for c in result.outputs)
+    ]
     if failed:
         fail(f"{len(failed)} of {len(results)} prompts failed: {failed[0]}", code=1)
 
@@ -62,7 +80,8 @@ def complete(
 def read_stdin() -> str:
     if sys.stdin.isatty():
         fail('give a prompt: octavo complete -p "Once upon a time", or pipe one in')
-    return sys.stdin.read().removesuffix("\n")  # which `echo` added and the model would take for a paragraph's end
+    # which `echo` added and the model would take for a paragraph's end
+    return sys.stdin.read().removesuffix("\n")
 
 
 def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
@@ -94,7 +113,9 @@ def ends_early(reason: str | None, count: int, params: SamplingParams) -> bool:
 
 
 def tell_cut(count: int, params: SamplingParams) -> None:
-    note(f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len, --num-blocks)")
+    note(
+        f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len, --num-blocks)"
+    )
 
 
 def show_logprobs(completion: CompletionOutput) -> None:
@@ -106,7 +127,9 @@ def show_logprobs(completion: CompletionOutput) -> None:
 
 
 def record(result: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-    first, total, count = result.metrics.time_to_first_token, result.metrics.latency, len(completion.token_ids)
+    first = result.metrics.time_to_first_token
+    total = result.metrics.latency
+    count = len(completion.token_ids)
     found: dict[str, Any] = {
         "prompt": result.prompt,
         "prompt_tokens": len(result.prompt_token_ids),
@@ -118,13 +141,18 @@ def record(result: RequestOutput, completion: CompletionOutput) -> dict[str, Any
         "stop_reason": completion.stop_reason,
         "time_to_first_token_s": first,
         "latency_s": total,
-        "tokens_per_s": (count - 1) / (total - first) if first is not None and total is not None and total > first else None,
+        "tokens_per_s": (count - 1) / (total - first)
+        if first is not None and total is not None and total > first
+        else None,
     }
     if result.error is not None:
         found["error"] = result.error
     if completion.logprobs is not None:
         found["logprobs"] = [
-            [{"token": t, "text": p.decoded_token, "logprob": p.logprob, "rank": p.rank} for t, p in at.items()]
+            [
+                {"token": t, "text": p.decoded_token, "logprob": p.logprob, "rank": p.rank}
+                for t, p in at.items()
+            ]
             for at in completion.logprobs
         ]
     return found

@@ -32,7 +32,13 @@ OPTIONAL = {
     "huggingface_hub": "models by their name on the hub",
     "tqdm": "progress bars",
 }
-FLAGS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX-VNNI", "amx_tile": "AMX"}
+FLAGS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX-VNNI",
+    "amx_tile": "AMX",
+}
 
 
 class Check(NamedTuple):
@@ -43,10 +49,19 @@ class Check(NamedTuple):
 
 @command
 def doctor(
-    smoke: Annotated[bool, flag("--smoke", "Also generate 5 tokens with the embedded model.")] = False,
-    pid: Annotated[int | None, option("Show what this process uses instead.", "Process", "N")] = None,
-    csv: Annotated[bool, flag("--csv", "With --pid: comma-separated, with a header.", "Process")] = False,
-    watch: Annotated[float | None, option("With --pid: again every so often, until it ends.", "Process", "SECONDS")] = None,
+    smoke: Annotated[
+        bool, flag("--smoke", "Also generate 5 tokens with the embedded model.")
+    ] = False,
+    pid: Annotated[
+        int | None, option("Show what this process uses instead.", "Process", "N")
+    ] = None,
+    csv: Annotated[
+        bool, flag("--csv", "With --pid: comma-separated, with a header.", "Process")
+    ] = False,
+    watch: Annotated[
+        float | None,
+        option("With --pid: again every so often, until it ends.", "Process", "SECONDS"),
+    ] = None,
 ) -> None:
     """Check this machine: versions, processor, memory, GPU, models. Exit code 1 if a check fails."""
     if pid is not None:
@@ -71,7 +86,11 @@ def colour(state: str) -> str:
 
 
 def checks(smoke: bool) -> Iterator[Check]:
-    yield Check("ok", "octavo", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    yield Check(
+        "ok",
+        "octavo",
+        f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+    )
     yield libraries()
     for name, purpose in OPTIONAL.items():
         if (found := installed(name)) is None:
@@ -107,7 +126,9 @@ def processor() -> Check:
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     found = re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)
     has = [FLAGS[flag] for flag in FLAGS if found and flag in found[1].split()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     what = f"{name[1] if name else platform.processor() or platform.machine()}, {cores} cores for this process"
     if found and "AVX2" not in has:
         return Check("warn", "cpu", f"{what}; no AVX2: generation will be slow")
@@ -122,7 +143,11 @@ def memory() -> Check:
     free, total = available_memory(torch.device("cpu"))
     found = f"{in_bytes(free)} of {in_bytes(total)} available"
     if free < 2**31:
-        return Check("warn", "memory", f"{found}: the embedded model wants 2 GiB; close something, or lower --max-model-len")
+        return Check(
+            "warn",
+            "memory",
+            f"{found}: the embedded model wants 2 GiB; close something, or lower --max-model-len",
+        )
     return Check("ok", "memory", found)
 
 
@@ -141,8 +166,16 @@ def gpu() -> Check:
     if driver is None:
         return Check("ok", "gpu", "none: no NVIDIA driver is loaded; the CPU is used")
     if torch.version.cuda is None:
-        return Check("warn", "gpu", f"driver {driver} is there, but this torch is built for CPUs: install one for CUDA")
-    return Check("warn", "gpu", f"driver {driver} does not serve CUDA {torch.version.cuda}, which torch needs: update the driver")
+        return Check(
+            "warn",
+            "gpu",
+            f"driver {driver} is there, but this torch is built for CPUs: install one for CUDA",
+        )
+    return Check(
+        "warn",
+        "gpu",
+        f"driver {driver} does not serve CUDA {torch.version.cuda}, which torch needs: update the driver",
+    )
 
 
 def nvidia_driver() -> str | None:
@@ -159,8 +192,16 @@ def backend() -> Check:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = select(device).name
     if device == "cpu" and not torch.backends.mkldnn.is_available():
-        return Check("warn", "ops", f"{name}: torch finds a CPU only and has no oneDNN, so weights are not packed: slower")
-    why = "torch can use a GPU" if device == "cuda" else "torch finds a CPU only; oneDNN packs the weights"
+        return Check(
+            "warn",
+            "ops",
+            f"{name}: torch finds a CPU only and has no oneDNN, so weights are not packed: slower",
+        )
+    why = (
+        "torch can use a GPU"
+        if device == "cuda"
+        else "torch finds a CPU only; oneDNN packs the weights"
+    )
     return Check("ok", "ops", f"{name}: {why}")
 
 
@@ -171,7 +212,11 @@ def embedded() -> Check:
         path = embedded.embedded_path()
     except OctavoError as error:
         return Check("fail", "model", str(error))
-    return Check("ok", "model", f"{embedded.NAME} is here and its checksum is right ({in_bytes(path.stat().st_size)})")
+    return Check(
+        "ok",
+        "model",
+        f"{embedded.NAME} is here and its checksum is right ({in_bytes(path.stat().st_size)})",
+    )
 
 
 def hub() -> Check:
@@ -185,7 +230,9 @@ def hub() -> Check:
     refusal = unreachable(endpoint)
     if refusal is None:
         return Check("ok", "hub", f"{endpoint} answers; {have}")
-    return Check("warn", "hub", f"{endpoint}: {refusal}. Use local directories or .gguf files; {have}")
+    return Check(
+        "warn", "hub", f"{endpoint}: {refusal}. Use local directories or .gguf files; {have}"
+    )
 
 
 def unreachable(url: str) -> str | None:
@@ -200,7 +247,9 @@ def unreachable(url: str) -> str | None:
             urlopen(Request(url, method="HEAD"), timeout=HUB_PATIENCE).close()
             answer[0] = None
         except HTTPError as error:  # it answered; a page that is not there is none of our concern
-            answer[0] = None if error.code < 500 and error.code not in (403, 407) else f"HTTP {error.code}"
+            answer[0] = (
+                None if error.code < 500 and error.code not in (403, 407) else f"HTTP {error.code}"
+            )
         except (OSError, ValueError) as error:
             answer[0] = " ".join(str(error).split())[:80]
 
@@ -221,11 +270,18 @@ def generation() -> Check:
         result = llm.generate("The capital of France is", params, use_tqdm=False)[0]
     except OctavoError as error:
         return Check("fail", "smoke", str(error))
-    done, ids = time.monotonic(), result.outputs[0].token_ids
+    done = time.monotonic()
+    ids = result.outputs[0].token_ids
     if len(ids) != 5 or result.error:
-        return Check("fail", "smoke", f"{len(ids)} of 5 tokens came: {result.error or 'without an error'}. Please report it")
+        return Check(
+            "fail",
+            "smoke",
+            f"{len(ids)} of 5 tokens came: {result.error or 'without an error'}. Please report it",
+        )
     times = f"loaded in {loaded - start:.1f} s, generated in {done - loaded:.2f} s"
-    return Check("ok", "smoke", f"5 tokens on {llm.device.type}: {result.outputs[0].text!r}; {times}")
+    return Check(
+        "ok", "smoke", f"5 tokens on {llm.device.type}: {result.outputs[0].text!r}; {times}"
+    )
 
 
 # ---- a process --------------------------------------------------------------------------------------------
@@ -241,7 +297,9 @@ def observe(pid: int, csv: bool, watch: float | None) -> None:
         fail(f"--watch takes a positive number of seconds, not {watch:g}")
     start = time.monotonic()
     if (sample := read_process(pid)) is None:
-        fail(f"no process {pid} can be seen in /proc: is it running, on this machine, and is this Linux?")
+        fail(
+            f"no process {pid} can be seen in /proc: is it running, on this machine, and is this Linux?"
+        )
     if csv:
         print(",".join(["seconds", *sample]))
     while sample is not None:
@@ -249,8 +307,14 @@ def observe(pid: int, csv: bool, watch: float | None) -> None:
         if csv:
             print(",".join([f"{seconds:.1f}", *map(str, sample.values())]), flush=True)
         else:
-            words = {name: COLUMNS[name](value) if name in COLUMNS else f"{value:,}" for name, value in sample.items()}
-            print("  ".join(f"{name.removesuffix('_bytes')} {word}" for name, word in words.items()), flush=True)
+            words = {
+                name: COLUMNS[name](value) if name in COLUMNS else f"{value:,}"
+                for name, value in sample.items()
+            }
+            print(
+                "  ".join(f"{name.removesuffix('_bytes')} {word}" for name, word in words.items()),
+                flush=True,
+            )
         if watch is None:
             return
         time.sleep(watch)

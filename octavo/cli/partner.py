@@ -56,20 +56,27 @@ class Partner(Protocol):
 class Local:
     def __init__(self, llm: LLM):
         self.llm = llm
-        self.context = min(llm.schedule.max_model_len, llm.cache.num_blocks * llm.cache.block_size + 1)
+        self.context = min(
+            llm.schedule.max_model_len, llm.cache.num_blocks * llm.cache.block_size + 1
+        )
         self._stopped = False  # the reply that is coming, or the next one
 
     def encode(self, messages: Messages) -> Prompt:
         said: list[Any] = messages
         ids = self.llm.encode_chat(said)
-        return Prompt(messages, ids, self.llm.get_tokenizer().decode(ids[-8:], skip_special_tokens=False))
+        return Prompt(
+            messages, ids, self.llm.get_tokenizer().decode(ids[-8:], skip_special_tokens=False)
+        )
 
     def pieces(self, prompt: Prompt, sampling: SamplingOptions) -> Iterator[Piece]:
         """Ends when `stop` was called, between two steps of a long prompt as well."""
-        llm, count = self.llm, self.llm.engine.scheduler.count
+        llm = self.llm
+        count = self.llm.engine.scheduler.count
         room = self.context - len(prompt)
         stream = llm.stream(prompt.ids, sampling.params(max_tokens=min(sampling.max_tokens, room)))
-        generated, cached, said = count.generated_tokens, count.cached_tokens, 0
+        generated = count.generated_tokens
+        cached = count.cached_tokens
+        said = 0
         try:
             while not (self._stopped or llm.engine.idle) and count.generated_tokens == generated:
                 llm.step()
@@ -86,6 +93,7 @@ class Local:
 
     def memory(self) -> str:
         pool = self.llm.engine.scheduler.pool
-        used, cached = pool.num_blocks - len(pool.free), pool.num_cached
+        used = pool.num_blocks - len(pool.free)
+        cached = pool.num_cached
         free = len(pool.free) - cached
         return f"{used:,} used, {cached:,} cached, {free:,} free, of {self.llm.cache.block_size} tokens each"

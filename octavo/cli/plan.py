@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EMBEDDED, Model, SizeOptions, command, fail, flag, option, size, sizes
+from octavo.cli.options import (
+    EMBEDDED,
+    Model,
+    SizeOptions,
+    command,
+    fail,
+    flag,
+    option,
+    size,
+    sizes,
+)
 from octavo.cli.screen import in_bytes, short, tokens
 from octavo.config import DTYPE_BYTES, ModelConfig, ScheduleConfig
 from octavo.errors import CheckpointError, ModelError, NotEnoughMemory
@@ -27,9 +37,17 @@ def plan(
     model: Model = None,
     *,
     device_memory: Annotated[
-        int | None, option("Plan for a GPU of this size (a CPU, with --device cpu), not this machine.", None, "80G", parser=size)
+        int | None,
+        option(
+            "Plan for a GPU of this size (a CPU, with --device cpu), not this machine.",
+            None,
+            "80G",
+            parser=size,
+        ),
     ] = None,
-    lengths: Annotated[str | None, option("How many sequences of these lengths fit?", None, "1K,4K,...")] = None,
+    lengths: Annotated[
+        str | None, option("How many sequences of these lengths fit?", None, "1K,4K,...")
+    ] = None,
     as_json: Annotated[bool, flag("--json", "Print a JSON object.")] = False,
     options: SizeOptions,
 ) -> None:
@@ -41,7 +59,8 @@ def plan(
         found: tuple[MemoryPlan, int] | None = case.solve(shape)
         ways: list[str] = []
     except NotEnoughMemory:
-        found, ways = None, list(ways_to_fit(shape, case))
+        found = None
+        ways = list(ways_to_fit(shape, case))
     if found is not None:
         found = with_tiers(found[0], case, options, on_this_machine=device_memory is None), found[1]
     report = describe(model or EMBEDDED, shape, case, found, ways, wanted)
@@ -89,17 +108,29 @@ class Shape:
             formats = choose_formats(quant.parse(quantization), self.checkpoint, kind)
             if formats is not None:
                 quantize(model, formats, "meta")
-            self._measured[key] = parameters, weight_bytes(model), self._kv_dtype(dtype, kind, formats is not None)
+            self._measured[key] = (
+                parameters,
+                weight_bytes(model),
+                self._kv_dtype(dtype, kind, formats is not None),
+            )
         return self._measured[key]
 
     def _kv_dtype(self, dtype: str, kind: str, quantized: bool) -> str:
         """Kernels that compute whole quantised layers on a CPU keep half precision."""
-        if kind != "cpu" or dtype != "float32" or not quantized or not self.config.architecture.endswith("ForCausalLM"):
+        if (
+            kind != "cpu"
+            or dtype != "float32"
+            or not quantized
+            or not self.config.architecture.endswith("ForCausalLM")
+        ):
             return dtype
         from octavo.ops.cpu.workers import workers
 
-        c, team = self.config, workers()
-        whole = team is not None and all(n % team.step.LANES == 0 for n in (c.head_dim, c.hidden_size, c.intermediate_size))
+        c = self.config
+        team = workers()
+        whole = team is not None and all(
+            n % team.step.LANES == 0 for n in (c.head_dim, c.hidden_size, c.intermediate_size)
+        )
         return "float16" if whole else dtype
 
 
@@ -134,17 +165,27 @@ class Case:
             free = total = device_memory
         else:
             has_gpu = torch.cuda.is_available()
-            kind = ("cuda" if has_gpu else "cpu") if options.device == "auto" else options.device.partition(":")[0]
+            kind = (
+                ("cuda" if has_gpu else "cpu")
+                if options.device == "auto"
+                else options.device.partition(":")[0]
+            )
             if kind == "cuda" and not has_gpu:
-                fail("this machine has no usable NVIDIA GPU: say how large a one to plan for, such as --device-memory 80G")
-            free, total = available_memory(torch.device(options.device if ":" in options.device else kind))
+                fail(
+                    "this machine has no usable NVIDIA GPU: say how large a one to plan for, such as --device-memory 80G"
+                )
+            free, total = available_memory(
+                torch.device(options.device if ":" in options.device else kind)
+            )
         dtype = options.dtype
         if dtype == "auto":
             dtype = shape.config.dtype if kind == "cuda" else "float32"
         if dtype not in DTYPE_BYTES:
             raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
         parameters = shape.measure(dtype, options.quantization, kind)[0]
-        budget = options.max_num_batched_tokens or step_tokens(kind, parameters, options.max_num_seqs)
+        budget = options.max_num_batched_tokens or step_tokens(
+            kind, parameters, options.max_num_seqs
+        )
         return cls(
             kind, free, total, dtype, options.quantization, options.kv_cache_dtype, options.gpu_memory_utilization,
             options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,
@@ -157,7 +198,10 @@ class Case:
     def kv_dtype(self, shape: Shape) -> str:
         from octavo.memory import parse_kv_dtype
 
-        return parse_kv_dtype(self.kv_cache_dtype) or shape.measure(self.dtype, self.quantization, self.kind)[2]
+        return (
+            parse_kv_dtype(self.kv_cache_dtype)
+            or shape.measure(self.dtype, self.quantization, self.kind)[2]
+        )
 
     def kv_per_token(self, shape: Shape) -> int:
         return shape.config.kv_bytes_per_token(self.kv_dtype(shape))
@@ -166,8 +210,12 @@ class Case:
         from octavo.memory import activation_bytes, graph_bytes
         from octavo.runner.shapes import held_rows
 
-        step = activation_bytes(shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype)
-        graphs = held_rows(self.max_num_seqs, self.max_num_batched_tokens) if self.kind == "cuda" else 0
+        step = activation_bytes(
+            shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype
+        )
+        graphs = (
+            held_rows(self.max_num_seqs, self.max_num_batched_tokens) if self.kind == "cuda" else 0
+        )
         return step + graph_bytes(shape.config, graphs, self.dtype)
 
     def solve(self, shape: Shape) -> tuple[MemoryPlan, int]:
@@ -176,7 +224,9 @@ class Case:
 
         weights = self.weights(shape)
         activations = self.activations(shape)
-        budget = kv_share(self.kind, self.free - weights, self.total, self.utilization, activations + self.staging)
+        budget = kv_share(
+            self.kind, self.free - weights, self.total, self.utilization, activations + self.staging
+        )
         cache, length = size_pool(
             shape.config,
             self.block_size,
@@ -186,7 +236,9 @@ class Case:
             self.max_model_len,
             self.num_blocks,
         )
-        return MemoryPlan(weights, activations, self.kv_per_token(shape), cache.block_size, cache.num_blocks), length
+        return MemoryPlan(
+            weights, activations, self.kv_per_token(shape), cache.block_size, cache.num_blocks
+        ), length
 
     def least_memory(self, shape: Shape) -> int:
         """Free bytes that a device would need for this."""
@@ -200,7 +252,9 @@ class Case:
         return int((fixed + kv + self.total - self.free) / self.utilization) + 1
 
 
-def with_tiers(memory: MemoryPlan, case: Case, options: SizeOptions, on_this_machine: bool) -> MemoryPlan:
+def with_tiers(
+    memory: MemoryPlan, case: Case, options: SizeOptions, on_this_machine: bool
+) -> MemoryPlan:
     """The plan with what was asked of host memory and disk, or NotEnoughMemory. Another machine's host memory is not known."""
     import torch
 
@@ -210,7 +264,9 @@ def with_tiers(memory: MemoryPlan, case: Case, options: SizeOptions, on_this_mac
     if case.kind == "cpu":
         spare = min(spare, case.free) - memory.weights - memory.kv
     check_disk(options.kv_disk, options.kv_disk_gib)
-    host, disk = size_tiers(options.kv_host_gib, options.kv_disk, options.kv_disk_gib, memory.block_bytes, spare)
+    host, disk = size_tiers(
+        options.kv_host_gib, options.kv_disk, options.kv_disk_gib, memory.block_bytes, spare
+    )
     return replace(memory, host_blocks=host, disk=disk)
 
 
@@ -227,13 +283,17 @@ def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
         changes.append(replace(case, kv_cache_dtype="int8"))
     if case.max_model_len is not None:
         try:
-            changes.append(replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1]))
+            changes.append(
+                replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1])
+            )
         except NotEnoughMemory:
             changes.append(replace(case, max_model_len=min(case.max_model_len, 2048)))
     small = case
     while small.max_num_batched_tokens > 256:
         least = small.max_num_batched_tokens // 2
-        small = replace(small, max_num_batched_tokens=least, max_num_seqs=min(small.max_num_seqs, least // 8))
+        small = replace(
+            small, max_num_batched_tokens=least, max_num_seqs=min(small.max_num_seqs, least // 8)
+        )
         if fits(small, shape):
             break
     changes.append(small)
@@ -241,7 +301,11 @@ def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
     if not alone:
         together = asdict(case)
         for change in changes:
-            together |= {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
+            together |= {
+                name: value
+                for name, value in asdict(change).items()
+                if value != getattr(case, name)
+            }
         alone = [change for change in (Case(**together),) if fits(change, shape)]
     for change in alone:
         yield spelled(case, change)
@@ -260,14 +324,21 @@ def spelled(case: Case, change: Case) -> str:
     """The options in which two cases differ."""
     names = {"utilization": "gpu-memory-utilization", "quantization": "quant"}
     new = {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
-    return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in new.items())
+    return " ".join(
+        f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in new.items()
+    )
 
 
 # ---- the report -------------------------------------------------------------------------------------------
 
 
 def describe(
-    name: str, shape: Shape, case: Case, found: tuple[MemoryPlan, int] | None, ways: list[str], lengths: list[int] | None
+    name: str,
+    shape: Shape,
+    case: Case,
+    found: tuple[MemoryPlan, int] | None,
+    ways: list[str],
+    lengths: list[int] | None,
 ) -> dict[str, Any]:
     parameters, weights, _ = shape.measure(case.dtype, case.quantization, case.kind)
     report: dict[str, Any] = {
@@ -310,28 +381,47 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    r, console = report, Console(highlight=False)
-    console.print(f"[bold]{r['model']}[/bold]: {short(r['parameters'])} parameters, {r['architecture']}, {r['dtype']}")
+    r = report
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{r['model']}[/bold]: {short(r['parameters'])} parameters, {r['architecture']}, {r['dtype']}"
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
-    used = f"{r['gpu_memory_utilization']:.0%} of the GPU may be used" if r["device"] == "cuda" else "on the CPU"
+    used = (
+        f"{r['gpu_memory_utilization']:.0%} of the GPU may be used"
+        if r["device"] == "cuda"
+        else "on the CPU"
+    )
     table.add_row("memory free", in_bytes(r["device_memory_free"]), used)
     table.add_row("weights", in_bytes(r["weights"]))
     step = f"a step of {r['max_num_batched_tokens']:,} tokens, {r['max_num_seqs']:,} sequences"
     table.add_row("activations", in_bytes(r["activations"]), step)
     table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]), r["kv_dtype"])
     if r["fits"]:
-        table.add_row("KV pool", in_bytes(r["kv_pool"]), f"{r['num_blocks']:,} blocks of {r['block_size']} tokens")
+        table.add_row(
+            "KV pool",
+            in_bytes(r["kv_pool"]),
+            f"{r['num_blocks']:,} blocks of {r['block_size']} tokens",
+        )
         table.add_row("tokens in the pool", f"{r['kv_tokens']:,}")
         for tier, name in (("kv_host", "KV in host memory"), ("kv_disk", "KV on disk")):
             if r[tier]:
-                table.add_row(name, in_bytes(r[tier]), f"{r[tier] // r['kv_bytes_per_token']:,} tokens")
-        table.add_row("longest sequence", f"{r['max_model_len']:,}", f"the model's own limit is {r['model_context']:,}")
+                table.add_row(
+                    name, in_bytes(r[tier]), f"{r[tier] // r['kv_bytes_per_token']:,} tokens"
+                )
+        table.add_row(
+            "longest sequence",
+            f"{r['max_model_len']:,}",
+            f"the model's own limit is {r['model_context']:,}",
+        )
     console.print(table)
     if not r["fits"]:
-        console.print(f"[bold red]It does not fit[/bold red]: {in_bytes(r['short_by'])} are missing. What would do:")
+        console.print(
+            f"[bold red]It does not fit[/bold red]: {in_bytes(r['short_by'])} are missing. What would do:"
+        )
         for way in r["ways_to_fit"]:
             console.print(f"  {way}", soft_wrap=True)
         return

@@ -17,7 +17,8 @@ class Steps(Progress):
         console = Console(stderr=True)
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._said: tuple[str, float] = "", 0.0  # what the last line was about, and when
-        self._begun, self._over = time.monotonic(), Event()
+        self._begun = time.monotonic()
+        self._over = Event()
 
     def start(self) -> None:
         super().start()
@@ -50,9 +51,12 @@ class Steps(Progress):
     def _say(self, task_id: TaskID) -> None:
         if self.console.is_terminal:
             return
-        task, now = self._tasks[task_id], time.monotonic()
+        task = self._tasks[task_id]
+        now = time.monotonic()
         if task.description == self._said[0] and now - self._said[1] < EVERY:
             return
         self._said = task.description, now
         so_far = f" {task.completed:g} of {task.total:g}" if task.total else ""
-        self.console.print(f"{now - self._begun:4.0f} s  {task.description}{so_far}", highlight=False)
+        self.console.print(
+            f"{now - self._begun:4.0f} s  {task.description}{so_far}", highlight=False
+        )

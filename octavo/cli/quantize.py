@@ -12,10 +12,21 @@ from octavo.cli.options import command, fail, option
 
 @command
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a name on the hub, or smollm2.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write, which must not exist.")],
-    form: Annotated[str, option("int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True)] = "int4-g64",
-    revision: Annotated[str | None, option("Branch, tag or commit on the hub.", None, "NAME")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A directory, a .gguf file, a name on the hub, or smollm2."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The directory to write, which must not exist.")
+    ],
+    form: Annotated[
+        str, option("int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True)
+    ] = "int4-g64",
+    revision: Annotated[
+        str | None, option("Branch, tag or commit on the hub.", None, "NAME")
+    ] = None,
 ) -> None:
     """Write a checkpoint with quantised weights, which every command then loads as it is."""
     from octavo.cli.progress import Steps
@@ -36,4 +47,6 @@ def quantize(
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(f"{out}: {in_bytes(size)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}")
     if checkpoint.directory is None:
-        print("A GGUF file holds its tokenizer inside: load the result with --tokenizer DIRECTORY, or use token ids.")
+        print(
+            "A GGUF file holds its tokenizer inside: load the result with --tokenizer DIRECTORY, or use token ids."
+        )

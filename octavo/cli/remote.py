@@ -45,18 +45,24 @@ class Remote:
         except ValueError:
             self._address = None, None
         if found.scheme not in ("http", "https") or self._address[0] is None:
-            raise ServerError(f"{url} is no server's address: give something like http://127.0.0.1:8000")
+            raise ServerError(
+                f"{url} is no server's address: give something like http://127.0.0.1:8000"
+            )
         self._secure = found.scheme == "https"
         self._base = found.path.rstrip("/").removesuffix("/v1")
         self.url = f"{found.scheme}://{found.netloc}{self._base}"
-        self._key, self._seed, self._replies = key, seed, 0
+        self._key = key
+        self._seed = seed
+        self._replies = 0
         self._socket: socket.socket | None = None  # of the reply that is coming
         self._stopped = False
         self._check_ready()
         cards = self._json("GET", "/v1/models")["data"]
         names = [card["id"] for card in cards]
         if not names or (model is not None and model not in names):
-            raise ServerError(f"{self.url} has no model {model or ''}: it has {', '.join(names) or 'none'}")
+            raise ServerError(
+                f"{self.url} has no model {model or ''}: it has {', '.join(names) or 'none'}"
+            )
         self.model = names[0] if model is None else model
         self.context = cards[names.index(self.model)].get("max_model_len") or 0
 
@@ -64,7 +70,9 @@ class Remote:
 
     def encode(self, messages: Messages) -> Prompt:
         try:
-            found = self._json("POST", "/v1/chat/completions/render", {"model": self.model, "messages": messages})
+            found = self._json(
+                "POST", "/v1/chat/completions/render", {"model": self.model, "messages": messages}
+            )
         except ServerError as error:
             if error.status not in (404, 405):
                 raise
@@ -73,12 +81,17 @@ class Remote:
 
     def pieces(self, prompt: Prompt, sampling: SamplingOptions) -> Iterator[Piece]:
         given = {name: getattr(sampling, name) for name in OPENAI}
-        given |= {name: value for name, nothing in EXTRA.items() if (value := getattr(sampling, name)) != nothing}
+        given |= {
+            name: value
+            for name, nothing in EXTRA.items()
+            if (value := getattr(sampling, name)) != nothing
+        }
         body = {
             "model": self.model,
             "messages": prompt.messages,
             **{name: value for name, value in given.items() if value is not None},
-            "seed": (self._seed + self._replies) % 2**63,  # the same question again gets another answer
+            # the same question again gets another answer
+            "seed": (self._seed + self._replies) % 2**63,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -94,13 +107,15 @@ class Remote:
         generated = cached = 0
         with self._request("POST", "/v1/chat/completions", body) as response:
             for event in self._events(response):
-                usage, choices = event.get("usage"), event.get("choices")
+                usage = event.get("usage")
+                choices = event.get("choices")
                 if usage:
                     generated = usage["completion_tokens"]
                     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                     yield Piece("", generated, cached, None)
                 if choices:
-                    text, reason = choices[0]["delta"].get("content") or "", choices[0].get("finish_reason")
+                    text = choices[0]["delta"].get("content") or ""
+                    reason = choices[0].get("finish_reason")
                     generated += bool(text)
                     if text or reason:
                         yield Piece(text, generated, cached, reason)
@@ -118,7 +133,11 @@ class Remote:
                 text = response.read().decode(errors="replace")
         except ServerError:
             return None
-        found = dict(re.findall(r"^\w+:kv_blocks_(used|cached|free)(?:\{[^}]*\})? ([\d.e+]+)$", text, re.MULTILINE))
+        found = dict(
+            re.findall(
+                r"^\w+:kv_blocks_(used|cached|free)(?:\{[^}]*\})? ([\d.e+]+)$", text, re.MULTILINE
+            )
+        )
         if len(found) < 3:
             return None
         return ", ".join(f"{float(found[kind]):,.0f} {kind}" for kind in ("used", "cached", "free"))
@@ -129,7 +148,8 @@ class Remote:
         try:
             self._json("GET", "/readyz")
         except ServerError as error:
-            if error.status not in (401, 403, 404, 405):  # a server of another kind: the first real request will tell
+            # a server of another kind: the first real request will tell
+            if error.status not in (401, 403, 404, 405):
                 raise
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -145,14 +165,20 @@ class Remote:
             if "error" in event:
                 raise ServerError(f"the server broke off: {_message(event)}")
             yield event
-        raise Stopped if self._stopped else ServerError("the server broke off in the middle of its reply")
+        raise (
+            Stopped
+            if self._stopped
+            else ServerError("the server broke off in the middle of its reply")
+        )
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         with self._request(method, path, body) as response:
             return json.loads(response.read())
 
     @contextmanager
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """A reply with a good status. What goes wrong while it is read is a ServerError too, unless `stop` was called."""
         host, port = self._address
         assert host is not None
@@ -166,12 +192,16 @@ class Remote:
                 connection.connect()
             except OSError as error:
                 why = getattr(error, "strerror", None) or str(error)
-                raise ServerError(f"no server answers at {self.url} ({why}): `octavo serve` starts one") from None
+                raise ServerError(
+                    f"no server answers at {self.url} ({why}): `octavo serve` starts one"
+                ) from None
             connection.sock.settimeout(SILENT_SECONDS)
             self._socket = connection.sock
             if self._stopped:
                 raise Stopped
-            connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
+            connection.request(
+                method, self._base + path, None if body is None else json.dumps(body), headers
+            )
             response = connection.getresponse()
             if response.status >= 400:
                 raise self._refused(response)
@@ -181,7 +211,9 @@ class Remote:
         except (OSError, http.client.HTTPException, LookupError, ValueError) as error:
             if self._stopped:
                 raise Stopped from None
-            raise ServerError(f"{self.url} does not answer as a server of this kind does ({error!r:.200})") from None
+            raise ServerError(
+                f"{self.url} does not answer as a server of this kind does ({error!r:.200})"
+            ) from None
         finally:
             self._socket = None
             connection.close()
@@ -191,17 +223,26 @@ class Remote:
             found = json.loads(response.read())
         except ValueError:
             found = {}
-        said, status = _message(found) or response.reason, response.status
+        said = _message(found) or response.reason
+        status = response.status
         if status == 401:
-            advice = "does not take this API key" if self._key else "wants an API key: give --api-key, or set OCTAVO_API_KEY"
+            advice = (
+                "does not take this API key"
+                if self._key
+                else "wants an API key: give --api-key, or set OCTAVO_API_KEY"
+            )
             error = ServerError(f"{self.url} {advice}")
         elif status == 429:
             wait = response.headers.get("retry-after")
-            error = ServerError(f"the server is busy{f', try again in {wait} s' if wait else ''}: {said}")
+            error = ServerError(
+                f"the server is busy{f', try again in {wait} s' if wait else ''}: {said}"
+            )
         elif status == 503 and "phase" in found:
             part = found.get("progress")
             far = f", {part:.0%}" if isinstance(part, float) else ""
-            error = ServerError(f"the server is not ready: {found.get('state')} ({found['phase']}{far}). Try again soon")
+            error = ServerError(
+                f"the server is not ready: {found.get('state')} ({found['phase']}{far}). Try again soon"
+            )
         else:
             error = ServerError(f"the server says {status}: {said}")
         error.status = status

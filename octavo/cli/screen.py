@@ -11,7 +11,10 @@ import sys
 
 from rich.cells import cell_len
 
-DIM, BOLD, RESET, ERASE_LINE = "\x1b[2m", "\x1b[1m", "\x1b[0m", "\r\x1b[K"
+DIM = "\x1b[2m"
+BOLD = "\x1b[1m"
+RESET = "\x1b[0m"
+ERASE_LINE = "\r\x1b[K"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 
@@ -31,7 +34,8 @@ def note(text: str) -> None:
 
 def in_bytes(count: float) -> str:
     """Bytes for people: 512 B, 45 KiB, 8.00 GiB."""
-    sign, count = ("-" if count < 0 else ""), abs(count)
+    sign = "-" if count < 0 else ""
+    count = abs(count)
     for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0)):
         if count < 1024:
             return f"{sign}{count:.{digits}f} {unit}"
@@ -60,7 +64,9 @@ class Writer:
 
     def __init__(self) -> None:
         self.terminal = sys.stdout.isatty()
-        self._column, self._word, self._style = 0, "", ""
+        self._column = 0
+        self._word = ""
+        self._style = ""
         self._fresh = True  # nothing is on the current line
 
     def write(self, text: str, style: str = "") -> None:
@@ -70,7 +76,8 @@ class Writer:
         else:
             if style != self._style:
                 self._put(self._word)
-                self._word, self._style = "", style
+                self._word = ""
+                self._style = style
             *parts, self._word = re.split(r"(\s)", self._word + plain(text))
             for part in parts:
                 self._put(part)
@@ -82,10 +89,12 @@ class Writer:
     def end(self) -> None:
         """Show what was held back and be at the start of a line."""
         self._put(self._word)
-        self._word, self._style = "", ""
+        self._word = ""
+        self._style = ""
         if not self._fresh:
             sys.stdout.write("\n")
-        self._column, self._fresh = 0, True
+        self._column = 0
+        self._fresh = True
         sys.stdout.flush()
 
     def _put(self, part: str) -> None:
@@ -99,6 +108,8 @@ class Writer:
             self._column = 0
             if part.isspace():
                 return
-        sys.stdout.write(f"{self._style}{part}{RESET}" if self._style and not part.isspace() else part)
+        sys.stdout.write(
+            f"{self._style}{part}{RESET}" if self._style and not part.isspace() else part
+        )
         self._column = 0 if part == "\n" else (self._column + width - 1) % columns + 1
         self._fresh = part == "\n"

@@ -17,9 +17,16 @@ from octavo.errors import InvalidRequest, ModelError
 if TYPE_CHECKING:
     from octavo.serve.front import Front
 
-KeysFile = Annotated[Path | None, option("API keys, a TOML file: see docs/serving.md.", "Safety", "FILE")]
-Names = Annotated[list[str] | None, option("Also answer under this host name; may be repeated.", "Safety", "NAME")]
-Origins = Annotated[list[str] | None, option("Let pages of this origin use the server; may be repeated.", "Safety", "URL")]
+KeysFile = Annotated[
+    Path | None, option("API keys, a TOML file: see docs/serving.md.", "Safety", "FILE")
+]
+Names = Annotated[
+    list[str] | None, option("Also answer under this host name; may be repeated.", "Safety", "NAME")
+]
+Origins = Annotated[
+    list[str] | None,
+    option("Let pages of this origin use the server; may be repeated.", "Safety", "URL"),
+]
 TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
 
@@ -27,17 +34,31 @@ TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 def serve(
     model: Model = None,
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.", metavar="ADDRESS")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on.", metavar="ADDRESS")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)
+    ] = 8000,
     grpc_port: Annotated[
-        int | None, typer.Option(help="Serve gRPC too, on this port.", metavar="N", min=1, max=65535, show_default=False)
+        int | None,
+        typer.Option(
+            help="Serve gRPC too, on this port.", metavar="N", min=1, max=65535, show_default=False
+        ),
     ] = None,
     health_port: Annotated[
         int | None,
-        typer.Option(help="Answer /livez on this port too, in a thread.", metavar="N", min=1, max=65535, show_default=False),
+        typer.Option(
+            help="Answer /livez on this port too, in a thread.",
+            metavar="N",
+            min=1,
+            max=65535,
+            show_default=False,
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", metavar="NAME", show_default=False)
+        str | None,
+        typer.Option(help="What clients call the model.", metavar="NAME", show_default=False),
     ] = None,
     engine: EngineOptions,
     api_keys: KeysFile = None,
@@ -46,32 +67,64 @@ def serve(
     ] = False,
     allowed_host: Names = None,
     allowed_origin: Origins = None,
-    strict_params: Annotated[bool, flag("--strict-params", "Refuse fields that are not known.", "Safety")] = False,
+    strict_params: Annotated[
+        bool, flag("--strict-params", "Refuse fields that are not known.", "Safety")
+    ] = False,
     trust_request_chat_template: Annotated[
         bool, flag("--trust-request-chat-template", "Let requests bring chat templates.", "Safety")
     ] = False,
     chat_template: Annotated[
         Path | None,
         typer.Option(
-            help="A file with a Jinja template for conversations. Default: the model's own.", metavar="FILE", show_default=False
+            help="A file with a Jinja template for conversations. Default: the model's own.",
+            metavar="FILE",
+            show_default=False,
         ),
     ] = None,
     tool_parser: Annotated[
-        str, typer.Option(help="How the model writes calls of tools: auto, hermes, llama_json or none.", metavar="NAME")
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: auto, hermes, llama_json or none.",
+            metavar="NAME",
+        ),
     ] = "auto",
-    max_queue: Annotated[int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)] = 256,
-    max_queue_tokens: Annotated[int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")] = 262_144,
+    max_queue: Annotated[
+        int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)
+    ] = 256,
+    max_queue_tokens: Annotated[
+        int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")
+    ] = 262_144,
     max_watchers: Annotated[
-        int, option("Live pages that may be open at once; 0: none.", "Load", "N", min=0, show_default=True)
+        int,
+        option(
+            "Live pages that may be open at once; 0: none.", "Load", "N", min=0, show_default=True
+        ),
     ] = 8,
-    queue_timeout: Annotated[float, option("Seconds a request may wait.", "Load", "X", min=0.001, show_default=True)] = 60.0,
-    request_timeout: Annotated[float, option("Seconds it may take in all.", "Load", "X", min=0.001, show_default=True)] = 600.0,
-    drain_timeout: Annotated[float, option("Seconds to finish in at a SIGTERM.", "Load", "X", min=0, show_default=True)] = 30.0,
-    check_interval: Annotated[
-        float, option("Seconds between checks of the engine's books; 0: none.", "Load", "X", min=0, show_default=True)
+    queue_timeout: Annotated[
+        float, option("Seconds a request may wait.", "Load", "X", min=0.001, show_default=True)
     ] = 60.0,
-    metrics_prefix: Annotated[str, option("Of metrics' names: octavo or vllm.", "Load", "NAME")] = "octavo",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", metavar="NAME")] = "warning",
+    request_timeout: Annotated[
+        float, option("Seconds it may take in all.", "Load", "X", min=0.001, show_default=True)
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, option("Seconds to finish in at a SIGTERM.", "Load", "X", min=0, show_default=True)
+    ] = 30.0,
+    check_interval: Annotated[
+        float,
+        option(
+            "Seconds between checks of the engine's books; 0: none.",
+            "Load",
+            "X",
+            min=0,
+            show_default=True,
+        ),
+    ] = 60.0,
+    metrics_prefix: Annotated[
+        str, option("Of metrics' names: octavo or vllm.", "Load", "NAME")
+    ] = "octavo",
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error.", metavar="NAME")
+    ] = "warning",
 ) -> None:
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
     try:
@@ -80,7 +133,9 @@ def serve(
         from octavo.serve.server import run
         from octavo.text.tools import FORMATS
     except ImportError as error:
-        fail(f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'")
+        fail(
+            f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'"
+        )
     if metrics_prefix not in ("octavo", "vllm"):
         fail("--metrics-prefix is octavo or vllm")
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -121,7 +176,11 @@ def public_name(model: str | None) -> str:
     if model is None:
         return EMBEDDED
     path = Path(model).expanduser()
-    return path.resolve().name.removesuffix(".gguf") if path.exists() or os.path.isabs(model) else model
+    return (
+        path.resolve().name.removesuffix(".gguf")
+        if path.exists() or os.path.isabs(model)
+        else model
+    )
 
 
 def read_template(path: Path) -> str:
@@ -136,12 +195,18 @@ def read_template(path: Path) -> str:
 
 def announce(front: Front, port: int) -> None:
     """Once it is ready: what fits, where it is, how to try it."""
-    loaded, config = front.client.model_info(), front.config
+    loaded = front.client.model_info()
+    config = front.config
     assert loaded is not None
-    memory, address = loaded.memory, f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    memory = loaded.memory
+    address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
     lower = "".join(f", {in_bytes(memory[k])} {name}" for k, name in TIERS.items() if memory.get(k))
     key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
-    grpc = f"gRPC:    {address.removeprefix('http://').rpartition(':')[0]}:{config.grpc_port}\n" if config.grpc_port else ""
+    grpc = (
+        f"gRPC:    {address.removeprefix('http://').rpartition(':')[0]}:{config.grpc_port}\n"
+        if config.grpc_port
+        else ""
+    )
     print(
         f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
         f"memory:  weights {in_bytes(memory['weights'])}, activations {in_bytes(memory['activations'])}, "

@@ -45,27 +45,54 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    policy: Annotated[list[str] | None, option("To compare; may be repeated. Default: fcfs.", None, "NAME")] = None,
-    batching: Annotated[list[str] | None, option("To compare; may be repeated. Default: continuous.", None, "NAME")] = None,
-    max_batch: Annotated[int, option("Requests of a batch (window, static).", None, "N", show_default=True)] = 8,
-    window_ms: Annotated[float, option("Time a batch forms (window).", None, "X", show_default=True)] = 20.0,
-    target_ms: Annotated[float, option("Time from token to token (adaptive).", None, "X", show_default=True)] = 50.0,
-    depth: Annotated[int, option("Steps in flight.", None, "N", show_default=True, min=1, max=3)] = 1,
-    no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.")] = False,
+    policy: Annotated[
+        list[str] | None, option("To compare; may be repeated. Default: fcfs.", None, "NAME")
+    ] = None,
+    batching: Annotated[
+        list[str] | None, option("To compare; may be repeated. Default: continuous.", None, "NAME")
+    ] = None,
+    max_batch: Annotated[
+        int, option("Requests of a batch (window, static).", None, "N", show_default=True)
+    ] = 8,
+    window_ms: Annotated[
+        float, option("Time a batch forms (window).", None, "X", show_default=True)
+    ] = 20.0,
+    target_ms: Annotated[
+        float, option("Time from token to token (adaptive).", None, "X", show_default=True)
+    ] = 50.0,
+    depth: Annotated[
+        int, option("Steps in flight.", None, "N", show_default=True, min=1, max=3)
+    ] = 1,
+    no_prefix_caching: Annotated[
+        bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.")
+    ] = False,
     costs: Annotated[
-        Path | None, option("What steps cost, from --calibrate. Default: the embedded model on a CPU.", None, "FILE")
+        Path | None,
+        option(
+            "What steps cost, from --calibrate. Default: the embedded model on a CPU.", None, "FILE"
+        ),
     ] = None,
     calibrate: Annotated[
         str | None,
-        option(f"Run the trace, or a built-in one, on this model ({EMBEDDED}: the embedded one) and fit costs.", None, "MODEL"),
+        option(
+            f"Run the trace, or a built-in one, on this model ({EMBEDDED}: the embedded one) and fit costs.",
+            None,
+            "MODEL",
+        ),
     ] = None,
-    verify: Annotated[str | None, option("Run the trace on this model too, and compare.", None, "MODEL")] = None,
+    verify: Annotated[
+        str | None, option("Run the trace on this model too, and compare.", None, "MODEL")
+    ] = None,
     out: Annotated[Path | None, option("Write the costs here (--calibrate).", None, "FILE")] = None,
-    picture: Annotated[Path | None, option("Draw predicted and real steps here, as SVG.", None, "FILE")] = None,
-    output: Annotated[Path | None, option("Write the result here as JSON.", None, "FILE", "--json")] = None,
+    picture: Annotated[
+        Path | None, option("Draw predicted and real steps here, as SVG.", None, "FILE")
+    ] = None,
+    output: Annotated[
+        Path | None, option("Write the result here as JSON.", None, "FILE", "--json")
+    ] = None,
     sizes: SizeOptions = SIZES,
 ) -> None:
-    """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""  # noqa: E501
+    """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""
     from octavo.config import CacheConfig, ScheduleConfig
     from octavo.core.batching import USED, check_batching
     from octavo.core.simulate import EMBEDDED_CPU
@@ -75,15 +102,22 @@ def simulate(
     if calibrate is not None:
         engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
         traces = [read(one) for one in ([trace] if trace else CALIBRATION)]
-        _finish(_calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out, picture), output)
+        _finish(
+            _calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out, picture),
+            output,
+        )
         return
     if trace is None:
         raise InvalidRequest("give a TRACE: a file, or poisson:rate=4,n=100", "trace")
     check_batching(batching or ["continuous"], max_batch, window_ms, target_ms)
-    entries, used = read(trace), EMBEDDED_CPU if costs is None else _read_costs(costs)
-    size, rows = sizes.block_size or 16, sizes.max_num_seqs
+    entries = read(trace)
+    used = EMBEDDED_CPU if costs is None else _read_costs(costs)
+    size = sizes.block_size or 16
+    rows = sizes.max_num_seqs
     longest = sizes.max_model_len or 2048
-    cache = CacheConfig(size, sizes.num_blocks or 2 * rows * -(-longest // size), not no_prefix_caching)
+    cache = CacheConfig(
+        size, sizes.num_blocks or 2 * rows * -(-longest // size), not no_prefix_caching
+    )
     schedule = ScheduleConfig(
         rows, max(sizes.max_num_batched_tokens or 2048, rows), longest, depth, "fcfs", "continuous", max_batch, window_ms / 1e3,
         target_ms / 1e3,
@@ -92,14 +126,32 @@ def simulate(
     for name in policy or ["fcfs"]:
         for mode in batching or ["continuous"]:
             start = time.perf_counter()
-            found = run(entries, used, cache, replace(schedule, policy=name, batching=mode)).summary()
-            results.append({"policy": name, "batching": mode, **found, "simulated_in_s": time.perf_counter() - start})
+            found = run(
+                entries, used, cache, replace(schedule, policy=name, batching=mode)
+            ).summary()
+            results.append(
+                {
+                    "policy": name,
+                    "batching": mode,
+                    **found,
+                    "simulated_in_s": time.perf_counter() - start,
+                }
+            )
     _table(results)
     result: dict[str, Any] = {"simulate": trace, "costs": asdict(used), "results": results}
     if verify is not None:
-        mode, given = results[0]["batching"], {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}
-        used_there: dict[str, Any] = {name: value for name, value in given.items() if mode in USED[name]}
-        engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching, batching=mode, **used_there)
+        mode = results[0]["batching"]
+        given = {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}
+        used_there: dict[str, Any] = {
+            name: value for name, value in given.items() if mode in USED[name]
+        }
+        engine = EngineOptions(
+            **asdict(sizes),
+            depth=depth,
+            no_prefix_caching=no_prefix_caching,
+            batching=mode,
+            **used_there,
+        )
         engine.scheduling_policy = results[0]["policy"]
         result["verify"] = _verify(_load(engine, verify), entries, used, results[0], picture)
     _finish(result, output)
@@ -127,11 +179,18 @@ def _read_costs(path: Path) -> Costs:
         found = json.loads(path.read_text())["costs"]
         return Costs(**{name: float(found[name]) for name in FEATURES})
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} is no file of `octavo simulate --calibrate` ({error!r})", "costs") from None
+        raise InvalidRequest(
+            f"{path} is no file of `octavo simulate --calibrate` ({error!r})", "costs"
+        ) from None
 
 
 def _calibrate(
-    llm: LLM, traces: list[list[Entry]], other: list[Entry], model: str, out: Path | None, picture: Path | None
+    llm: LLM,
+    traces: list[list[Entry]],
+    other: list[Entry],
+    model: str,
+    out: Path | None,
+    picture: Path | None,
 ) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, fit, record
 
@@ -140,7 +199,8 @@ def _calibrate(
     steps = [step for trace in traces for step in record(llm, trace)[0]]
     between = record(llm, other)[0]
     steps += [step for trace in traces for step in record(llm, trace)[0]]
-    costs, played = fit(steps), {"calibrated": steps, "another": between}
+    costs = fit(steps)
+    played = {"calibrated": steps, "another": between}
     found = {name: errors(costs, steps) for name, steps in played.items()}
     result = {"model": model, "device": llm.device.type, "costs": asdict(costs), "errors": found}
     if out is not None:
@@ -150,7 +210,9 @@ def _calibrate(
     return result
 
 
-def _verify(llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any], picture: Path | None) -> dict[str, Any]:
+def _verify(
+    llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any], picture: Path | None
+) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, record
 
     record(llm, trace[:8])
@@ -171,17 +233,28 @@ def _table(results: list[dict[str, Any]]) -> None:
 
     levels = list(results[0].get("ttft_p99_ms_by_priority", {}))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("policy", "batching", *(name for name, _ in COLUMNS), *(f"priority {level}" for level in levels)):
+    for column in (
+        "policy",
+        "batching",
+        *(name for name, _ in COLUMNS),
+        *(f"priority {level}" for level in levels),
+    ):
         table.add_column(column, justify="left" if len(table.columns) < 2 else "right")
     for r in results:
-        shown = [f"{r[key]:.0%}" if key == "cache_hits" else f"{r[key]:,.{_digits(r[key])}f}" for _, key in COLUMNS]
+        shown = [
+            f"{r[key]:.0%}" if key == "cache_hits" else f"{r[key]:,.{_digits(r[key])}f}"
+            for _, key in COLUMNS
+        ]
         shown += [f"{r['ttft_p99_ms_by_priority'][level]:,.0f}" for level in levels]
         table.add_row(r["policy"], r["batching"], *shown)
     console = Console(highlight=False)
-    console.width = max(console.width, 160)  # a narrow terminal wraps lines rather than cutting numbers short
+    # a narrow terminal wraps lines rather than cutting numbers short
+    console.width = max(console.width, 160)
     console.print(table)
     if levels:
-        console.print("[dim]priority N: p99 of the time to the first token, ms, of requests of this priority[/dim]")
+        console.print(
+            "[dim]priority N: p99 of the time to the first token, ms, of requests of this priority[/dim]"
+        )
 
 
 def _digits(value: float) -> int:

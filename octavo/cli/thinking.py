@@ -5,7 +5,8 @@ Works on text alone, however it was split; a tag that arrives in pieces is held 
 
 from __future__ import annotations
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 
 
 class Thinking:
@@ -17,14 +18,16 @@ class Thinking:
 
     def push(self, text: str) -> list[tuple[bool, str]]:
         """What the text makes certain: (is a thought, text), in order, without the tags."""
-        text, out = self._held + text, []
+        text = self._held + text
+        out = []
         while True:
             tag = CLOSE if self.thinking else OPEN
             before, found, after = text.partition(tag)
             if not found:
                 break
             out.append((self.thinking, before))
-            self.thinking, text = not self.thinking, after
+            self.thinking = not self.thinking
+            text = after
         keep = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
         self._held = text[len(text) - keep :]
         out.append((self.thinking, text[: len(text) - keep]))
@@ -32,5 +35,6 @@ class Thinking:
 
     def finish(self) -> list[tuple[bool, str]]:
         """Nothing more comes: half a tag is text after all."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return [(self.thinking, held)] if held else []

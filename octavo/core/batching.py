@@ -23,9 +23,11 @@ from octavo.config import ScheduleConfig
 from octavo.errors import InvalidRequest
 from octavo.types import Plan, Sequence, check_real, check_whole
 
-Form = Callable[[list[Sequence], float], int]  # who waits, now -> how many of the first make the next batch; 0: wait for more
+# who waits, now -> how many of the first make the next batch; 0: wait for more
+Form = Callable[[list[Sequence], float], int]
 MODES = ("continuous", "adaptive", "window", "static", "none")
-USED = {"max_batch": ("window", "static"), "window_ms": ("window",), "target_ms": ("adaptive",)}  # by which modes
+# by which modes
+USED = {"max_batch": ("window", "static"), "window_ms": ("window",), "target_ms": ("adaptive",)}
 LAST_CALL = 1.0  # seconds that a static batch waits to be full: the last one never would be
 
 
@@ -58,13 +60,17 @@ def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms
     }
     for name, where in USED.items():
         if changed[name] and not any(mode in where for mode in modes):
-            raise InvalidRequest(f"{name} has no effect here: it is for batching {' or '.join(where)}", name)
+            raise InvalidRequest(
+                f"{name} has no effect here: it is for batching {' or '.join(where)}", name
+            )
 
 
 def former(schedule: ScheduleConfig) -> Form | None:
     """The mode's function. None: batches do not form."""
     if schedule.batching not in MODES:
-        raise InvalidRequest(f"unknown batching mode {schedule.batching!r}: use {', '.join(MODES)}", "batching")
+        raise InvalidRequest(
+            f"unknown batching mode {schedule.batching!r}: use {', '.join(MODES)}", "batching"
+        )
     if schedule.batching == "window":
         return collected(schedule.max_batch, schedule.window)
     if schedule.batching == "static":
@@ -83,10 +89,15 @@ class Batches:
         """Let the next batch begin if it is time: alone, or under `window` beside others that leave it rows."""
         assert self.form is not None
         running = {id for id in self.latest if id in live}
-        beside = self.schedule.batching == "window" and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
+        beside = (
+            self.schedule.batching == "window"
+            and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
+        )
         if not running or beside:
             fresh = [seq for seq in waiting if seq.request.id not in running]
-            self.latest = running | {seq.request.id for seq in fresh[: self.form(fresh, now) if fresh else 0]}
+            self.latest = running | {
+                seq.request.id for seq in fresh[: self.form(fresh, now) if fresh else 0]
+            }
 
     def formed(self, seq: Sequence) -> bool:
         return self.form is None or seq.request.id in self.latest
@@ -105,16 +116,21 @@ class Pace:
     """
 
     SIZES = tuple(size << i for i in range(17) for size in (16, 24))
-    LATEST = 5  # measurements of a size: their median counts, so that neither one slow step matters nor what was long ago
+    # measurements of a size: their median counts, so that neither one slow step matters nor what
+    # was long ago
+    LATEST = 5
     FORGET = 100  # steps with prompts, after which a size must be measured again
     SHARE = 0.5  # of the time of an urgent prompt, for what it may have to wait for
-    LEAST = 1.1  # times what others' steps take anyway: shorter ones would cost them more than an urgent one could gain
+    # times what others' steps take anyway: shorter ones would cost them more than an urgent one
+    # could gain
+    LEAST = 1.1
     NOMINAL = 128  # tokens, before there was an urgent prompt
 
     def __init__(self, target: float):
         self.target = target
         self.steps = 0  # with prompts
-        self.latest = [deque[float](maxlen=self.LATEST) for _ in self.SIZES]  # seconds of such steps
+        # seconds of such steps
+        self.latest = [deque[float](maxlen=self.LATEST) for _ in self.SIZES]
         self.typical = [0.0] * len(self.SIZES)
         self.forget = [0] * len(self.SIZES)  # at which step: so far none is known
         self.base = deque[float](maxlen=self.LATEST)  # seconds of steps without prompts
@@ -126,7 +142,9 @@ class Pace:
             self.urgent.append(seconds / max(len(prompts), 1))
         elif not prompts:
             self.base.append(seconds)
-        elif (size := bisect(self.SIZES, sum(prompts)) - 1) >= 0:  # a size stands for all up to the next
+        elif (
+            size := bisect(self.SIZES, sum(prompts)) - 1
+        ) >= 0:  # a size stands for all up to the next
             if self.steps >= self.forget[size]:
                 self.latest[size].clear()
             self.latest[size].append(seconds)
@@ -148,7 +166,11 @@ class Pace:
 
     def _fits(self, seconds: float, most: int) -> int:
         """The largest of the sizes that take no longer, or the next if that is worth a try."""
-        sizes, typical, known = self.SIZES, self.typical, [i for i, until in enumerate(self.forget) if self.steps < until]
+        sizes, typical, known = (
+            self.SIZES,
+            self.typical,
+            [i for i, until in enumerate(self.forget) if self.steps < until],
+        )
         short = list(takewhile(lambda i: typical[i] <= seconds, known))
         if not short:
             return min(sizes[0], most)
@@ -174,13 +196,26 @@ class Ride:
         self.tokens, self.rows = tokens, rows
         self.on = False  # in this step
 
-    def chunk(self, most: int, decoding: list[Sequence], prefilling: list[Sequence], waiting: list[Sequence]) -> int:
+    def chunk(
+        self,
+        most: int,
+        decoding: list[Sequence],
+        prefilling: list[Sequence],
+        waiting: list[Sequence],
+    ) -> int:
         """All of the budget where there are no rows for everybody: those that stand empty would cost more than is gained."""
-        fits = len(decoding) + len(prefilling) + len(waiting) <= self.rows and len(decoding) < self.tokens
+        fits = (
+            len(decoding) + len(prefilling) + len(waiting) <= self.rows
+            and len(decoding) < self.tokens
+        )
         to_come = [*prefilling, *waiting] if fits else []
         patient = bool(to_come) and all(seq.request.patient for seq in to_come)
         self.on = patient and len(decoding) + sum(1 + seq.forks for seq in to_come) <= self.rows
-        return min(most, max(self.tokens - len(decoding), self._due(decoding, to_come))) if self.on else most
+        return (
+            min(most, max(self.tokens - len(decoding), self._due(decoding, to_come)))
+            if self.on
+            else most
+        )
 
     def _due(self, decoding: list[Sequence], to_come: list[Sequence]) -> int:
         """So many prompt tokens, or somebody is late: whose reply takes as long as the longest must begin now."""

@@ -44,7 +44,8 @@ class BlockPool:
         self.num_blocks, self.size = num_blocks, block_size
         self.refs = [0] * (num_blocks + 1)
         self.hash: list[bytes | None] = [None] * (num_blocks + 1)
-        self.tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # content of hashed blocks, compared on a hit
+        # content of hashed blocks, compared on a hit
+        self.tokens: list[array[int] | None] = [None] * (num_blocks + 1)
         self.parent = [b""] * (num_blocks + 1)  # hash of the block before it
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.index: dict[bytes, int] = {}
@@ -106,11 +107,18 @@ class BlockPool:
             elif self.owner[block]:
                 self.shares.add(self.owner[block], block)
 
-    def publish(self, block: int, h: bytes, tokens: array[int], parent: bytes = b"", owner: str = "") -> None:
+    def publish(
+        self, block: int, h: bytes, tokens: array[int], parent: bytes = b"", owner: str = ""
+    ) -> None:
         """The content of a full, committed block becomes findable. Nobody writes to the block from now on."""
         if h not in self.index and self.hash[block] is None:
             self.index[h] = block
-            self.hash[block], self.tokens[block], self.parent[block], self.owner[block] = h, tokens, parent, owner
+            self.hash[block], self.tokens[block], self.parent[block], self.owner[block] = (
+                h,
+                tokens,
+                parent,
+                owner,
+            )
 
     def find(self, h: bytes, tokens: array[int]) -> int:
         """The block of this content, 0 if there is none. Tokens are compared: a colliding hash is a miss, never wrong KV."""
@@ -148,9 +156,15 @@ class BlockPool:
                 want[block] += 1
         assert want == self.refs, "reference counts disagree with the tables"
         assert want[0] == 0, "the padding block is in a table"
-        assert set(self.free) == {b for b in range(1, self.num_blocks + 1) if self.refs[b] == 0}, "free list is wrong"
-        assert all(self.hash[b] == h for h, b in self.index.items()), "index names a block of another content"
-        assert sum(h is not None for h in self.hash) == len(self.index), "a hashed block is not in the index"
+        assert set(self.free) == {b for b in range(1, self.num_blocks + 1) if self.refs[b] == 0}, (
+            "free list is wrong"
+        )
+        assert all(self.hash[b] == h for h, b in self.index.items()), (
+            "index names a block of another content"
+        )
+        assert sum(h is not None for h in self.hash) == len(self.index), (
+            "a hashed block is not in the index"
+        )
         assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
         owned: dict[str, set[int]] = {}
         for block in self.free:

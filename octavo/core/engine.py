@@ -46,12 +46,15 @@ class HostTime:
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner, sleep: Callable[[float], None] = time.sleep):
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, sleep: Callable[[float], None] = time.sleep
+    ):
         self.scheduler, self.runner, self.sleep = scheduler, runner, sleep
         self.depth = scheduler.schedule.depth
         self.inflight: deque[tuple[Plan, Handle, float]] = deque()  # and when it was begun
         self.time = HostTime()
-        self.observers: list[Callable[[Plan, float], None]] = []  # told of each step and the seconds it took
+        # told of each step and the seconds it took
+        self.observers: list[Callable[[Plan, float], None]] = []
         if scheduler.pace is not None:
             self.observers.append(scheduler.pace.observe)
         self._landed = 0.0  # when the latest step did

@@ -19,7 +19,9 @@ from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
 POLICIES = ("none", "sinks", "heavy")
-LOOKS = 4  # how often attention is looked at in a block's time: a look may cost a pass over the keys in float32
+# how often attention is looked at in a block's time: a look may cost a pass over the keys in
+# float32
+LOOKS = 4
 DECAY = 0.9  # what a look counts for at the next one
 
 
@@ -32,7 +34,9 @@ def check_eviction(cache: CacheConfig, max_model_len: int) -> None:
     """Raise InvalidRequest unless the budget is of use."""
     size, sinks = cache.block_size, cache.sinks
     if cache.eviction not in POLICIES:
-        raise InvalidRequest(f"kv_eviction is {', '.join(POLICIES)}, not {cache.eviction!r}", "kv_eviction")
+        raise InvalidRequest(
+            f"kv_eviction is {', '.join(POLICIES)}, not {cache.eviction!r}", "kv_eviction"
+        )
     if cache.eviction == "none":
         return
     least = (sinks + 2) * size
@@ -50,12 +54,17 @@ def pick(seq: Sequence, cache: CacheConfig) -> int:
     if cache.eviction == "sinks" or not seq.mass:
         return sinks
     middle = range(sinks, max(sinks + 1, blocks - max(blocks // 2, 1)))
-    return min(middle, key=lambda j: seq.mass[j] if j < len(seq.mass) else 1.0)  # the oldest of equals
+    # the oldest of equals
+    return min(middle, key=lambda j: seq.mass[j] if j < len(seq.mass) else 1.0)
 
 
 def looks(seq: Sequence, at: int, cache: CacheConfig) -> bool:
     """Whether position `at` of a sequence is one whose attention counts: for those who will outgrow their budget."""
-    return at >= seq.prompt_len and seq.limit > cache.budget and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
+    return (
+        at >= seq.prompt_len
+        and seq.limit > cache.budget
+        and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
+    )
 
 
 def weigh(seq: Sequence, found: list[float]) -> None:

@@ -22,7 +22,8 @@ class Families:
         self.live: dict[int, Sequence] = {}
         self.requests: dict[str, list[Sequence]] = {}
         self.searches: dict[str, BeamSearch] = {}  # by request
-        self.rewritten: dict[int, Sequence] = {}  # whose row the next plan must write: forks, and beams that were told a token
+        # whose row the next plan must write: forks, and beams that were told a token
+        self.rewritten: dict[int, Sequence] = {}
         self.ids = itertools.count(1)
 
     def enter(self, seq: Sequence) -> None:
@@ -52,8 +53,21 @@ class Families:
         """A child has its parent's tokens and shares its blocks. Without a row, or if the parent has no blocks, it waits like any
         other sequence, and finds in the cache what is there."""
         seed = child_seed(seq.seed, index)
-        child = Sequence(next(self.ids), seq.request, index, seq.tokens[:], seq.prompt_len, seq.limit, seed, seq.stop_ids)
-        child.hashes, child.cached, child.rank = list(seq.hashes), seq.cached, (*seq.rank[:2], index)
+        child = Sequence(
+            next(self.ids),
+            seq.request,
+            index,
+            seq.tokens[:],
+            seq.prompt_len,
+            seq.limit,
+            seed,
+            seq.stop_ids,
+        )
+        child.hashes, child.cached, child.rank = (
+            list(seq.hashes),
+            seq.cached,
+            (*seq.rank[:2], index),
+        )
         child.guide, child.queued = None if seq.guide is None else seq.guide.copy(), seq.queued
         self.enter(child)
         if not self.queues.rows or seq.status is not Status.RUNNING:
@@ -69,7 +83,9 @@ class Families:
     def split(self, plan: Plan) -> None:
         """Prompts that are computed but for their last token fork; the rows of all forks since the last plan are written."""
         prefilling = self.queues.prefilling
-        for seq in [q for q in prefilling if q.forks and not q.inflight and q.computed == len(q.tokens) - 1]:
+        for seq in [
+            q for q in prefilling if q.forks and not q.inflight and q.computed == len(q.tokens) - 1
+        ]:
             forks, seq.forks = seq.forks, 0
             self.queues.decode(seq)
             for index in range(1, forks + 1):
@@ -88,11 +104,17 @@ class Families:
         for id in self.searches:
             todo = [s for s in self.requests[id] if not reported(s)]
             if any(s.status is Status.WAITING or s in self.queues.prefilling for s in todo):
-                found += [s for s in self.requests[id] if s.status is Status.RUNNING and reported(s)]
+                found += [
+                    s for s in self.requests[id] if s.status is Status.RUNNING and reported(s)
+                ]
         return found
 
     def report(
-        self, seq: Sequence, found: TokenLogprobs, eos_ids: frozenset[int], end: Callable[[Sequence, bool], None]
+        self,
+        seq: Sequence,
+        found: TokenLogprobs,
+        eos_ids: frozenset[int],
+        end: Callable[[Sequence, bool], None],
     ) -> list[Output]:
         """A beam says what it may go on with. The last of a search to do so lets all go on, or ends the search."""
         assert seq.beam is not None
@@ -108,7 +130,8 @@ class Families:
                 end(seq, bool(steps))
         free = set(range(search.width)) - {seq.index for seq in family}
         beams = []
-        for step in reversed(steps):  # a parent takes its best step itself, after its forks have begun where it stood
+        # a parent takes its best step itself, after its forks have begun where it stood
+        for step in reversed(steps):
             seq = step.seq
             if best[seq.id] is not step:
                 seq = self.fork(seq, free.pop())

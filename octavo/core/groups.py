@@ -39,7 +39,8 @@ class BeamSearch:
     """Of one request."""
 
     def __init__(self, root: Sequence):
-        self.root, self.params = root, root.params  # the sequence that computes the prompt: later one of the beams
+        # the sequence that computes the prompt: later one of the beams
+        self.root, self.params = root, root.params
         self.width, self.longest = root.params.width, root.limit - root.prompt_len
         self.candidates = candidates(root)
         self.ended: list[Hypothesis] = []  # best first, at most `width`
@@ -71,7 +72,9 @@ class BeamSearch:
     def _end(self, step: Step, length: int, stopped: bool) -> None:
         assert step.seq.beam is not None
         said = [*step.seq.beam.said, step.token]
-        self.ended.append(Hypothesis(step.score / length**self.params.length_penalty, said, stopped))
+        self.ended.append(
+            Hypothesis(step.score / length**self.params.length_penalty, said, stopped)
+        )
         self.ended.sort(key=lambda h: -h.score)
         del self.ended[self.width :]
 
@@ -89,7 +92,9 @@ class BeamSearch:
         found = []
         for index, text in enumerate(self.ended[: self.params.n]):
             tokens = [at.token for at in text.said]
-            out = Output(self.root.request.id, index, tokens, text.said, "stop" if text.stopped else "length")
+            out = Output(
+                self.root.request.id, index, tokens, text.said, "stop" if text.stopped else "length"
+            )
             out.stop_reason = tokens[-1] if text.stopped and tokens[-1] not in eos_ids else None
             out.cached_tokens, out.prompt_logprobs = self.root.cached, self.root.prompt_logprobs
             found.append(out)

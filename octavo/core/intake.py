@@ -29,18 +29,27 @@ def new_sequence(
         check_real("deadline", request.deadline, -math.inf, math.inf)
     params.check_vocabulary(vocab_size)
     if params.structured_outputs is not None and request.guide is None:
-        raise InvalidRequest("structured_outputs come with a guide: compile them first (octavo/text/guide.py)")
+        raise InvalidRequest(
+            "structured_outputs come with a guide: compile them first (octavo/text/guide.py)"
+        )
     endless = params.ignore_eos and request.guide is None  # what a guide leads to its end has ended
     stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if endless else eos_ids)
-    if params.min_tokens and params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
+    if (
+        params.min_tokens
+        and params.allowed_token_ids is not None
+        and stop_ids.issuperset(params.allowed_token_ids)
+    ):
         raise InvalidRequest(
-            "allowed_token_ids are all stop tokens, which min_tokens forbids: nothing could be said", "min_tokens"
+            "allowed_token_ids are all stop tokens, which min_tokens forbids: nothing could be said",
+            "min_tokens",
         )
     limit = _limit(request, cache, schedule)
     if params.use_beam_search:
         _check_beams(request, cache, len(stop_ids), vocab_size)
     seed = params.seed if params.seed is not None else seed
-    seq = Sequence(id, request, 0, array("i", request.prompt), len(request.prompt), limit, seed, stop_ids)
+    seq = Sequence(
+        id, request, 0, array("i", request.prompt), len(request.prompt), limit, seed, stop_ids
+    )
     seq.guide = None if request.guide is None else request.guide.copy()
     if params.use_beam_search:
         seq.beam = Beam()
@@ -57,11 +66,15 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
         raise InvalidRequest("the prompt is empty: at least one token is needed", "prompt")
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
         bad = next(t for t in prompt if type(t) is not int or not 0 <= t < vocab_size)
-        raise InvalidRequest(f"prompt holds token id {bad!r}, but ids are integers in 0..{vocab_size - 1}", "prompt")
+        raise InvalidRequest(
+            f"prompt holds token id {bad!r}, but ids are integers in 0..{vocab_size - 1}", "prompt"
+        )
     try:
         request.cache_salt.encode()
     except (UnicodeEncodeError, AttributeError):
-        raise InvalidRequest("cache_salt must be a string of valid Unicode, without lone surrogates", "cache_salt") from None
+        raise InvalidRequest(
+            "cache_salt must be a string of valid Unicode, without lone surrogates", "cache_salt"
+        ) from None
 
 
 def _limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> int:
@@ -91,8 +104,17 @@ def _limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> in
 
 def _check_beams(request: Request, cache: CacheConfig, stops: int, vocab_size: int) -> None:
     if cache.eviction != "none":
-        raise InvalidRequest("beams cannot go on in bounded caches: use kv_eviction none, or no beams", "use_beam_search")
+        raise InvalidRequest(
+            "beams cannot go on in bounded caches: use kv_eviction none, or no beams",
+            "use_beam_search",
+        )
     width = request.params.width
     if request.guide is not None or width + stops > vocab_size:
-        why = "a guide" if request.guide is not None else f"{stops} stop tokens in a vocabulary of {vocab_size}"
-        raise InvalidRequest(f"{width} beams are not possible with {why}", "use_beam_search", "unsupported_parameter")
+        why = (
+            "a guide"
+            if request.guide is not None
+            else f"{stops} stop tokens in a vocabulary of {vocab_size}"
+        )
+        raise InvalidRequest(
+            f"{width} beams are not possible with {why}", "use_beam_search", "unsupported_parameter"
+        )

@@ -15,7 +15,13 @@ from octavo.core.tables import NEVER
 from octavo.types import Sequence
 
 
-def check(queues: Queues, families: Families, prefix: PrefixCache, cache: CacheConfig, schedule: ScheduleConfig) -> None:
+def check(
+    queues: Queues,
+    families: Families,
+    prefix: PrefixCache,
+    cache: CacheConfig,
+    schedule: ScheduleConfig,
+) -> None:
     pool, tiers, running = prefix.pool, prefix.tiers, queues.running
     queues.check()
     lifted = [up.content.block for up in tiers.ups()] if tiers is not None else []
@@ -26,14 +32,24 @@ def check(queues: Queues, families: Families, prefix: PrefixCache, cache: CacheC
         check_positions(seq, pool.size, schedule.depth)
         check_blocks(seq, pool, cache)
     alive = {seq.id for seq in running}
-    assert alive | {seq.id for seq in queues.waiting} == set(families.live), "a sequence is in no queue"
+    assert alive | {seq.id for seq in queues.waiting} == set(families.live), (
+        "a sequence is in no queue"
+    )
     members = sorted(seq.id for family in families.requests.values() for seq in family)
     assert members == sorted(families.live), "a sequence is in no family"
     for id, search in families.searches.items():
         beams = families.requests[id]
-        assert len(beams) <= search.width and not all(map(reported, beams)), f"{id}: its beams stand still"
-        assert all(seq.planned == len(seq.tokens) and not seq.inflight for seq in beams if reported(seq) and seq.row >= 0)
-    assert all(owner in alive for owner in prefix.computing.values()), "somebody waits for content that nobody computes"
+        assert len(beams) <= search.width and not all(map(reported, beams)), (
+            f"{id}: its beams stand still"
+        )
+        assert all(
+            seq.planned == len(seq.tokens) and not seq.inflight
+            for seq in beams
+            if reported(seq) and seq.row >= 0
+        )
+    assert all(owner in alive for owner in prefix.computing.values()), (
+        "somebody waits for content that nobody computes"
+    )
 
 
 def check_positions(seq: Sequence, size: int, depth: int) -> None:
@@ -47,11 +63,19 @@ def check_positions(seq: Sequence, size: int, depth: int) -> None:
 
 def check_blocks(seq: Sequence, pool: BlockPool, cache: CacheConfig) -> None:
     size, most = pool.size, most_positions(cache)
-    assert seq.published <= seq.computed // size or seq.published == NEVER, f"{seq.id}: published what is not computed"
+    assert seq.published <= seq.computed // size or seq.published == NEVER, (
+        f"{seq.id}: published what is not computed"
+    )
     for block in seq.table[seq.planned // size :]:
         assert pool.hash[block] is None, f"{seq.id}: would write to a published block"
-    assert len(seq.table) * size <= most and seq.dropped % size == 0, f"{seq.id}: more blocks than its budget"
-    assert seq.dropped == 0 or len(seq.tokens) <= most + 1, f"{seq.id}: keeps more tokens than its budget"
+    assert len(seq.table) * size <= most and seq.dropped % size == 0, (
+        f"{seq.id}: more blocks than its budget"
+    )
+    assert seq.dropped == 0 or len(seq.tokens) <= most + 1, (
+        f"{seq.id}: keeps more tokens than its budget"
+    )
     if seq.published == NEVER and cache.eviction == "sinks":
         moved = seq.table[cache.sinks :]
-        assert all(pool.refs[b] == 1 and pool.hash[b] is None for b in moved), f"{seq.id}: shares what was moved"
+        assert all(pool.refs[b] == 1 and pool.hash[b] is None for b in moved), (
+            f"{seq.id}: shares what was moved"
+        )

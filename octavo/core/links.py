@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from octavo.types import Plan, StepResult
 
-LINK_RATE = DISK_RATE = 10e9  # bytes a second, until something was measured: hope is put right by the first block, fear by none
+# bytes a second, until something was measured: hope is put right by the first block, fear by none
+LINK_RATE = DISK_RATE = 10e9
 SMOOTH = 0.2  # weight of the newest measurement
 PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
 
@@ -25,7 +26,10 @@ class Links:
     refused: int = 0
 
     def pays(self, disk: bool = False) -> bool:
-        return not self.tokens or self.load + disk * self.fetch < self.size * self.seconds / self.tokens
+        return (
+            not self.tokens
+            or self.load + disk * self.fetch < self.size * self.seconds / self.tokens
+        )
 
     def try_it(self, disk: bool = False) -> bool:
         if self.pays(disk):
@@ -41,8 +45,12 @@ class Links:
         if plan.loads and result.load_seconds:
             self.load += SMOOTH * (result.load_seconds / len(plan.loads) - self.load)
         if result.seconds:
-            prompt, total = sum(item.num for item in plan.items if item.start is not None), plan.num_tokens
-            if prompt >= 2 * self.size and 2 * prompt > total:  # shorter ones tell what a step costs, not what a token does
+            prompt, total = (
+                sum(item.num for item in plan.items if item.start is not None),
+                plan.num_tokens,
+            )
+            # shorter ones tell what a step costs, not what a token does
+            if prompt >= 2 * self.size and 2 * prompt > total:
                 self.tokens = (1 - SMOOTH) * self.tokens + total
                 self.seconds = (1 - SMOOTH) * self.seconds + result.seconds
 

@@ -25,7 +25,8 @@ from octavo.types import Sequence
 class Policy:
     """First come, first served, and the base of all others."""
 
-    fixed = True  # ranks never change. Otherwise they are asked for anew as long as a sequence waits to begin
+    # ranks never change. Otherwise they are asked for anew as long as a sequence waits to begin
+    fixed = True
     pausing = False  # `pauses` may say yes
 
     def rank(self, seq: Sequence) -> float:
@@ -46,7 +47,9 @@ class Policy:
         """Who of these gives way. All rank after the one that needs room; any choice is safe."""
         return max(weaker, key=lambda s: s.rank)
 
-    def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
+    def look(
+        self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
+    ) -> None:
         """Before ranks that are not fixed are asked for. `cached`: how much of a prompt the cache has, or is about to have."""
 
     def arrived(self, seq: Sequence) -> None: ...
@@ -93,7 +96,8 @@ class Deadline(Policy):
         request = seq.request
         if request.deadline is None:
             return request.arrival + self.patience
-        return max(request.deadline, request.arrival)  # what is past when it comes does not overtake for ever
+        # what is past when it comes does not overtake for ever
+        return max(request.deadline, request.arrival)
 
     def pauses(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.deadline is not None
@@ -110,10 +114,12 @@ class Fair(Policy):
     fixed = False
 
     def __init__(self) -> None:
-        self.served: dict[str, int] = {}  # key -> tokens of what has ended, and what it did not ask for
+        # key -> tokens of what has ended, and what it did not ask for
+        self.served: dict[str, int] = {}
         self.live: dict[str, int] = {}  # key -> sequences that have not
         self.even = 0.0  # the counter of a key that always has something waiting
-        self._ended, self._given_before = 0, 0  # tokens of all that has ended; and what was given up to the last look
+        # tokens of all that has ended; and what was given up to the last look
+        self._ended, self._given_before = 0, 0
         self._turn: dict[int, int] = {}  # Sequence.id -> its key's counter when its turn comes
 
     def arrived(self, seq: Sequence) -> None:
@@ -132,9 +138,12 @@ class Fair(Policy):
             del self.live[key]
 
     def _given(self, seq: Sequence, upto: int) -> int:
-        return max(upto + seq.dropped - seq.shared, 0)  # a request's completions share its prompt, its beams more
+        # a request's completions share its prompt, its beams more
+        return max(upto + seq.dropped - seq.shared, 0)
 
-    def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
+    def look(
+        self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
+    ) -> None:
         counter, given = {key: self.served[key] for key in self.live}, self._ended
         for seq in [*running, *(seq for seq in waiting if seq.preemptions)]:
             counter[seq.request.key] += (some := self._given(seq, max(seq.planned, seq.lost)))
@@ -146,10 +155,13 @@ class Fair(Policy):
             lift = max(math.ceil(self.even) - counter[key], 0)
             self.served[key] += lift
             counter[key] += lift
-        self.served = {key: n for key, n in self.served.items() if key in self.live or n > self.even}
+        self.served = {
+            key: n for key, n in self.served.items() if key in self.live or n > self.even
+        }
         self._given_before = given
         self._turn.clear()
-        for seq in sorted(waiting, key=lambda s: s.rank[1:]):  # by arrival: each adds to its key's counter
+        # by arrival: each adds to its key's counter
+        for seq in sorted(waiting, key=lambda s: s.rank[1:]):
             self._turn[seq.id] = counter[seq.request.key]
             counter[seq.request.key] += len(seq.tokens)
 
@@ -173,7 +185,9 @@ class Prefix(Policy):
     fixed = False
     ageing = 0.01
 
-    def look(self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]) -> None:
+    def look(
+        self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
+    ) -> None:
         self._cached = cached
 
     def rank(self, seq: Sequence) -> float:
@@ -196,7 +210,11 @@ def find_policy(name: str) -> Policy:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidRequest(f"cannot load the scheduling policy {name!r} ({error}): {allowed}", "scheduling_policy") from None
+        raise InvalidRequest(
+            f"cannot load the scheduling policy {name!r} ({error}): {allowed}", "scheduling_policy"
+        ) from None
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise InvalidRequest(f"{name} is not a subclass of octavo.core.policy.Policy", "scheduling_policy")
+        raise InvalidRequest(
+            f"{name} is not a subclass of octavo.core.policy.Policy", "scheduling_policy"
+        )
     return found()

@@ -31,7 +31,8 @@ class PrefixCache:
         self.tiers: Tiers | None = None
         if self.on and cache.host_slots:
             self.tiers = Tiers(cache.host_slots, cache.block_size, cache.block_bytes, cache.disk)
-        self.computing: dict[bytes, int] = {}  # content of blocks on their way into the cache -> whose sequence computes it
+        # content of blocks on their way into the cache -> whose sequence computes it
+        self.computing: dict[bytes, int] = {}
 
     # ---- admission ---------------------------------------------------------------------------------
 
@@ -59,14 +60,21 @@ class PrefixCache:
         self.extend_hashes(seq, full)
         hits, loads = self.pool.match(seq.hashes[:full], seq.tokens), list[tuple[int, int]]()
         if self.tiers is not None:
-            loads = self.tiers.extend(hits, seq.hashes[:full], seq.tokens, self.pool, self.computing)
+            loads = self.tiers.extend(
+                hits, seq.hashes[:full], seq.tokens, self.pool, self.computing
+            )
         soon = len(hits)
         while soon < full and seq.hashes[soon] in self.computing:
             soon += 1
-        return None if 2 * (soon - len(hits)) * self.size > len(seq.tokens) - len(hits) * self.size else Match(hits, loads)
+        return (
+            None
+            if 2 * (soon - len(hits)) * self.size > len(seq.tokens) - len(hits) * self.size
+            else Match(hits, loads)
+        )
 
     def _may_match(self, seq: Sequence) -> bool:
-        return self.on and not seq.owes_prompt_logprobs  # those of a position are had by computing it
+        # those of a position are had by computing it
+        return self.on and not seq.owes_prompt_logprobs
 
     def waits(self, seq: Sequence) -> bool:
         """For the disk, which has brought nothing since it looked."""
@@ -78,7 +86,10 @@ class PrefixCache:
         tiers = self.tiers
         if tiers is None or not self._may_match(seq):
             return None
-        waits, lifted = tiers.ask(seq, *found, self.pool, plan, spare), tiers.lift(seq, self.pool, plan, spare)
+        waits, lifted = (
+            tiers.ask(seq, *found, self.pool, plan, spare),
+            tiers.lift(seq, self.pool, plan, spare),
+        )
         if waits or lifted:
             return self.load_tokens(lifted)
         for k, (j, slot) in enumerate(found.loads):
@@ -93,13 +104,15 @@ class PrefixCache:
 
     def give(self, seq: Sequence, found: Match, plan: Plan) -> None:
         """The sequence begins with what was found. The rest of its text is on its way into the cache from now on."""
-        seq.table = [self.pool.share(b) if b else 0 for b in found.hits]  # pinned before anything is evicted
+        # pinned before anything is evicted
+        seq.table = [self.pool.share(b) if b else 0 for b in found.hits]
         for j, slot in found.loads:
             assert self.tiers is not None
             self.tiers.load(slot, block := self.pool.take(), plan)
             seq.table[j] = block
         seq.computed = seq.planned = len(found.hits) * self.size
-        seq.published = found.loads[0][0] if found.loads else len(found.hits)  # what is loaded counts once it is committed
+        # what is loaded counts once it is committed
+        seq.published = found.loads[0][0] if found.loads else len(found.hits)
         for h in seq.hashes[seq.published :]:
             self.computing.setdefault(h, seq.id)
 

@@ -77,9 +77,16 @@ class Queues:
         for queue in (self.waiting, self.prefilling, self.decoding):
             assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
         for seq in self.waiting:
-            waits = seq.status is Status.WAITING and not seq.table and seq.row == -1 and not seq.inflight
+            waits = (
+                seq.status is Status.WAITING
+                and not seq.table
+                and seq.row == -1
+                and not seq.inflight
+            )
             assert waits, f"{seq.id}: waits with what only those have that run"
-        assert all(seq.status is Status.RUNNING for seq in self.running), "somebody runs and is not said to"
+        assert all(seq.status is Status.RUNNING for seq in self.running), (
+            "somebody runs and is not said to"
+        )
         rows = sorted(self.rows + [seq.row for seq in self.running])
         assert rows == list(range(self.num_rows)), "rows lost or used twice"
 

@@ -40,7 +40,19 @@ from octavo.core.tiers import TierCounters
 from octavo.core.trace import Recorder
 from octavo.core.urgency import Room, Urgency
 from octavo.errors import GuideError, InvalidRequest, NotANumber
-from octavo.types import Guide, Item, Output, Plan, Rank, Request, Sequence, Status, StepResult, TokenLogprobs, child_seed
+from octavo.types import (
+    Guide,
+    Item,
+    Output,
+    Plan,
+    Rank,
+    Request,
+    Sequence,
+    Status,
+    StepResult,
+    TokenLogprobs,
+    child_seed,
+)
 
 RELAX = 200  # steps after which larger ones are tried again, when the device was short of memory
 NO_BLOCK = "no block was free"
@@ -61,7 +73,8 @@ class Counters:
     preemptions: int = 0
     shrunk: int = 0  # steps that were too large for the device's memory
     recomputed_tokens: int = 0  # computed again by those who were preempted
-    aside: int = field(default=0, repr=False)  # steps that running sequences sat out, for somebody more urgent
+    # steps that running sequences sat out, for somebody more urgent
+    aside: int = field(default=0, repr=False)
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
@@ -83,7 +96,12 @@ class Scheduler:
             )
         check_eviction(cache, schedule.max_model_len)
         self.cache, self.schedule, self.most = cache, schedule, most_positions(cache)
-        self.vocab_size, self.eos_ids, self.seed, self.clock = vocab_size, frozenset(eos_ids), seed, clock
+        self.vocab_size, self.eos_ids, self.seed, self.clock = (
+            vocab_size,
+            frozenset(eos_ids),
+            seed,
+            clock,
+        )
         self.policy, self.batches = find_policy(schedule.policy), Batches(schedule)
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
         self.prefix = PrefixCache(cache, self.pool)
@@ -103,7 +121,11 @@ class Scheduler:
         self.count = Counters()
         self.recorder: Recorder | None = None
         # The same objects, by the names that others read: never replaced.
-        self.waiting, self.prefilling, self.decoding = self.queues.waiting, self.queues.prefilling, self.queues.decoding
+        self.waiting, self.prefilling, self.decoding = (
+            self.queues.waiting,
+            self.queues.prefilling,
+            self.queues.decoding,
+        )
         self.live, self.requests = self.families.live, self.families.requests
         self.tiers = self.prefix.tiers
         if self.tiers is not None:
@@ -125,15 +147,26 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
         id, number = next(self.families.ids), self.arrivals + 1
         seed = child_seed(self.seed, request.number or number)
-        seq = new_sequence(request, id, seed, self.cache, self.schedule, self.vocab_size, self.eos_ids)
+        seq = new_sequence(
+            request, id, seed, self.cache, self.schedule, self.vocab_size, self.eos_ids
+        )
         self.arrivals, seq.queued = number, self.clock()
         self.queues.arrive(seq, number)
         self.families.enter(seq)
 
-    def abort(self, request_id: str, reason: str = "abort", error: str | None = None, code: str | None = None) -> list[Output]:
+    def abort(
+        self,
+        request_id: str,
+        reason: str = "abort",
+        error: str | None = None,
+        code: str | None = None,
+    ) -> list[Output]:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
         family, missing = list(self.requests.get(request_id, ())), self.families.missing(request_id)
-        out = [Output(request_id, index, [], None, reason, None, family[0].cached, None, error, code) for index in missing]
+        out = [
+            Output(request_id, index, [], None, reason, None, family[0].cached, None, error, code)
+            for index in missing
+        ]
         for seq in family:
             self._end(seq)
         return out
@@ -154,7 +187,10 @@ class Scheduler:
         such a step for the second time ends."""
         touched = self._undo(plan)
         self.count.shrunk += 1
-        self.cap, self.relaxed = max(min(self.cap, plan.num_tokens or self.cap) // 2, 1), self.count.steps + RELAX
+        self.cap, self.relaxed = (
+            max(min(self.cap, plan.num_tokens or self.cap) // 2, 1),
+            self.count.steps + RELAX,
+        )
         for seq in touched:
             self._preempt(seq, "the device ran out of memory")
         if self.cap > 1 and len({seq.request.id for seq in touched}) > 1:
@@ -167,8 +203,14 @@ class Scheduler:
     def _undo(self, plan: Plan) -> list[Sequence]:
         """Nothing that a step was to bring is there. Returns the sequences that it was for, those that still wait for it."""
         self.prefix.fail(plan)
-        touched = [(row.seq, row.epoch) for row in plan.rows] + [(item.seq, item.epoch) for item in plan.items]
-        return list({seq: s for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch}.values())
+        touched = [(row.seq, row.epoch) for row in plan.rows] + [
+            (item.seq, item.epoch) for item in plan.items
+        ]
+        return list(
+            {
+                seq: s for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch
+            }.values()
+        )
 
     def flush(self) -> Plan:
         """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
@@ -187,7 +229,10 @@ class Scheduler:
         self.count.steps += 1
         plan = Plan(self.count.steps)
         if self.count.steps >= self.relaxed:
-            self.cap, self.relaxed = min(self.cap * 2, self.schedule.max_num_batched_tokens), self.count.steps + RELAX
+            self.cap, self.relaxed = (
+                min(self.cap * 2, self.schedule.max_num_batched_tokens),
+                self.count.steps + RELAX,
+            )
         for seq in self.families.in_the_way():
             self._preempt(seq, "its sibling beams need the room")
         if not self.policy.fixed and self.queues.rows and self.waiting:
@@ -203,7 +248,9 @@ class Scheduler:
         left -= self._plan_short(plan, left, room)
         left = self._plan_prefilling(plan, left, room.before, aside)
         self._plan_waiting(plan, left, room.before)
-        self.full = bool(self.waiting) and (self.stuck or self.gave_way or not self.queues.rows or self.batches.form is not None)
+        self.full = bool(self.waiting) and (
+            self.stuck or self.gave_way or not self.queues.rows or self.batches.form is not None
+        )
         self.urgency.settle(room, plan)
         self.prefix.demote(plan)
         self.count.aside += len(aside)
@@ -216,12 +263,19 @@ class Scheduler:
         most = self.cap - decoding
         if self.ride is not None:
             return decoding + self.ride.chunk(most, self.decoding, self.prefilling, self.waiting)
-        return decoding + (self.pace.chunk(most) if self.pace is not None and self.adaptive and decoding else most)
+        return decoding + (
+            self.pace.chunk(most) if self.pace is not None and self.adaptive and decoding else most
+        )
 
     def _plan_decoding(self, plan: Plan, aside: set[int]) -> int:
         """One token for every decoding sequence but those that stand aside, the oldest first. Most own the block they write to:
         nothing to decide. What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
-        size, refs, items, heavy = self.pool.size, self.pool.refs, plan.items, self.cache.eviction == "heavy"
+        size, refs, items, heavy = (
+            self.pool.size,
+            self.pool.refs,
+            plan.items,
+            self.cache.eviction == "heavy",
+        )
         i = 0
         while i < len(self.decoding):
             seq = self.decoding[i]
@@ -231,13 +285,15 @@ class Scheduler:
                 continue
             if at >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
                 continue
-            if at >= self.most and seq.inflight:  # a block will leave its cache: when all that stands there has landed
+            # a block will leave its cache: when all that stands there has landed
+            if at >= self.most and seq.inflight:
                 continue
             j = at // size
             if j >= len(seq.table) or refs[seq.table[j]] > 1:
                 while not self._reserve(seq, 1, plan):
                     weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
-                    victim = self.policy.victim(weaker) if weaker else seq  # not in this plan yet: plans are never edited
+                    # not in this plan yet: plans are never edited
+                    victim = self.policy.victim(weaker) if weaker else seq
                     self._preempt(victim, NO_BLOCK)
                     if victim is seq:
                         return len(items)
@@ -255,9 +311,17 @@ class Scheduler:
         first. Not where the long ones may need the memory. Returns the tokens they take."""
         share = min(int(left * self.schedule.short_share), left - 1)
         todo = [len(seq.tokens) - seq.planned for seq in self.prefilling]
-        if (self.ride is not None and self.ride.on) or room.ahead or not self.waiting or share < 1 or sum(todo) <= left - share:
+        if (
+            (self.ride is not None and self.ride.on)
+            or room.ahead
+            or not self.waiting
+            or share < 1
+            or sum(todo) <= left - share
+        ):
             return 0  # nobody is in a hurry, or all fit
-        if len(self.pool.free) - sum(-(-num // self.pool.size) for num in todo) < share + len(self.decoding):
+        if len(self.pool.free) - sum(-(-num // self.pool.size) for num in todo) < share + len(
+            self.decoding
+        ):
             return 0
         return share - self._plan_waiting(plan, share, room.before, whole=True)
 
@@ -272,7 +336,9 @@ class Scheduler:
                 weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
                 if not weaker:
                     self.stuck = True
-                    return 0  # it waits for older work to finish, and nobody younger may take what it waits for
+                    # it waits for older work to finish, and nobody younger may take what it waits
+                    # for
+                    return 0
                 self._preempt(self.policy.victim(weaker), NO_BLOCK)
             self._schedule(seq, num, plan)
             left -= num
@@ -296,7 +362,9 @@ class Scheduler:
         logprobs = seq.params.prompt_logprobs if seq.owes_prompt_logprobs else None
         if sample and seq.guide is not None:
             plan.masks[len(plan.items)] = seq.guide.mask
-        plan.items.append(Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs))
+        plan.items.append(
+            Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs)
+        )
         if sample:
             self.queues.decode(seq)
 
@@ -309,7 +377,8 @@ class Scheduler:
         that is being computed waits for that instead of computing it again, and who has much of its prompt on disk waits for the
         disk; those behind need not wait for it. Where somebody gave way nobody begins: a victim does not come straight back.
         Returns what is left of the budget."""
-        held: set[bytes] = set()  # first blocks of those who wait: the like of them are not looked at again
+        # first blocks of those who wait: the like of them are not looked at again
+        held: set[bytes] = set()
         i = 0
         while i < len(self.waiting) and self.queues.rows and left > 0 and not self.gave_way:
             seq = self.waiting[i]
@@ -328,7 +397,9 @@ class Scheduler:
                 held.add(seq.hashes[0])
                 i += 1
                 continue
-            loading = self.prefix.ask_disk(seq, found, plan, self.schedule.max_num_seqs - len(self.queues.rows))
+            loading = self.prefix.ask_disk(
+                seq, found, plan, self.schedule.max_num_seqs - len(self.queues.rows)
+            )
             if loading is not None:
                 left -= loading
                 i += 1
@@ -349,7 +420,9 @@ class Scheduler:
             return 0
         self.queues.begin(seq)
         self.prefix.give(seq, found, plan)
-        seq.table += [self.pool.take() for _ in range(len(seq.table), -(-(cached + num) // self.pool.size))]
+        seq.table += [
+            self.pool.take() for _ in range(len(seq.table), -(-(cached + num) // self.pool.size))
+        ]
         if seq.preemptions == 0 and not seq.shared:
             seq.cached = cached
             self.count.queried_tokens += len(seq.tokens)
@@ -396,7 +469,9 @@ class Scheduler:
             for t in new:
                 seq.tokens.append(t)
                 length = len(seq.tokens)
-                if t in seq.stop_ids and (length - seq.prompt_len >= seq.params.min_tokens or seq.guide is not None):
+                if t in seq.stop_ids and (
+                    length - seq.prompt_len >= seq.params.min_tokens or seq.guide is not None
+                ):
                     reason = "stop"
                 elif length >= seq.limit:
                     reason = "length"
@@ -416,7 +491,9 @@ class Scheduler:
                     seq.first = self.clock()
                 if reason is not None:
                     news.cached_tokens = seq.cached
-                    news.stop_reason = new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None
+                    news.stop_reason = (
+                        new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None
+                    )
                     self._end(seq)
                 out.append(news)
         return out
@@ -462,6 +539,8 @@ def take_prompt_logprobs(seq: Sequence, item: Item, found: list[TokenLogprobs]) 
 def follow(guide: Guide, token: int, ended: bool) -> None:
     """The sequence went on with a token that its guide allowed: raises GuideError if it did not."""
     if not guide.mask[token >> 3] >> (token & 7) & 1:
-        raise GuideError(f"the model gave token {token}, which structured_outputs do not allow here")
+        raise GuideError(
+            f"the model gave token {token}, which structured_outputs do not allow here"
+        )
     if not ended:
         guide.accept(token)

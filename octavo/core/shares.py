@@ -32,7 +32,10 @@ class Shares:
 
     def victim(self, owner: str, oldest: int) -> tuple[str, int]:
         """Who gives way and which block, where the oldest of all is this owner's."""
-        if len(self.blocks[owner]) * len(self.blocks) <= self.total and self.most * len(self.blocks) > self.total:
+        if (
+            len(self.blocks[owner]) * len(self.blocks) <= self.total
+            and self.most * len(self.blocks) > self.total
+        ):
             owner = next(iter(self.having[self.most]))
             oldest = next(iter(self.blocks[owner]))
         return owner, oldest
@@ -53,7 +56,13 @@ class Shares:
 
     def check(self, blocks: dict[str, set[int]]) -> None:
         """Raise AssertionError unless these are the cached blocks of each owner."""
-        assert {owner: set(mine) for owner, mine in self.blocks.items()} == blocks, "a cached block is not its owner's"
+        assert {owner: set(mine) for owner, mine in self.blocks.items()} == blocks, (
+            "a cached block is not its owner's"
+        )
         counts = {owner: len(mine) for owner, mine in blocks.items()}
-        assert {o: n for n, owners in self.having.items() for o in owners} == counts, "an owner is counted wrongly"
-        assert self.total == sum(counts.values()) and self.most == max(counts.values(), default=0), "the most is not the most"
+        assert {o: n for n, owners in self.having.items() for o in owners} == counts, (
+            "an owner is counted wrongly"
+        )
+        assert self.total == sum(counts.values()) and self.most == max(
+            counts.values(), default=0
+        ), "the most is not the most"

@@ -86,7 +86,8 @@ class CostRunner:
 
     def __init__(self, costs: Costs, clock: VirtualClock, said: list[list[int]]):
         self.costs, self.clock, self.said, self.free = costs, clock, said, 0.0
-        self.rows: dict[int, tuple[int, int]] = {}  # row -> which of the trace's requests, tokens known
+        # row -> which of the trace's requests, tokens known
+        self.rows: dict[int, tuple[int, int]] = {}
 
     def launch(self, plan: Plan) -> _Landing:
         for new in plan.rows:
@@ -119,12 +120,21 @@ class Report:
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {"requests": len(self.last), "errors": self.errors, "seconds": self.seconds,
                                  "tok_s": self.tokens / max(self.seconds, 1e-9)}  # fmt: skip
-        for name, values in (("ttft", self.first.values()), ("itl", self.gaps), ("e2e", self.last.values())):
+        for name, values in (
+            ("ttft", self.first.values()),
+            ("itl", self.gaps),
+            ("e2e", self.last.values()),
+        ):
             found |= {f"{name}_p{q}_ms": 1e3 * percentile(list(values), q) for q in (50, 99)}
         levels = sorted(set(self.level.values()))
         if len(levels) > 1:
-            first = {level: [t for name, t in self.first.items() if self.level[name] == level] for level in levels}
-            found["ttft_p99_ms_by_priority"] = {str(level): 1e3 * percentile(times, 99) for level, times in first.items()}
+            first = {
+                level: [t for name, t in self.first.items() if self.level[name] == level]
+                for level in levels
+            }
+            found["ttft_p99_ms_by_priority"] = {
+                str(level): 1e3 * percentile(times, 99) for level, times in first.items()
+            }
         return found | self.counters
 
 
@@ -151,9 +161,16 @@ def requests_of(trace: list[Entry], vocab_size: int) -> tuple[list[Request], lis
     return asked, said
 
 
-def replay(engine: Engine, asked: list[Request], sleep: Callable[[float], None] = time.sleep) -> Report:
+def replay(
+    engine: Engine, asked: list[Request], sleep: Callable[[float], None] = time.sleep
+) -> Report:
     """Play requests at their times, which count from now, to the last token."""
-    clock, count, report, steps = engine.scheduler.clock, engine.scheduler.count, Report(), list[float]()
+    clock, count, report, steps = (
+        engine.scheduler.clock,
+        engine.scheduler.count,
+        Report(),
+        list[float](),
+    )
     engine.observers.append(lambda plan, seconds: steps.append(seconds))
     start, todo, latest = clock(), deque(asked), dict[str, float]()
     for request in asked:
@@ -191,8 +208,12 @@ def replay(engine: Engine, asked: list[Request], sleep: Callable[[float], None] 
     return report
 
 
-def simulate(trace: list[Entry], costs: Costs, cache: CacheConfig, schedule: ScheduleConfig) -> Report:
+def simulate(
+    trace: list[Entry], costs: Costs, cache: CacheConfig, schedule: ScheduleConfig
+) -> Report:
     clock = VirtualClock()
     asked, said = requests_of(trace, VOCABULARY)
     scheduler = Scheduler(cache, schedule, VOCABULARY, clock=clock)
-    return replay(Engine(scheduler, CostRunner(costs, clock, said), clock.sleep), asked, clock.sleep)
+    return replay(
+        Engine(scheduler, CostRunner(costs, clock, said), clock.sleep), asked, clock.sleep
+    )

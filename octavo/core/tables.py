@@ -21,7 +21,8 @@ NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that
 
 def chunk(seq: Sequence, start: int, left: int) -> int:
     """Known tokens that it computes next, of so many that are left of the step."""
-    return min(len(seq.tokens) - (seq.forks > 0) - start, left)  # forks stop one short: each child computes the last itself
+    # forks stop one short: each child computes the last itself
+    return min(len(seq.tokens) - (seq.forks > 0) - start, left)
 
 
 def admission_takes(pool: BlockPool, hits: list[int], num: int) -> int:

@@ -46,7 +46,8 @@ class TierCounters:
     refused: int = 0  # times that a prompt was sooner computed than loaded
     load_seconds: float = field(default=0.0, repr=False)  # of the loads, where somebody measured
     fetch_seconds: float = field(default=0.0, repr=False)  # of the fetches, one after another
-    misses: dict[str, int] = field(default_factory=dict)  # what the disk could not give or take, by reason
+    # what the disk could not give or take, by reason
+    misses: dict[str, int] = field(default_factory=dict)
 
     def miss(self, why: str) -> None:
         self.misses[why] = self.misses.get(why, 0) + 1
@@ -86,7 +87,12 @@ class Tiers:
         return slot if slot is not None and self.tokens[slot] == tokens else None
 
     def extend(
-        self, hits: list[int], hashes: list[bytes], tokens: array[int], pool: BlockPool, computing: dict[bytes, int]
+        self,
+        hits: list[int],
+        hashes: list[bytes],
+        tokens: array[int],
+        pool: BlockPool,
+        computing: dict[bytes, int],
     ) -> list[tuple[int, int]]:
         """Continue a match where the pool's own ended: a hit of 0 is to be loaded. (logical block, slot) of those."""
         size, loads = self.size, list[tuple[int, int]]()
@@ -96,7 +102,8 @@ class Tiers:
             block = pool.find(h, part)
             if not block:
                 slot = self.find(h, part)
-                if slot is None or h in computing or h in self.rising:  # by another: it is in the pool soon
+                # by another: it is in the pool soon
+                if slot is None or h in computing or h in self.rising:
                     break
                 if pays is None and not (pays := self.links.try_it()):
                     self.count.refused += 1
@@ -107,7 +114,15 @@ class Tiers:
             hits.append(block)
         return loads
 
-    def ask(self, seq: Sequence, hits: list[int], loads: list[tuple[int, int]], pool: BlockPool, plan: Plan, spare: int) -> bool:
+    def ask(
+        self,
+        seq: Sequence,
+        hits: list[int],
+        loads: list[tuple[int, int]],
+        pool: BlockPool,
+        plan: Plan,
+        spare: int,
+    ) -> bool:
         """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
         if not self.disk:
             return False
@@ -125,7 +140,8 @@ class Tiers:
             else:
                 break
         if wanted:
-            del wanted[max(self._room() - here, 0) :]  # never at the cost of its own blocks that are here already
+            # never at the cost of its own blocks that are here already
+            del wanted[max(self._room() - here, 0) :]
             del wanted[max(len(pool.free) - spare, 0) :]  # nor more than can be lifted
             if not self.links.try_it(disk=True):
                 self.count.refused += 1
@@ -135,7 +151,9 @@ class Tiers:
         for j in wanted:
             slot = self._take()
             assert slot is not None
-            fetch = Fetch(next(TICKETS), slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size])
+            fetch = Fetch(
+                next(TICKETS), slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size]
+            )
             self._fill(slot, fetch.hash, fetch.tokens)
             self.fetching[fetch.ticket] = fetch
             plan.fetches.append(fetch)
@@ -166,7 +184,13 @@ class Tiers:
                 self.fetched.remove(slot)
                 self._load(slot, block := pool.take(), plan)
                 self.rising[h] = block
-                lifted.append(Lift(Content(block, h, tokens, seq.hashes[j - 1] if j else b""), slot, seq.request.key))
+                lifted.append(
+                    Lift(
+                        Content(block, h, tokens, seq.hashes[j - 1] if j else b""),
+                        slot,
+                        seq.request.key,
+                    )
+                )
         if lifted:
             self.lifted.setdefault(plan.step, []).extend(lifted)
             seq.asked = self.news
@@ -175,7 +199,8 @@ class Tiers:
     def land(self, plan: Plan, pool: BlockPool, loaded: bool, spoilt: Collection[int] = ()) -> None:
         """What the step lifted is cached content now, if it was loaded whole and nothing was forgotten meanwhile. What was not
         is not tried again."""
-        for (block, h, tokens, parent), slot, owner in reversed(self.lifted.pop(plan.step, [])):  # tail first, as ever
+        # tail first, as ever
+        for (block, h, tokens, parent), slot, owner in reversed(self.lifted.pop(plan.step, [])):
             if self.rising.get(h) == block:
                 del self.rising[h]
                 if loaded and slot not in spoilt:
@@ -276,7 +301,9 @@ class Tiers:
             self.rising.pop(h, None)
             if h in self.ready:
                 self._discard(self.ready[h])
-            elif (slot := self.filling.pop(h, None)) is not None:  # given back when it has been filled
+            elif (
+                slot := self.filling.pop(h, None)
+            ) is not None:  # given back when it has been filled
                 self.hash[slot] = self.tokens[slot] = None
 
     def forget(self) -> None:
@@ -344,14 +371,22 @@ class Tiers:
     def check(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state."""
         for states in (self.ready, self.filling):
-            assert all(self.hash[slot] == h for h, slot in states.items()), "the index names a slot of another content"
+            assert all(self.hash[slot] == h for h, slot in states.items()), (
+                "the index names a slot of another content"
+            )
         ready, filling = list(self.ready.values()), list(self.filling.values())
-        assert sorted([*ready, *filling]) == [s for s in range(self.slots) if self.hash[s] is not None], "a slot in two states"
+        assert sorted([*ready, *filling]) == [
+            s for s in range(self.slots) if self.hash[s] is not None
+        ], "a slot in two states"
         unused = [s for s in range(self.slots) if self.hash[s] is None and not self.pins[s]]
         assert sorted(self.free) == unused, "a slot is lost, or free and in use"
         assert all(pins >= 0 for pins in self.pins), "a slot was let go twice"
         assert all(self.pins[slot] for slot in filling), "nobody fills a slot that is being filled"
-        assert all(self.pins[f.slot] for f in self.fetching.values()), "a slot was given away while the disk fills it"
+        assert all(self.pins[f.slot] for f in self.fetching.values()), (
+            "a slot was given away while the disk fills it"
+        )
         assert self.fetched <= set(ready), "a slot is said to come from disk and holds nothing"
         assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
-        assert self.rising.items() <= {(up.content.hash, up.content.block) for up in self.ups()}, "nothing lifts it"
+        assert self.rising.items() <= {(up.content.hash, up.content.block) for up in self.ups()}, (
+            "nothing lifts it"
+        )

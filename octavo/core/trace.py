@@ -58,7 +58,9 @@ class Recorder:
         try:
             self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
         except OSError as error:
-            raise InvalidRequest(f"a trace cannot be written to {path}: {error.strerror}", "record_trace") from None
+            raise InvalidRequest(
+                f"a trace cannot be written to {path}: {error.strerror}", "record_trace"
+            ) from None
         self.secret, self.full = os.urandom(16), False
 
     def ended(self, seq: Sequence) -> None:
@@ -77,7 +79,11 @@ class Recorder:
         try:
             self.file.write(json.dumps(asdict(entry)) + "\n")
         except OSError as error:
-            log.error("no more requests are recorded: the trace %s cannot be written (%s)", self.file.name, error.strerror)
+            log.error(
+                "no more requests are recorded: the trace %s cannot be written (%s)",
+                self.file.name,
+                error.strerror,
+            )
             self.full = True
             with suppress(OSError):  # what it holds back cannot be written either
                 self.file.close()
@@ -85,7 +91,10 @@ class Recorder:
 
 def read(source: str) -> list[Entry]:
     """A file, or a made-up trace such as poisson:rate=4,n=100. In order of arrival, the first at 0."""
-    found = sorted(_made_up(source) if source.startswith("poisson:") else _lines(source), key=lambda e: e.arrival)
+    found = sorted(
+        _made_up(source) if source.startswith("poisson:") else _lines(source),
+        key=lambda e: e.arrival,
+    )
     if not found:
         raise InvalidRequest(f"{source} has no requests", "trace")
     first = found[0].arrival
@@ -135,20 +144,29 @@ def _made_up(spec: str) -> Iterator[Entry]:
     for part in filter(None, spec.partition(":")[2].split(",")):
         name, _, text = (one.strip() for one in part.partition("="))
         if name not in DEFAULTS:
-            raise InvalidRequest(f"a made-up trace has no {name}: it has {', '.join(DEFAULTS)}, each as NAME=VALUE", "trace")
+            raise InvalidRequest(
+                f"a made-up trace has no {name}: it has {', '.join(DEFAULTS)}, each as NAME=VALUE",
+                "trace",
+            )
         given[name] = text
     rate, urgent = (_number(k, given, float) for k in ("rate", "urgent"))
-    n, shared, groups, keys, seed = (_number(k, given, int) for k in ("n", "shared", "groups", "keys", "seed"))
+    n, shared, groups, keys, seed = (
+        _number(k, given, int) for k in ("n", "shared", "groups", "keys", "seed")
+    )
     lengths = [_lengths(k, given) for k in ("prompt", "output")]
     if not (0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0 and min(n, groups, keys) >= 1):
-        raise InvalidRequest(f"{spec}: rate, n, groups and keys are above 0, urgent is from 0 to 1", "trace")
+        raise InvalidRequest(
+            f"{spec}: rate, n, groups and keys are above 0, urgent is from 0 to 1", "trace"
+        )
     g, now = random.Random(seed), 0.0
     for i in range(n):
         now += g.expovariate(rate)
         prompt, output = (g.randint(low, high) for low, high in lengths)
         group, common = g.randrange(groups), shared // BLOCK
         total = (shared + prompt + output) // BLOCK
-        blocks = [group * common + j for j in range(common)] + [10**6 * (1 + i) + j for j in range(total - common)]
+        blocks = [group * common + j for j in range(common)] + [
+            10**6 * (1 + i) + j for j in range(total - common)
+        ]
         level = -1 if g.random() < urgent else 0
         yield Entry(now, shared + prompt, output, blocks, level, f"key {g.randrange(keys)}")
 
@@ -171,12 +189,20 @@ def _lengths(name: str, given: dict[str, str]) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
     if not 1 <= low <= high:
-        raise InvalidRequest(f"a made-up trace's {name} is tokens: N or A-B, from 1 upwards, not {text!r}", "trace")
+        raise InvalidRequest(
+            f"a made-up trace's {name} is tokens: N or A-B, from 1 upwards, not {text!r}", "trace"
+        )
     return low, high
 
 
 def tokens(entry: Entry, index: int, vocab_size: int) -> list[int]:
     """Prompt and output: made-up ids, equal where the trace says so. `index`: the entry's, whose rest nobody else has."""
-    found = [t for number in entry.blocks for t in random.Random(number).choices(range(vocab_size), k=BLOCK)]
+    found = [
+        t
+        for number in entry.blocks
+        for t in random.Random(number).choices(range(vocab_size), k=BLOCK)
+    ]
     rest = max(entry.prompt + entry.output - len(found), 0)
-    return (found + random.Random(f"{index}").choices(range(vocab_size), k=rest))[: entry.prompt + entry.output]
+    return (found + random.Random(f"{index}").choices(range(vocab_size), k=rest))[
+        : entry.prompt + entry.output
+    ]

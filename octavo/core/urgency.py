@@ -28,7 +28,8 @@ class Room:
     """What the next step is for."""
 
     def __init__(self, before: Rank, tokens: int, ahead: list[Sequence]):
-        self.before = before  # the rank of the first that was paused or may not begin: nor may who ranks after it
+        # the rank of the first that was paused or may not begin: nor may who ranks after it
+        self.before = before
         self.tokens = tokens  # of the step; 0: not decided here
         self.ahead = ahead  # for whom others stand aside,
         self.stood = sum(seq.planned for seq in ahead)  # and positions that they had
@@ -36,7 +37,12 @@ class Room:
 
 class Urgency:
     def __init__(self, queues: Queues, prefix: PrefixCache, pace: Pace | None, depth: int):
-        self.queues, self.policy, self.prefix, self.pool = queues, queues.policy, prefix, prefix.pool
+        self.queues, self.policy, self.prefix, self.pool = (
+            queues,
+            queues.policy,
+            prefix,
+            prefix.pool,
+        )
         self.pace, self.depth = pace, depth
         self.latest: Sequence | None = None  # that others stood aside for
         self.sat_out = False  # equals of an urgent prompt, in the last step
@@ -66,21 +72,34 @@ class Urgency:
                 continue
             weaker = {s.id for s in self._outranked(seq)} if not self.vain else ()
             kept = [s for s in stay if s.id not in weaker and s.status is Status.RUNNING]
-            tokens = cap if weaker else tokens or min(budget(len(kept)), len(kept) + self._polite(seq, cap - len(kept)))
+            tokens = (
+                cap
+                if weaker
+                else tokens
+                or min(budget(len(kept)), len(kept) + self._polite(seq, cap - len(kept)))
+            )
             if tokens <= len(kept) + used:
                 break
             claim = self._claim(seq, tokens - len(kept) - used)
             if claim is None:
                 continue
             rows, blocks, used = rows - claim[0], blocks - claim[1], used + claim[2]
-            wanted = sum(s.planned % pool.size == 0 for s in kept)  # by those who decode: theirs come first
+            # by those who decode: theirs come first
+            wanted = sum(s.planned % pool.size == 0 for s in kept)
             while rows < 0 or blocks < wanted:
                 victims = [s for s in queues.running if s.rank > seq.rank and policy.pauses(seq, s)]
-                if not victims or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.table) < wanted:
+                if (
+                    not victims
+                    or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.table) < wanted
+                ):
                     return Room(before, tokens, ahead)  # to pause them would not help
                 victim, free = policy.victim(victims), len(pool.free)
                 preempt(victim, "a more urgent request took its place")
-                rows, blocks, before = rows + 1, blocks + len(pool.free) - free, min(before, victim.rank)
+                rows, blocks, before = (
+                    rows + 1,
+                    blocks + len(pool.free) - free,
+                    min(before, victim.rank),
+                )
             stay = kept
             if not self.vain:
                 begin.append(seq)
@@ -88,7 +107,9 @@ class Urgency:
         return Room(before, tokens, ahead)
 
     def _outranked(self, seq: Sequence) -> list[Sequence]:
-        return [s for s in self.queues.running if s.rank > seq.rank and self.policy.outranks(seq, s)]
+        return [
+            s for s in self.queues.running if s.rank > seq.rank and self.policy.outranks(seq, s)
+        ]
 
     def _polite(self, prompt: Sequence, most: int) -> int:
         """Tokens of prompts: where an urgent request may come, as many as it may have to wait for."""
@@ -102,7 +123,9 @@ class Urgency:
         size = self.pool.size
         if seq.status is Status.RUNNING:
             num = chunk(seq, seq.planned, left)
-            return (0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num) if num else None
+            return (
+                (0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num) if num else None
+            )
         found = self.prefix.match(seq)
         if found is None:
             return None
@@ -118,12 +141,19 @@ class Urgency:
         cost much (on a GPU, the next larger graph), and they go on right after it."""
         outranks, equals = self.policy.outranks, set[int]()
         if room.ahead and not self.sat_out:
-            equals = {s.id for s in self.queues.decoding if not any(outranks(s, a) or outranks(a, s) for a in room.ahead)}
+            equals = {
+                s.id
+                for s in self.queues.decoding
+                if not any(outranks(s, a) or outranks(a, s) for a in room.ahead)
+            }
         self.sat_out = bool(equals)
         return equals
 
     def settle(self, room: Room, plan: Plan) -> None:
         """The plan is complete: did anybody get on by it?"""
         if room.ahead:
-            plan.urgent, self.latest = sum(seq.planned for seq in room.ahead) > room.stood, room.ahead[-1]
+            plan.urgent, self.latest = (
+                sum(seq.planned for seq in room.ahead) > room.stood,
+                room.ahead[-1],
+            )
         self.vain = bool(room.ahead) and not plan.urgent

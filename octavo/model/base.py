@@ -53,8 +53,11 @@ class Matrix(nn.Module):
 
     def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int]):
         super().__init__()
-        self.ops, self.parts = ops, dict(parts)
-        self.weight: Any = nn.Parameter(torch.empty(sum(parts.values()), inputs), requires_grad=False)
+        self.ops = ops
+        self.parts = dict(parts)
+        self.weight: Any = nn.Parameter(
+            torch.empty(sum(parts.values()), inputs), requires_grad=False
+        )
 
     def quantize(self, form: Format | list[Format], device: str) -> None:
         """Before loading: hold the weight in this format, or each part in one of its own."""
@@ -65,7 +68,8 @@ class Matrix(nn.Module):
                 self.weight = QuantWeight.empty(form, outputs, inputs)
             else:
                 self.weight = JoinedWeight(
-                    QuantWeight.empty(f, n, inputs) for f, n in zip(form, self.parts.values(), strict=True)
+                    QuantWeight.empty(f, n, inputs)
+                    for f, n in zip(form, self.parts.values(), strict=True)
                 )
 
 
@@ -73,11 +77,13 @@ class CausalLM(nn.Module):
     """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
 
     dtype: torch.dtype  # of activations; set by build()
-    kv_dtype: torch.dtype  # of the KV cache where nobody says otherwise; the same, unless finish_loading() knows better
+    # of the KV cache where nobody says otherwise; the same, unless finish_loading() knows better
+    kv_dtype: torch.dtype
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
-        self.config, self.ops = config, ops
+        self.config = config
+        self.ops = ops
 
     @classmethod
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -162,11 +168,15 @@ def quantize(model: CausalLM, formats: Formats, device: str) -> None:
     for matrix in [module for module in model.modules() if isinstance(module, Matrix)]:
         if len(names.get(matrix, [])) != len(matrix.parts):
             parts = ", ".join(matrix.parts)
-            raise ModelError(f"{type(model).__name__}.weight_map() does not say where {parts} comes from: use slot() or slots()")
+            raise ModelError(
+                f"{type(model).__name__}.weight_map() does not say where {parts} comes from: use slot() or slots()"
+            )
         if (form := formats(dict(zip(matrix.parts, names[matrix], strict=True)))) is not None:
             matrix.quantize(form, device)
         else:
-            matrix.weight = nn.Parameter(torch.empty_like(matrix.weight, device=device), requires_grad=False)
+            matrix.weight = nn.Parameter(
+                torch.empty_like(matrix.weight, device=device), requires_grad=False
+            )
 
 
 def build(

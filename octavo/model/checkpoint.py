@@ -89,7 +89,9 @@ def map_bytes(path: Path, begin: int, end: int) -> Tensor:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot read bytes {begin} to {end}: {error}. Was the file replaced meanwhile?") from error
+        raise CheckpointError(
+            f"{path}: cannot read bytes {begin} to {end}: {error}. Was the file replaced meanwhile?"
+        ) from error
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=begin - start)
 
 
@@ -115,14 +117,18 @@ def read_header(path: Path) -> dict[str, Extent]:
     [8 bytes: header length n][n bytes: JSON name -> dtype, shape, data_offsets][data, indexed without gap or overlap]."""
 
     def bad(why: str) -> CheckpointError:
-        return CheckpointError(f"{path} is not a sound safetensors file: {why}. Download or convert it again")
+        return CheckpointError(
+            f"{path} is not a sound safetensors file: {why}. Download or convert it again"
+        )
 
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
-                raise bad(f"it has {size} bytes, its header alone would take {8 + length} (truncated?)")
+                raise bad(
+                    f"it has {size} bytes, its header alone would take {8 + length} (truncated?)"
+                )
             if length > MAX_HEADER:
                 raise bad(f"its header claims {length} bytes, more than {MAX_HEADER}")
             raw = file.read(length)
@@ -142,23 +148,34 @@ def read_header(path: Path) -> dict[str, Extent]:
     found = {}
     for name, entry in header.items():
         try:
-            kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+            kind = entry["dtype"]
+            shape = entry["shape"]
+            offsets = entry["data_offsets"]
         except (TypeError, KeyError):
             raise bad(f"tensor {name!r} lacks dtype, shape or data_offsets") from None
         if not isinstance(kind, str) or kind not in DTYPES:
             raise bad(f"tensor {name!r} has dtype {kind!r}; known are {', '.join(DTYPES)}")
         if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise bad(f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: not lists of whole numbers")
+            raise bad(
+                f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: not lists of whole numbers"
+            )
         begin, end = offsets
-        if math.prod(shape) * DTYPES[kind].itemsize != end - begin or math.prod(dim or 1 for dim in shape) >= 2**63:
-            raise bad(f"tensor {name!r} of dtype {kind} and shape {shape} does not take the {end - begin} bytes it is given")
+        if (
+            math.prod(shape) * DTYPES[kind].itemsize != end - begin
+            or math.prod(dim or 1 for dim in shape) >= 2**63
+        ):
+            raise bad(
+                f"tensor {name!r} of dtype {kind} and shape {shape} does not take the {end - begin} bytes it is given"
+            )
         found[name] = Extent(DTYPES[kind], tuple(shape), 8 + length + begin, 8 + length + end)
 
     in_order = sorted(found.items(), key=lambda item: item[1][2:])
     at = 8 + length
     for name, extent in in_order:
         if extent.begin != at:
-            raise bad(f"tensor {name!r} begins at byte {extent.begin}, not at {at} where the one before it ends")
+            raise bad(
+                f"tensor {name!r} begins at byte {extent.begin}, not at {at} where the one before it ends"
+            )
         at = extent.end
     if at != size:
         raise bad(f"its tensors end at byte {at}, the file at {size}")
@@ -174,13 +191,19 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 8 and all(type(v) is int and 0 <= v < 2**63 for v in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= 8
+        and all(type(v) is int and 0 <= v < 2**63 for v in value)
+    )
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     def stored(extent: Extent) -> StoredTensor:
         def read() -> Tensor:
-            return aligned_view(map_bytes(path, extent.begin, extent.end), extent.dtype).view(extent.shape)
+            return aligned_view(map_bytes(path, extent.begin, extent.end), extent.dtype).view(
+                extent.shape
+            )
 
         return StoredTensor(extent.shape, extent.end - extent.begin, read)
 
@@ -203,19 +226,25 @@ def read_json(path: Path) -> dict[str, Any]:
 def open_directory(directory: Path, weights: bool = True) -> Checkpoint:
     """A directory as the hub has them: config.json, *.safetensors, maybe generation_config.json."""
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json: give a directory in Hugging Face's layout, or a .gguf file")
+        raise CheckpointError(
+            f"{directory} has no config.json: give a directory in Hugging Face's layout, or a .gguf file"
+        )
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     if eos := _ids(config.get("eos_token_id")) | _ids(generation_config.get("eos_token_id")):
         config["eos_token_id"] = list(eos)
     tensors = _open_shards(directory) if weights else {}
-    return Checkpoint(str(directory), config, tensors, directory, generation_config=generation_config)
+    return Checkpoint(
+        str(directory), config, tensors, directory, generation_config=generation_config
+    )
 
 
 def _ids(value: Any) -> dict[int, None]:
     """Token ids, given as one, several or none, in order."""
-    return dict.fromkeys(v for v in (value if isinstance(value, list) else [value]) if type(v) is int)
+    return dict.fromkeys(
+        v for v in (value if isinstance(value, list) else [value]) if type(v) is int
+    )
 
 
 def _open_shards(directory: Path) -> dict[str, StoredTensor]:
@@ -225,7 +254,9 @@ def _open_shards(directory: Path) -> dict[str, StoredTensor]:
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
-        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
+        pickled = sorted(
+            p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)
+        )
         if pickled:
             raise CheckpointError(
                 f"{directory} holds its weights as pickles ({listed(pickled, 3)}), which can run any code when opened and "
@@ -239,23 +270,37 @@ def _open_shards(directory: Path) -> dict[str, StoredTensor]:
     for path in files:
         shard = open_safetensors(path)
         if twice := [name for name in shard if name in tensors]:
-            raise CheckpointError(f"{path} repeats tensors of other files in {directory}: {listed(twice)}")
+            raise CheckpointError(
+                f"{path} repeats tensors of other files in {directory}: {listed(twice)}"
+            )
         tensors |= shard
     return tensors
 
 
 def _open_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
     where = read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+    if (
+        not isinstance(where, dict)
+        or not where
+        or not all(isinstance(shard, str) for shard in where.values())
+    ):
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
     shards = sorted(set(where.values()))
     # A shard is a plain file name: an index must not lead out of its directory.
-    if absent := [shard for shard in shards if Path(shard).name != shard or not (directory / shard).is_file()]:
-        raise CheckpointError(f"{directory} lacks {len(absent)} of {len(shards)} shards: {listed(absent)}. Download it again")
+    if absent := [
+        shard for shard in shards if Path(shard).name != shard or not (directory / shard).is_file()
+    ]:
+        raise CheckpointError(
+            f"{directory} lacks {len(absent)} of {len(shards)} shards: {listed(absent)}. Download it again"
+        )
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         found = open_safetensors(directory / shard)
-        tensors |= {name: tensor for name, tensor in found.items() if where.get(name, shard) == shard}
+        tensors |= {
+            name: tensor for name, tensor in found.items() if where.get(name, shard) == shard
+        }
         if lost := [name for name, at in where.items() if at == shard and name not in found]:
-            raise CheckpointError(f"{directory / shard} lacks tensors that {index.name} says it holds: {listed(lost)}")
+            raise CheckpointError(
+                f"{directory / shard} lacks tensors that {index.name} says it holds: {listed(lost)}"
+            )
     return tensors

@@ -26,7 +26,12 @@ from octavo.ops import ForwardBatch, Ops
 from octavo.ops.decoder import DecoderLayer, DecoderSpec, Fused
 from octavo.ops.kv import KV
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 # What a config.json may leave out, where the architecture's own default is not the common one.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -51,29 +56,44 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, index: int):
         super().__init__()
-        self.config, self.ops, self.window = config, ops, config.window(index)
-        hidden, inter = config.hidden_size, config.intermediate_size
-        q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.config = config
+        self.ops = ops
+        self.window = config.window(index)
+        hidden = config.hidden_size
+        inter = config.intermediate_size
+        q = config.num_heads * config.head_dim
+        k = config.num_kv_heads * config.head_dim
         self.qkv = Linear(ops, hidden, {"q_proj": q, "k_proj": k, "v_proj": k}, config.qkv_bias)
         self.out = Linear(ops, q, {"o_proj": hidden}, config.out_bias)
         self.gate_up = Linear(ops, hidden, {"gate_proj": inter, "up_proj": inter}, config.mlp_bias)
         self.down = Linear(ops, inter, {"down_proj": hidden}, config.mlp_bias)
-        self.attn_norm, self.mlp_norm = norm_weight(hidden), norm_weight(hidden)
+        self.attn_norm = norm_weight(hidden)
+        self.mlp_norm = norm_weight(hidden)
         self.q_norm = norm_weight(config.head_dim) if config.qk_norm else None
         self.k_norm = norm_weight(config.head_dim) if config.qk_norm else None
         self.post_attn_norm = norm_weight(hidden) if config.post_norms else None
         self.post_mlp_norm = norm_weight(hidden) if config.post_norms else None
         self.act_mul = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: KV, cos_sin: Tensor, last: ForwardBatch | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        kv: KV,
+        cos_sin: Tensor,
+        last: ForwardBatch | None = None,
+    ) -> Tensor:
         """hidden [T, hidden], whose memory may hold the result; kv [N, 2, Hk, B, D]: this layer's."""
-        ops, eps = self.ops, self.config.norm_eps
+        ops = self.ops
+        eps = self.config.norm_eps
         qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, eps))
         q = ops.rope_and_cache(qkv, kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
         if batch.watched is not None:
             ops.block_mass(q, cast("Tensor", kv), batch.watched, self.config.scale, self.window)
         if last is not None:  # nobody reads what the other tokens would become
-            q, hidden, batch = q[batch.logit_rows], hidden[batch.logit_rows], last
+            q = q[batch.logit_rows]
+            hidden = hidden[batch.logit_rows]
+            batch = last
         x = ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1)
         hidden = self._added(self.out, x, self.post_attn_norm, hidden)
         x = self.act_mul(self.gate_up(ops.rms_norm(hidden, self.mlp_norm, eps)))
@@ -81,7 +101,11 @@ class Layer(nn.Module):
 
     def _added(self, linear: Linear, x: Tensor, norm: Tensor | None, hidden: Tensor) -> Tensor:
         """hidden + linear(x), normalised before it is added where there is a norm for that."""
-        return linear(x, hidden) if norm is None else self.ops.rms_norm(linear(x), norm, self.config.norm_eps, hidden)
+        return (
+            linear(x, hidden)
+            if norm is None
+            else self.ops.rms_norm(linear(x), norm, self.config.norm_eps, hidden)
+        )
 
     def spec(self, cos_sin: Tensor) -> DecoderLayer:
         """This layer as data, for a backend that computes all of them at once."""
@@ -102,10 +126,21 @@ class Layer(nn.Module):
         )
 
     def slots(self, prefix: str) -> dict[str, Slot]:
-        attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        slots = self.qkv.slots(attn) | self.out.slots(attn) | self.gate_up.slots(mlp) | self.down.slots(mlp)
-        norms = {"input_layernorm": self.attn_norm, "self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
-        if self.config.post_norms:  # Gemma 3 calls another norm by the name that the MLP's has elsewhere
+        attn = f"{prefix}self_attn."
+        mlp = f"{prefix}mlp."
+        slots = (
+            self.qkv.slots(attn)
+            | self.out.slots(attn)
+            | self.gate_up.slots(mlp)
+            | self.down.slots(mlp)
+        )
+        norms = {
+            "input_layernorm": self.attn_norm,
+            "self_attn.q_norm": self.q_norm,
+            "self_attn.k_norm": self.k_norm,
+        }
+        # Gemma 3 calls another norm by the name that the MLP's has elsewhere
+        if self.config.post_norms:
             norms["post_attention_layernorm"] = self.post_attn_norm
             norms["pre_feedforward_layernorm"] = self.mlp_norm
             norms["post_feedforward_layernorm"] = self.post_mlp_norm
@@ -124,12 +159,21 @@ class Decoder(CausalLM):
         self.embed = Embedding(ops, config.vocab_size, config.hidden_size, config.embed_scale)
         self.layers = nn.ModuleList(Layer(config, ops, i) for i in range(config.num_layers))
         self.norm = norm_weight(config.hidden_size)
-        self.head = None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
-        self.register_buffer("rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False)
-        local = None if config.local_rope is None else rope_table(config.local_rope, config.head_dim, config.max_position)
+        self.head = (
+            None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+        )
+        self.register_buffer(
+            "rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False
+        )
+        local = (
+            None
+            if config.local_rope is None
+            else rope_table(config.local_rope, config.head_dim, config.max_position)
+        )
         self.register_buffer("local_rope", local, persistent=False)
         self.fused: Fused | None = None  # all layers in one call, where the backend has that
-        self.known: tuple[Tensor, Tensor] | None = None  # hidden states, and their logits if that call has made them
+        # hidden states, and their logits if that call has made them
+        self.known: tuple[Tensor, Tensor] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         hidden = self.embed(batch.ids)
@@ -149,7 +193,10 @@ class Decoder(CausalLM):
         return self.ops.logits(hidden, (self.head or self.embed).weight)
 
     def weight_map(self) -> dict[str, Slot]:
-        slots = {"model.embed_tokens.weight": self.embed.slot(), "model.norm.weight": norm_slot(self.norm, self.config)}
+        slots = {
+            "model.embed_tokens.weight": self.embed.slot(),
+            "model.norm.weight": norm_slot(self.norm, self.config),
+        }
         if self.head is not None:
             slots |= self.head.slots()
         for i, layer in enumerate(cast("Iterable[Layer]", self.layers)):
@@ -157,12 +204,19 @@ class Decoder(CausalLM):
         return slots
 
     def ignored_weights(self) -> tuple[str, ...]:
-        return ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tied else ("rotary_emb.inv_freq",)
+        return (
+            ("rotary_emb.inv_freq", "lm_head.weight")
+            if self.config.tied
+            else ("rotary_emb.inv_freq",)
+        )
 
     def finish_loading(self) -> None:
         pack_weights(self)
         c = self.config
-        layers = [layer.spec(self.angles(i)) for i, layer in enumerate(cast("Iterable[Layer]", self.layers))]
+        layers = [
+            layer.spec(self.angles(i))
+            for i, layer in enumerate(cast("Iterable[Layer]", self.layers))
+        ]
         gelu = c.activation != "silu"
         self.fused = self.ops.fuse(
             DecoderSpec(
@@ -170,7 +224,8 @@ class Decoder(CausalLM):
                 (self.head or self.embed).weight,
             )
         )  # fmt: skip
-        if self.fused is not None and self.dtype == torch.float32:  # half the bytes to read: docs/decisions/0006
+        # half the bytes to read: docs/decisions/0006
+        if self.fused is not None and self.dtype == torch.float32:
             self.kv_dtype = torch.float16
 
     def angles(self, layer: int) -> Tensor:
@@ -181,17 +236,23 @@ class Decoder(CausalLM):
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
         name = next(name for name in hf["architectures"] if name in DEFAULTS)
         f = Fields(hf, DEFAULTS[name])
-        hidden, heads, layers = f.whole("hidden_size"), f.whole("num_attention_heads"), f.whole("num_hidden_layers")
+        hidden = f.whole("hidden_size")
+        heads = f.whole("num_attention_heads")
+        layers = f.whole("num_hidden_layers")
         kv_heads = f.whole("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise ModelError(f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+            raise ModelError(
+                f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+            )
         if f["head_dim"] is None and hidden % heads:
             raise ModelError(
                 f"config.json: num_attention_heads ({heads}) must divide hidden_size ({hidden}), or head_dim be given"
             )
         head_dim = f.whole("head_dim", hidden // heads)
         if head_dim % 2:
-            raise ModelError(f"config.json: head_dim ({head_dim}) must be even for rotary embedding")
+            raise ModelError(
+                f"config.json: head_dim ({head_dim}) must be even for rotary embedding"
+            )
         f.refuse("attn_logit_softcapping", "attention computes no soft cap")
         f.refuse("final_logit_softcapping", "logits are not soft-capped")
         f.refuse("use_bidirectional_attention", "attention is causal")
@@ -210,7 +271,9 @@ class Decoder(CausalLM):
             norm_eps=f.real("rms_norm_eps", 1e-6),
             tied=f.flag("tie_word_embeddings"),
             dtype=f.dtype(),
-            activation=f.choice("hidden_activation" if f["hidden_activation"] else "hidden_act", ACTIVATIONS, "silu"),
+            activation=f.choice(
+                "hidden_activation" if f["hidden_activation"] else "hidden_act", ACTIVATIONS, "silu"
+            ),
             qkv_bias=name == "Qwen2ForCausalLM" or (bias and name != "MistralForCausalLM"),
             out_bias=bias and name not in ("Qwen2ForCausalLM", "MistralForCausalLM"),
             mlp_bias=f.flag("mlp_bias") and name == "LlamaForCausalLM",
@@ -234,11 +297,13 @@ def norm_slot(weight: Tensor, config: ModelConfig) -> Slot:
 
 def ropes(f: Fields, gemma: bool) -> dict[str, RopeConfig]:
     """Gemma 3 turns its windowed layers at another base and scales only the others."""
-    scaling, parameters = f["rope_scaling"] or {}, f["rope_parameters"] or {}
+    scaling = f["rope_scaling"] or {}
+    parameters = f["rope_parameters"] or {}
     theta = f.real("rope_theta", 10_000.0)
     if not gemma:
         return {"rope": rope_config(f, scaling or parameters, theta)}
-    everywhere, local = parameters.get("full_attention") or {}, parameters.get("sliding_attention") or {}
+    everywhere = parameters.get("full_attention") or {}
+    local = parameters.get("sliding_attention") or {}
     return {
         "rope": rope_config(f, {**everywhere, **scaling}, theta),
         "local_rope": rope_config(f, local, f.real("rope_local_base_freq")),
@@ -257,9 +322,16 @@ def windows(name: str, f: Fields, layers: int) -> tuple[int, ...]:
     types = f["layer_types"]
     if types is None and name == "Gemma3ForCausalLM":
         pattern = f.whole("sliding_window_pattern")
-        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+        types = [
+            "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)
+        ]
     elif types is None:
-        types = ["sliding_attention" if i >= f["max_window_layers"] else "full_attention" for i in range(layers)]
+        types = [
+            "sliding_attention" if i >= f["max_window_layers"] else "full_attention"
+            for i in range(layers)
+        ]
     if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise ModelError(f"config.json: layer_types must be {layers} times sliding_attention or full_attention, got {types}")
+        raise ModelError(
+            f"config.json: layer_types must be {layers} times sliding_attention or full_attention, got {types}"
+        )
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -34,7 +34,9 @@ def _planes(packed: Tensor, bits: int) -> Tensor:
     """packed [n, g, w] -> [n, g * (8 / bits), w]: group by group, all lowest fields of its bytes, then all next ones."""
     n, groups, width = packed.shape
     mask = (1 << bits) - 1
-    return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], 2).view(n, groups * (8 // bits), width)
+    return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], 2).view(
+        n, groups * (8 // bits), width
+    )
 
 
 def _q4_0(blocks: Tensor) -> Coded:
@@ -85,7 +87,9 @@ def _q3_k(blocks: Tensor) -> Coded:
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and minimum of the 8 groups of a Q4_K or Q5_K block: d, dmin, then 6-bit pairs in 12 bytes. The first four
     pairs lie whole in bytes 0-3 and 4-7; of the others the top two bits ride there and the rest is in bytes 8-11."""
-    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    a = blocks[:, 4:8]
+    b = blocks[:, 8:12]
+    c = blocks[:, 12:16]
     scale = torch.cat([a & 63, c & 15 | a >> 6 << 4], 1).float()
     least = torch.cat([b & 63, c >> 4 | b >> 6 << 4], 1).float()
     return scale * _half(blocks, 0).float(), -(least * _half(blocks, 2).float())
@@ -190,16 +194,22 @@ def _values(blocks: Tensor, kind: int) -> Tensor:
     read = FORMATS[kind].codes
     assert read is not None
     codes, scale, least = read(blocks)
-    values = codes.view(*scale.shape, -1).float().sub_(CODED[kind].zero).mul_(scale.float()[:, :, None])
+    values = (
+        codes.view(*scale.shape, -1).float().sub_(CODED[kind].zero).mul_(scale.float()[:, :, None])
+    )
     return (values if least is None else values.add_(least.float()[:, :, None])).flatten(1)
 
 
 def as_codes(data: Tensor, kind: int, inputs: int) -> QuantWeight:
     """data [bytes] of a format in CODED, rows of `inputs` values -> the same weight, nothing rounded."""
-    form, block = CODED[kind], FORMATS[kind]
-    blocks, step, groups = data.view(-1, block.nbytes), CHUNK // block.values, block.values // form.group
+    form = CODED[kind]
+    block = FORMATS[kind]
+    blocks = data.view(-1, block.nbytes)
+    step = CHUNK // block.values
+    groups = block.values // form.group
     weight = QuantWeight.empty(form, len(blocks) * block.values // inputs, inputs)
-    codes, scale = weight.codes.view(len(blocks), -1), weight.scale.view(len(blocks), groups)
+    codes = weight.codes.view(len(blocks), -1)
+    scale = weight.scale.view(len(blocks), groups)
     least = None if weight.least is None else weight.least.view(len(blocks), groups)
     assert block.codes is not None
     for first in range(0, len(blocks), step):
@@ -220,7 +230,11 @@ def _through_library(kind: int) -> Callable[[Tensor], Tensor]:
 
         library_kind = GGMLQuantizationType(kind)
     except ImportError:
-        raise CheckpointError(f"tensors of GGUF format {name} need the gguf library: pip install gguf") from None
+        raise CheckpointError(
+            f"tensors of GGUF format {name} need the gguf library: pip install gguf"
+        ) from None
     except ValueError:
-        raise CheckpointError(f"this gguf library does not know format {name}: pip install --upgrade gguf") from None
+        raise CheckpointError(
+            f"this gguf library does not know format {name}: pip install --upgrade gguf"
+        ) from None
     return lambda blocks: torch.from_numpy(by_library(blocks.numpy(), library_kind))

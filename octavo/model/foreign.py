@@ -29,12 +29,16 @@ class Scheme(NamedTuple):
     """How the weights of a checkpoint are quantised, from its config.json."""
 
     form: Format
-    parts: tuple[str, ...]  # of which tensors NAME.part a weight is made; the first says that it is quantised
-    read: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]  # codes, scale, zeros (None: 8) [out, ..]
+    # of which tensors NAME.part a weight is made; the first says that it is quantised
+    parts: tuple[str, ...]
+    # codes, scale, zeros (None: 8) [out, ..]
+    read: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]
     shape: Callable[[dict[str, StoredTensor]], tuple[int, int]]
 
 
-def joined(tensors: dict[str, StoredTensor], config: dict[str, Any], source: str) -> dict[str, StoredTensor]:
+def joined(
+    tensors: dict[str, StoredTensor], config: dict[str, Any], source: str
+) -> dict[str, StoredTensor]:
     """A directory's tensors, with those that belong to one weight quantised by others as one."""
     about = config.get("quantization_config")
     if not isinstance(about, dict) or "quant_method" not in about:
@@ -45,9 +49,15 @@ def joined(tensors: dict[str, StoredTensor], config: dict[str, Any], source: str
         base = name.removesuffix(f".{scheme.parts[0]}")
         if base != name:
             given = {part: found.pop(f"{base}.{part}", None) for part in scheme.parts}
-            if absent := [part for part, tensor in given.items() if tensor is None and part != "g_idx"]:
-                raise CheckpointError(f"{source}: {name} is there, but not {', '.join(absent)} beside it. Download it again")
-            found[f"{base}.weight"] = _join(scheme, {p: t for p, t in given.items() if t is not None}, f"{source}: {base}")
+            if absent := [
+                part for part, tensor in given.items() if tensor is None and part != "g_idx"
+            ]:
+                raise CheckpointError(
+                    f"{source}: {name} is there, but not {', '.join(absent)} beside it. Download it again"
+                )
+            found[f"{base}.weight"] = _join(
+                scheme, {p: t for p, t in given.items() if t is not None}, f"{source}: {base}"
+            )
     return found
 
 
@@ -62,20 +72,30 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> StoredTe
     def read() -> tuple[Tensor, Tensor, Tensor | None]:
         codes, scale, zeros = scheme.read({name: part.read() for name, part in parts.items()})
         groups = inputs // form.group
-        if codes.shape != (outputs, inputs // 2) or scale.shape != (outputs, groups) or inputs % form.group:
-            raise CheckpointError(f"{what} is not {outputs} x {inputs} in groups of {form.group}, as its tensors' shapes say")
+        if (
+            codes.shape != (outputs, inputs // 2)
+            or scale.shape != (outputs, groups)
+            or inputs % form.group
+        ):
+            raise CheckpointError(
+                f"{what} is not {outputs} x {inputs} in groups of {form.group}, as its tensors' shapes say"
+            )
         return codes, scale, zeros
 
     def codes() -> QuantWeight:
         packed, scale, zeros = read()
         half = scale.half()
         if not torch.equal(half.to(scale.dtype), scale):
-            raise CheckpointError(f'{what} has scales that float16 cannot hold: load it with quantization="none"')
+            raise CheckpointError(
+                f'{what} has scales that float16 cannot hold: load it with quantization="none"'
+            )
         if form.least:
             zeros = torch.full_like(half, 8.0) if zeros is None else zeros
             return QuantWeight(form, inputs, packed, half, (-zeros.float() * half.float()).half())
         if zeros is not None and bool((zeros != 8).any()):
-            raise CheckpointError(f'{what} has zeros that are not 8, though it is said to be symmetric: use quantization="none"')
+            raise CheckpointError(
+                f'{what} has zeros that are not 8, though it is said to be symmetric: use quantization="none"'
+            )
         return QuantWeight(form, inputs, packed, half, None)
 
     def numbers() -> Tensor:
@@ -84,7 +104,9 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> StoredTe
         shift = 8.0 if zeros is None else zeros.float().repeat_interleave(form.group, 1)
         return (plain.unpacked().float() - shift) * scale.float().repeat_interleave(form.group, 1)
 
-    return StoredTensor((outputs, inputs), sum(part.nbytes for part in parts.values()), numbers, form, codes)
+    return StoredTensor(
+        (outputs, inputs), sum(part.nbytes for part in parts.values()), numbers, form, codes
+    )
 
 
 # ---- how each method says what it did ---------------------------------------------------------------------
@@ -103,7 +125,8 @@ def _scheme(about: dict[str, Any], where: str) -> Scheme:
     group: Any = about.get("group_size")
     if method == "gptq":
         _want(where, "desc_act", about.get("desc_act", False), False)
-        symmetric, first = about.get("sym", True) is True, about.get("checkpoint_format", "gptq")
+        symmetric = about.get("sym", True) is True
+        first = about.get("checkpoint_format", "gptq")
         _want(where, "checkpoint_format", first, "gptq", "gptq_v2")
         return Scheme(
             _form(group, not symmetric, where),
@@ -125,8 +148,16 @@ def _compressed(about: dict[str, Any], where: str) -> Scheme:
     groups: Any = about.get("config_groups")
     weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, dict) else []
     if not weights or any(w != weights[0] for w in weights):
-        raise CheckpointError(f"{where}: quantization_config.config_groups must hold one way to quantise weights")
-    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
+        raise CheckpointError(
+            f"{where}: quantization_config.config_groups must hold one way to quantise weights"
+        )
+    wanted = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "actorder": None,
+    }
     for field, value in wanted.items():
         _want(where, field, weights[0].get(field, value), value)
     for entry in groups.values():
@@ -142,7 +173,9 @@ def _compressed(about: dict[str, Any], where: str) -> Scheme:
 def _want(where: str, field: str, given: Any, *allowed: Any) -> None:
     if given not in allowed:
         names = " or ".join(map(repr, allowed))
-        raise CheckpointError(f"{where}: quantization_config has {field} {given!r}, and only {names} is read")
+        raise CheckpointError(
+            f"{where}: quantization_config has {field} {given!r}, and only {names} is read"
+        )
 
 
 def _form(group: Any, least: bool, where: str) -> Format:
@@ -164,11 +197,18 @@ def _nibbles(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
 
 
-def _read_gptq(parts: dict[str, Tensor], group: int, add: int, where: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def _read_gptq(
+    parts: dict[str, Tensor], group: int, add: int, where: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """add: what the first version of the format leaves out of its zeros."""
-    codes, index = _bytes(parts["qweight"].t()), parts.get("g_idx")
-    if index is not None and not torch.equal(index.long(), torch.arange(2 * codes.shape[1]) // group):
-        raise CheckpointError(f"{where}: inputs are grouped in another order than they have (desc_act), which is not read")
+    codes = _bytes(parts["qweight"].t())
+    index = parts.get("g_idx")
+    if index is not None and not torch.equal(
+        index.long(), torch.arange(2 * codes.shape[1]) // group
+    ):
+        raise CheckpointError(
+            f"{where}: inputs are grouped in another order than they have (desc_act), which is not read"
+        )
     return codes, parts["scales"].t(), _nibbles(parts["qzeros"]).t() + add
 
 
@@ -177,4 +217,8 @@ def _read_awq(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         return _nibbles(words).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).t()
 
     codes = outputs_in_order(parts["qweight"])
-    return codes[:, 0::2] | codes[:, 1::2] << 4, parts["scales"].t(), outputs_in_order(parts["qzeros"])
+    return (
+        codes[:, 0::2] | codes[:, 1::2] << 4,
+        parts["scales"].t(),
+        outputs_in_order(parts["qzeros"]),
+    )

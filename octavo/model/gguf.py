@@ -33,8 +33,21 @@ MAX_ENTRIES = 1 << 20  # tensors, or metadata keys
 MAX_ARRAY = 1 << 24
 MAX_NESTING = 4
 
-STRING, ARRAY = 8, 9
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING = 8
+ARRAY = 9
+SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 
 
 # ---- the file ---------------------------------------------------------------------------------------
@@ -51,17 +64,23 @@ class _Cursor:
     """Walks the header; refuses to read past its end."""
 
     def __init__(self, data: mmap.mmap, path: Path):
-        self.data, self.path = data, path
-        self.at, self.end = 0, min(len(data), MAX_HEADER)
+        self.data = data
+        self.path = path
+        self.at = 0
+        self.end = min(len(data), MAX_HEADER)
 
     def bad(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is not a sound GGUF file: {why}. Download or convert it again")
+        return CheckpointError(
+            f"{self.path} is not a sound GGUF file: {why}. Download or convert it again"
+        )
 
     def skip(self, nbytes: int) -> int:
         """Go on by nbytes; returns where they begin."""
         at = self.at
         if nbytes > self.end - at:
-            raise self.bad(f"something of {nbytes} bytes at byte {at} runs past byte {self.end} (truncated?)")
+            raise self.bad(
+                f"something of {nbytes} bytes at byte {at} runs past byte {self.end} (truncated?)"
+            )
         self.at += nbytes
         return at
 
@@ -84,7 +103,10 @@ class _Cursor:
 
     def strings(self, count: int) -> list[str]:
         """As `count` calls of string(), at a fifth of the time: vocabularies have 300,000."""
-        data, at, end, found = self.data, self.at, self.end, []
+        data = self.data
+        at = self.at
+        end = self.end
+        found = []
         length_at = struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -110,7 +132,8 @@ class _Cursor:
             raise self.bad(f"value type {kind} at byte {self.at}; known are 0 to 12")
         if depth == MAX_NESTING:
             raise self.bad(f"arrays nested deeper than {MAX_NESTING}")
-        item, count = self.number("<I"), self.count("<Q", "array items", MAX_ARRAY)
+        item = self.number("<I")
+        count = self.count("<Q", "array items", MAX_ARRAY)
         if item == STRING:
             return self.strings(count)
         if item in SCALARS:
@@ -152,17 +175,26 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
         name = cursor.string()
         if name in infos:
             raise bad(f"tensor {name!r} is there twice")
-        shape = tuple(reversed([cursor.number("<Q") for _ in range(cursor.count("<I", "dimensions", 4))]))
-        kind, offset = cursor.number("<I"), cursor.number("<Q")
+        shape = tuple(
+            reversed([cursor.number("<Q") for _ in range(cursor.count("<I", "dimensions", 4))])
+        )
+        kind = cursor.number("<I")
+        offset = cursor.number("<Q")
         if kind not in FORMATS:
             known = ", ".join(form.name for form in FORMATS.values())
             raise bad(f"tensor {name!r} has format number {kind}; known are {known}")
         if not shape or 0 in shape or math.prod(shape) >= 2**63:
-            raise bad(f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, their product must fit 63 bits")
+            raise bad(
+                f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, their product must fit 63 bits"
+            )
         form = FORMATS[kind]
         if shape[-1] % form.values:
-            raise bad(f"tensor {name!r} has rows of {shape[-1]} values, but format {form.name} packs {form.values} at a time")
-        infos[name] = TensorInfo(shape, kind, offset, offset + math.prod(shape) // form.values * form.nbytes)
+            raise bad(
+                f"tensor {name!r} has rows of {shape[-1]} values, but format {form.name} packs {form.values} at a time"
+            )
+        infos[name] = TensorInfo(
+            shape, kind, offset, offset + math.prod(shape) // form.values * form.nbytes
+        )
 
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -172,10 +204,14 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
     last = 0
     for name, info in sorted(infos.items(), key=lambda item: item[1].begin):
         if info.begin % alignment or info.begin < last:
-            raise bad(f"tensor {name!r} begins at offset {info.begin}: unaligned, or within the one before it")
+            raise bad(
+                f"tensor {name!r} begins at offset {info.begin}: unaligned, or within the one before it"
+            )
         last = info.end
         if base + last > len(cursor.data):
-            raise bad(f"tensor {name!r} ends at byte {base + last}, the file at {len(cursor.data)} (truncated?)")
+            raise bad(
+                f"tensor {name!r} ends at byte {base + last}, the file at {len(cursor.data)} (truncated?)"
+            )
         in_order[name] = info._replace(begin=base + info.begin, end=base + info.end)
     return metadata, in_order
 
@@ -186,10 +222,14 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
 def open_gguf(path: Path) -> Checkpoint:
     metadata, infos = read_header(path)
     if metadata.get("split.count", 0) not in (0, 1):
-        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split --merge")
+        raise CheckpointError(
+            f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split --merge"
+        )
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{path} holds a model of type {architecture!r}; read are {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(
+            f"{path} holds a model of type {architecture!r}; read are {', '.join(ARCHITECTURES)}"
+        )
 
     tensors: dict[str, StoredTensor] = {}
     config = _config(_Metadata(path, architecture, metadata), infos)
@@ -198,7 +238,9 @@ def open_gguf(path: Path) -> Checkpoint:
             config["rope_scaling"] = _rope_factors(path, info, config)
         else:
             layout = _layout(name, architecture, config)
-            tensors[hf_name(name, architecture)] = _stored(path, name, info, layout, architecture != "gpt2")
+            tensors[hf_name(name, architecture)] = _stored(
+                path, name, info, layout, architecture != "gpt2"
+            )
     return Checkpoint(str(path), config, tensors, gguf_metadata=metadata)
 
 
@@ -209,25 +251,34 @@ def _read(path: Path, info: TensorInfo) -> Tensor:
     return dequantize(data, info.kind).view(info.shape)
 
 
-def _read_codes(path: Path, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None) -> QuantWeight:
+def _read_codes(
+    path: Path, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None
+) -> QuantWeight:
     """A matrix in the format it is stored in. A layout that only reorders rows reorders those of the codes as well."""
     weight = as_codes(map_bytes(path, info.begin, info.end), info.kind, info.shape[-1])
     if layout is None:
         return weight
     least = None if weight.least is None else layout(weight.least)
-    return QuantWeight(weight.form, info.shape[-1], layout(weight.codes), layout(weight.scale), least)
+    return QuantWeight(
+        weight.form, info.shape[-1], layout(weight.codes), layout(weight.scale), least
+    )
 
 
-def _stored(path: Path, name: str, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None, by_row: bool) -> StoredTensor:
+def _stored(
+    path: Path, name: str, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None, by_row: bool
+) -> StoredTensor:
     """by_row: the layout only reorders rows, if there is one."""
-    nbytes, form = info.end - info.begin, CODED.get(info.kind) if len(info.shape) == 2 and by_row else None
+    nbytes = info.end - info.begin
+    form = CODED.get(info.kind) if len(info.shape) == 2 and by_row else None
     codes = None if form is None else lambda: _read_codes(path, info, layout)
     if layout is None:
         return StoredTensor(info.shape, nbytes, lambda: _read(path, info), form, codes)
     try:
         shape = tuple(layout(torch.empty(info.shape, device="meta")).shape)
     except RuntimeError as error:
-        raise CheckpointError(f"{path}: tensor {name!r} of shape {list(info.shape)} does not fit its model: {error}") from None
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of shape {list(info.shape)} does not fit its model: {error}"
+        ) from None
     return StoredTensor(shape, nbytes, lambda: layout(_read(path, info)), form, codes)
 
 
@@ -294,14 +345,19 @@ def hf_name(name: str, architecture: str) -> str:
     return f"{layer}{arch.names[match[2]]}.{match[3]}"
 
 
-def _layout(name: str, architecture: str, config: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
+def _layout(
+    name: str, architecture: str, config: dict[str, Any]
+) -> Callable[[Tensor], Tensor] | None:
     """What undoes the converter's rearrangement of this tensor."""
     if architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
         heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
         return lambda rows: _half_split(rows, heads)
     if architecture == "gemma3" and name.endswith("norm.weight"):
-        return lambda weight: weight.float() - 1  # stored as the factor that multiplies; Hugging Face stores what is added to 1
-    if architecture == "gpt2" and re.search(r"\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$", name):
+        # stored as the factor that multiplies; Hugging Face stores what is added to 1
+        return lambda weight: weight.float() - 1
+    if architecture == "gpt2" and re.search(
+        r"\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$", name
+    ):
         return lambda weight: weight.t()  # [out, in] -> [in, out]
     return None
 
@@ -318,51 +374,87 @@ class _Metadata:
     """Typed access to one architecture's keys."""
 
     def __init__(self, path: Path, architecture: str, values: dict[str, Any]):
-        self.path, self.architecture, self.values = path, architecture, values
+        self.path = path
+        self.architecture = architecture
+        self.values = values
 
     def whole(self, key: str, default: int | None = None) -> int:
-        return self._get(key, default, lambda v: type(v) is int and 0 < v < 2**31, "a positive whole number")
+        return self._get(
+            key, default, lambda v: type(v) is int and 0 < v < 2**31, "a positive whole number"
+        )
 
     def real(self, key: str, default: float | None = None) -> float:
-        return self._get(key, default, lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0, "a positive number")
+        return self._get(
+            key,
+            default,
+            lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0,
+            "a positive number",
+        )
 
     def _get(self, key: str, default: Any, accept: Callable[[Any], bool], what: str) -> Any:
         full = f"{self.architecture}.{key}"
         value = self.values.get(full, default)
         if value is None or not accept(value):
-            raise CheckpointError(f"{self.path}: metadata {full!r} must be {what}, it is {str(value)[:80]}")
+            raise CheckpointError(
+                f"{self.path}: metadata {full!r} must be {what}, it is {str(value)[:80]}"
+            )
         return value
 
 
 def _config(get: _Metadata, infos: dict[str, TensorInfo]) -> dict[str, Any]:
     """The config.json this file would have had."""
-    name, metadata = get.architecture, get.values
+    name = get.architecture
+    metadata = get.values
     if "token_embd.weight" not in infos:
-        raise CheckpointError(f"{get.path} has no tensor token_embd.weight: not a language model, or only a part of one")
+        raise CheckpointError(
+            f"{get.path} has no tensor token_embd.weight: not a language model, or only a part of one"
+        )
     formats = {FORMATS[info.kind].name for info in infos.values()}
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[name].hf],
         "model_type": ARCHITECTURES[name].model_type,
         "vocab_size": infos["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in infos,
-        "torch_dtype": "float32" if formats == {"F32"} else "bfloat16" if "BF16" in formats else "float16",
+        "torch_dtype": "float32"
+        if formats == {"F32"}
+        else "bfloat16"
+        if "BF16" in formats
+        else "float16",
     }
-    tokens = {kind: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot", "eom")}
-    ids = {kind: token for kind, token in tokens.items() if type(token) is int and 0 <= token < config["vocab_size"]}
+    tokens = {
+        kind: metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        for kind in ("bos", "eos", "eot", "eom")
+    }
+    ids = {
+        kind: token
+        for kind, token in tokens.items()
+        if type(token) is int and 0 <= token < config["vocab_size"]
+    }
     config["bos_token_id"] = ids.pop("bos", None)
     config["eos_token_id"] = list(dict.fromkeys(ids.values()))
 
-    hidden, layers, heads = get.whole("embedding_length"), get.whole("block_count"), get.whole("attention.head_count")
-    context, inner = get.whole("context_length"), get.whole("feed_forward_length", 4 * hidden)
+    hidden = get.whole("embedding_length")
+    layers = get.whole("block_count")
+    heads = get.whole("attention.head_count")
+    context = get.whole("context_length")
+    inner = get.whole("feed_forward_length", 4 * hidden)
     if name == "gpt2":
         eps = get.real("attention.layer_norm_epsilon", 1e-5)
-        shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": context, "n_inner": inner}
+        shape = {
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": heads,
+            "n_positions": context,
+            "n_inner": inner,
+        }
         return config | shape | {"layer_norm_epsilon": eps, "activation_function": "gelu_new"}
 
     rotated = get.whole("rope.dimension_count", get.whole("attention.key_length", hidden // heads))
     head_dim = get.whole("attention.key_length", rotated)
     if rotated != head_dim:
-        raise CheckpointError(f"{get.path} rotates {rotated} of {head_dim} dimensions of a head; only whole heads are supported")
+        raise CheckpointError(
+            f"{get.path} rotates {rotated} of {head_dim} dimensions of a head; only whole heads are supported"
+        )
     config |= {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -383,7 +475,9 @@ def _config(get: _Metadata, infos: dict[str, TensorInfo]) -> dict[str, Any]:
             "hidden_act": "gelu_pytorch_tanh",
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": get.whole("attention.sliding_window"),
-            "layer_types": ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)],
+            "layer_types": [
+                "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)
+            ],
             "rope_local_base_freq": get.real("rope.freq_base_swa", 10000.0),
             # The file does not say; the 27B model alone, known by its 62 layers, scales by something else than head_dim.
             "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
@@ -406,8 +500,12 @@ def _rope_scaling(get: _Metadata) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise CheckpointError(f"{get.path}: rope scaling {kind!r} is not supported; none, linear and yarn are")
+        raise CheckpointError(
+            f"{get.path}: rope scaling {kind!r} is not supported; none, linear and yarn are"
+        )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": get.real("rope.scaling.factor")}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = get.whole("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = get.whole(
+            "rope.scaling.original_context_length"
+        )
     return scaling

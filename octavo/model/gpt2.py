@@ -22,8 +22,10 @@ from octavo.ops.kv import KV
 class LayerNorm(nn.Module):
     def __init__(self, ops: Ops, size: int, eps: float):
         super().__init__()
-        self.ops, self.eps = ops, eps
-        self.weight, self.bias = norm_weight(size), norm_weight(size)
+        self.ops = ops
+        self.eps = eps
+        self.weight = norm_weight(size)
+        self.bias = norm_weight(size)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Of x + add, which x then is."""
@@ -36,9 +38,12 @@ class LayerNorm(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
-        self.config, self.ops = config, ops
-        hidden, inter = config.hidden_size, config.intermediate_size
-        self.attn_norm, self.mlp_norm = LayerNorm(ops, hidden, config.norm_eps), LayerNorm(ops, hidden, config.norm_eps)
+        self.config = config
+        self.ops = ops
+        hidden = config.hidden_size
+        inter = config.intermediate_size
+        self.attn_norm = LayerNorm(ops, hidden, config.norm_eps)
+        self.mlp_norm = LayerNorm(ops, hidden, config.norm_eps)
         self.qkv = Linear(ops, hidden, {"c_attn": 3 * hidden}, bias=True)
         self.out = Linear(ops, hidden, {"c_proj": hidden}, bias=True)
         self.up = Linear(ops, hidden, {"c_fc": inter}, bias=True)
@@ -53,7 +58,12 @@ class Layer(nn.Module):
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         slots = self.attn_norm.slots(prefix + "ln_1") | self.mlp_norm.slots(prefix + "ln_2")
-        for linear, owner in ((self.qkv, "attn."), (self.out, "attn."), (self.up, "mlp."), (self.down, "mlp.")):
+        for linear, owner in (
+            (self.qkv, "attn."),
+            (self.out, "attn."),
+            (self.up, "mlp."),
+            (self.down, "mlp."),
+        ):
             slots |= linear.slots(prefix + owner, transform=Tensor.t)
         return slots
 
@@ -66,7 +76,9 @@ class GPT2(CausalLM):
         self.positions = Embedding(ops, config.max_position, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, ops) for _ in range(config.num_layers))
         self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
-        self.head = None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+        self.head = (
+            None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+        )
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
         x = self.tokens(batch.ids) + self.positions(batch.positions)
@@ -78,7 +90,10 @@ class GPT2(CausalLM):
         return self.ops.logits(hidden, (self.head or self.tokens).weight)
 
     def weight_map(self) -> dict[str, Slot]:
-        slots = {"transformer.wte.weight": self.tokens.slot(), "transformer.wpe.weight": self.positions.slot()}
+        slots = {
+            "transformer.wte.weight": self.tokens.slot(),
+            "transformer.wpe.weight": self.positions.slot(),
+        }
         slots |= self.norm.slots("transformer.ln_f")
         if self.head is not None:
             slots |= self.head.slots()
@@ -100,9 +115,12 @@ class GPT2(CausalLM):
     @classmethod
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
         f = Fields(hf)
-        hidden, heads = f.whole("n_embd"), f.whole("n_head")
+        hidden = f.whole("n_embd")
+        heads = f.whole("n_head")
         if hidden % heads:
-            raise ModelError(f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})")
+            raise ModelError(
+                f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})"
+            )
         f.refuse("scale_attn_by_inverse_layer_idx", "all layers scale attention alike")
         f.refuse("add_cross_attention", "there is no encoder")
         gelu = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

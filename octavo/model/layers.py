@@ -20,15 +20,20 @@ class Linear(Matrix):
 
     def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int], bias: bool = False):
         super().__init__(ops, inputs, parts)
-        self.bias = nn.Parameter(torch.empty(sum(parts.values())), requires_grad=False) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(sum(parts.values())), requires_grad=False) if bias else None
+        )
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """[T, in] -> [T, out], plus add, which is gone then"""
         return self.ops.linear(x, self.weight, self.bias, add)
 
-    def slots(self, prefix: str = "", transform: Callable[[Tensor], Tensor] | None = None) -> dict[str, Slot]:
+    def slots(
+        self, prefix: str = "", transform: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Slot]:
         """Where the parts' tensors go; `transform` is for the weights."""
-        slots, first = {}, 0
+        slots = {}
+        first = 0
         for name, size in self.parts.items():
             rows = slice(first, first + size)
             slots[f"{prefix}{name}.weight"] = Slot(self.weight[rows], transform, self)
@@ -41,7 +46,8 @@ class Linear(Matrix):
 class Embedding(Matrix):
     def __init__(self, ops: Ops, count: int, hidden: int, scale: float = 1.0):
         super().__init__(ops, hidden, {"embed_tokens": count})
-        self.scale, self.dtype = scale, torch.get_default_dtype()
+        self.scale = scale
+        self.dtype = torch.get_default_dtype()
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]"""
@@ -63,4 +69,6 @@ def pack_weights(model: nn.Module) -> None:
             if isinstance(module.weight, QuantWeight | JoinedWeight):
                 module.weight = module.ops.pack(module.weight)
             elif isinstance(module, Linear):
-                module.weight = nn.Parameter(module.ops.pack(module.weight.data), requires_grad=False)
+                module.weight = nn.Parameter(
+                    module.ops.pack(module.weight.data), requires_grad=False
+                )

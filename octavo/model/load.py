@@ -32,14 +32,17 @@ log = logging.getLogger(__name__)
 
 HUB_WEIGHTS = ["*.safetensors"]
 HUB_TEXTS = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
-HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth"]  # subfolders and doubles; pickles are never read
+# subfolders and doubles; pickles are never read
+HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth"]
 HUB_PATIENCE = 3.0  # seconds
 
 
 # ---- find ---------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Checkpoint:
+def open_checkpoint(
+    model: str | Path | None, revision: str | None = None, weights: bool = True
+) -> Checkpoint:
     """A local directory, a .gguf file, a name on the hub, or the embedded model (its name, or None).
     Without `weights` a directory needs only its config.json."""
     if model is None:
@@ -47,13 +50,17 @@ def open_checkpoint(model: str | Path | None, revision: str | None = None, weigh
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(f"{path} is not a .gguf file; for safetensors give the directory that holds config.json too")
+            raise CheckpointError(
+                f"{path} is not a .gguf file; for safetensors give the directory that holds config.json too"
+            )
         return open_gguf(path)
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if ggufs and not any(path.glob("*.safetensors")):
             if len(ggufs) > 1:
-                raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}")
+                raise CheckpointError(
+                    f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}"
+                )
             return open_gguf(ggufs[0])
         return _open_directory(path, weights)
     name = str(model)
@@ -117,13 +124,17 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
 
 
 @torch.no_grad()
-def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: bool | Callable[[float], None] = True) -> None:
+def load_weights(
+    model: CausalLM, checkpoint: Checkpoint, progress: bool | Callable[[float], None] = True
+) -> None:
     """All tensors of the checkpoint into the model, or one error that lists everything that does not match.
     `progress`: a bar on stderr, or a function that is told the part that is done."""
-    slots, ignored = model.weight_map(), model.ignored_weights()
+    slots = model.weight_map()
+    ignored = model.ignored_weights()
     places: dict[str, Slot] = {}  # by the name in the checkpoint
     taken: set[str] = set()
-    unexpected, misshapen = [], []
+    unexpected = []
+    misshapen = []
     for name, shape in checkpoint.shapes.items():
         known = model.canonical_name(name)
         if known in slots and known not in taken:
@@ -131,23 +142,36 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: bool | Calla
             slot = places[name] = slots[known]
             if (got := _shape_after(slot, shape)) != slot.dest.shape:
                 rearranged = f", rearranged {got}" if slot.transform else ""
-                misshapen.append(f"{name} {list(shape)}{rearranged}: must be {list(slot.dest.shape)}")
+                misshapen.append(
+                    f"{name} {list(shape)}{rearranged}: must be {list(slot.dest.shape)}"
+                )
         elif not known.endswith(ignored):
             unexpected.append(f"{name} {list(shape)}")
-    missing = [f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in taken]
+    missing = [
+        f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in taken
+    ]
     if missing or unexpected or misshapen:
-        parts = [_report("missing", missing), _report("unexpected", unexpected), _report("of the wrong shape", misshapen)]
+        parts = [
+            _report("missing", missing),
+            _report("unexpected", unexpected),
+            _report("of the wrong shape", misshapen),
+        ]
         raise CheckpointError(
             f"the tensors in {checkpoint.source} are not those that {model.config.architecture} needs:{''.join(parts)}\n"
             "Does config.json belong to these weights?"
         )
 
     bar = _bar(checkpoint.nbytes) if progress is True else None
-    total, done = checkpoint.nbytes, 0
+    total = checkpoint.nbytes
+    done = 0
     for name, tensor in checkpoint.tensors.items():
         if name in places:
             slot = places[name]
-            slot.fill(tensor.codes() if tensor.codes is not None and slot.takes(tensor.form) else tensor.read())
+            slot.fill(
+                tensor.codes()
+                if tensor.codes is not None and slot.takes(tensor.form)
+                else tensor.read()
+            )
         done += tensor.nbytes
         if callable(progress):
             progress(done / max(total, 1))
@@ -194,7 +218,9 @@ def _bar(nbytes: int) -> Any:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return None
-    return tqdm(total=nbytes, desc="loading weights", unit="B", unit_scale=True, delay=0.5, leave=False)
+    return tqdm(
+        total=nbytes, desc="loading weights", unit="B", unit_scale=True, delay=0.5, leave=False
+    )
 
 
 @torch.no_grad()
@@ -222,7 +248,10 @@ def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -
     where that is one of ours; so does none where the CPU kernels cannot run. The "cpu" backend reads fewer formats."""
     if isinstance(wanted, Format):
         if wanted.float and backend == "cpu":
-            log.warning("%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast", wanted)
+            log.warning(
+                "%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast",
+                wanted,
+            )
         return quant.choose(wanted)
     plain = all(tensor.form is None for tensor in checkpoint.tensors.values())
     if wanted == "none" or (isinstance(instruction_set(), str) if backend == "cpu" else plain):
@@ -231,9 +260,16 @@ def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -
     def stored(names: Mapping[str, str]) -> Format | list[Format] | None:
         # A file may leave the first part of its names away.
         found = [
-            tensor for name in names.values() for end, tensor in checkpoint.tensors.items() if f".{name}".endswith(f".{end}")
+            tensor
+            for name in names.values()
+            for end, tensor in checkpoint.tensors.items()
+            if f".{name}".endswith(f".{end}")
         ]
-        forms = [quant.for_cpu(tensor.form) if backend == "cpu" else tensor.form for tensor in found if tensor.form is not None]
+        forms = [
+            quant.for_cpu(tensor.form) if backend == "cpu" else tensor.form
+            for tensor in found
+            if tensor.form is not None
+        ]
         if len(forms) == len(names) and len(set(forms)) == 1:
             return forms[0]
         if backend != "cpu":

@@ -24,14 +24,19 @@ from octavo.ops.weight import Format, QuantWeight
 
 GROUPS = (32, 64, 128)
 EIGHT_BITS = [Format(8, 0), Format(8, 32), Format(8, 0, rounds=True), Format(8, 0, float=True)]
-FORMATS = {str(form): form for form in EIGHT_BITS + [Format(4, g, a) for a in (False, True) for g in GROUPS]}
+FORMATS = {
+    str(form): form
+    for form in EIGHT_BITS + [Format(4, g, a) for a in (False, True) for g in GROUPS]
+}
 NAMES = ("auto", "none", *FORMATS)
 # The embedding and the head next to 4-bit layers: 8 bits. In the embedded model they are a fifth of the weights, and at
 # int4-g32-asym they raised perplexity by 8%.
-EDGE, EDGE_NAMES = Format(8, 32), {"embed_tokens", "lm_head"}
+EDGE = Format(8, 32)
+EDGE_NAMES = {"embed_tokens", "lm_head"}
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # values quantised at a time: temporaries stay small
 MOST = 448.0  # of e4m3
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # 4-bit ranges tried: clipping the largest values often costs less than coarser steps
+# 4-bit ranges tried: clipping the largest values often costs less than coarser steps
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 def parse(name: str | None) -> Format | str:
@@ -39,7 +44,9 @@ def parse(name: str | None) -> Format | str:
     if name is None or name in ("auto", "none"):
         return name or "auto"
     if name not in FORMATS:
-        raise InvalidRequest(f"quantization is one of {', '.join(NAMES)}, not {name!r}", "quantization")
+        raise InvalidRequest(
+            f"quantization is one of {', '.join(NAMES)}, not {name!r}", "quantization"
+        )
     return FORMATS[name]
 
 
@@ -64,7 +71,9 @@ def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
             if to is not None and info is not None:
                 to.copy_(info)
                 if to.dtype != info.dtype and not to.isfinite().all():
-                    raise CheckpointError('a weight has scales that float16 cannot hold: load it with quantization="none"')
+                    raise CheckpointError(
+                        'a weight has scales that float16 cannot hold: load it with quantization="none"'
+                    )
         return
     numbers = value.dequantize() if isinstance(value, QuantWeight) else value
     device = target.codes.device
@@ -75,13 +84,19 @@ def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
 
 
 def _quantize(values: Tensor, target: QuantWeight) -> None:
-    form, (outputs, inputs) = target.form, values.shape
+    form = target.form
+    (outputs, inputs) = values.shape
     group = form.group or inputs
     grouped = F.pad(values, (0, -inputs % group)).view(outputs, -1, group)
     least: Tensor | None = None
     if form.float:
         scale = (grouped.abs().amax(2) / MOST).half()
-        codes = (grouped * _inverse(scale)).clamp_(-MOST, MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = (
+            (grouped * _inverse(scale))
+            .clamp_(-MOST, MOST)
+            .to(torch.float8_e4m3fn)
+            .view(torch.uint8)
+        )
     elif form.bits == 8:
         scale = (grouped.abs().amax(2) / 127).half()
         codes = _codes(grouped, scale, None, form)
@@ -100,7 +115,11 @@ def _quantize(values: Tensor, target: QuantWeight) -> None:
 def _codes(grouped: Tensor, scale: Tensor, least: Tensor | None, form: Format) -> Tensor:
     """The nearest codes [out, groups, group] for scales as they will be stored."""
     inverse = _inverse(scale)
-    shifted = grouped * inverse + form.zero if least is None else (grouped - least.float()[:, :, None]) * inverse
+    shifted = (
+        grouped * inverse + form.zero
+        if least is None
+        else (grouped - least.float()[:, :, None]) * inverse
+    )
     return shifted.round_().clamp_(1 if form.bits == 8 else 0, (1 << form.bits) - 1).to(torch.uint8)
 
 
@@ -112,7 +131,8 @@ def _inverse(scale: Tensor) -> Tensor:
 
 def _search(grouped: Tensor, form: Format) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of a few ranges the one with the least squared error, for every group."""
-    low, high = grouped.amin(2), grouped.amax(2)
+    low = grouped.amin(2)
+    high = grouped.amax(2)
     best: tuple[Tensor, Tensor | None, Tensor] | None = None
     least_error = torch.full_like(low, torch.inf)
     for shrink in SHRINK:
@@ -120,14 +140,16 @@ def _search(grouped: Tensor, form: Format) -> tuple[Tensor, Tensor | None, Tenso
             scale = ((high - low) * (shrink / 15)).half()
             least = ((high + low) / 2 - scale.float() * 7.5).half()
         else:  # the largest of either sign gets code 0, which reaches one step further than code 15
-            scale, least = (torch.where(high > -low, high, low) * (-shrink / 8)).half(), None
+            scale = (torch.where(high > -low, high, low) * (-shrink / 8)).half()
+            least = None
         codes = _codes(grouped, scale, least, form)
         values = (codes.float() - form.zero) * scale.float()[:, :, None]
         if least is not None:
             values += least.float()[:, :, None]
         error = (values - grouped).square_().sum(2)
         if best is None:
-            best, least_error = (scale, least, codes), error
+            best = (scale, least, codes)
+            least_error = error
             continue
         better = error < least_error
         least_error = torch.where(better, error, least_error)

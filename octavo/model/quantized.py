@@ -24,10 +24,22 @@ from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import Format, QuantWeight
 
 METHOD = "octavo"
-COPIED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja", "merges.txt", "vocab.*")
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "*.jinja",
+    "merges.txt",
+    "vocab.*",
+)
 
 
-def write(checkpoint: Checkpoint, form: Format, directory: Path, done: Callable[[float], None] = lambda part: None) -> None:
+def write(
+    checkpoint: Checkpoint,
+    form: Format,
+    directory: Path,
+    done: Callable[[float], None] = lambda part: None,
+) -> None:
     """The checkpoint with every matrix in this format, in a directory that must not exist. The tokenizer's files come along
     if it has any; `done` is told which part of the tensors is quantised."""
     from safetensors.torch import save_file
@@ -45,46 +57,74 @@ def write(checkpoint: Checkpoint, form: Format, directory: Path, done: Callable[
         else:
             own = slot.dest.form
             weight = QuantWeight.empty(own, *stored.shape)
-            quant.fill(weight, stored.codes() if stored.codes is not None and stored.form == own else stored.read())
+            quant.fill(
+                weight,
+                stored.codes()
+                if stored.codes is not None and stored.form == own
+                else stored.read(),
+            )
             tensors |= {f"{name}.{part}": buffer for part, buffer in weight.named_buffers()}
             listed[name] = [str(own), stored.shape[1]]
         done((i + 1) / len(checkpoint.tensors))
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors")
-    config_json = checkpoint.config | {"quantization_config": {"quant_method": METHOD, "weights": listed}}
+    config_json = checkpoint.config | {
+        "quantization_config": {"quant_method": METHOD, "weights": listed}
+    }
     (directory / "config.json").write_text(json.dumps(config_json, indent=1) + "\n")
     for pattern in COPIED if checkpoint.directory is not None else ():
-        for path in sorted(checkpoint.directory.glob(pattern)) if checkpoint.directory is not None else ():
+        for path in (
+            sorted(checkpoint.directory.glob(pattern)) if checkpoint.directory is not None else ()
+        ):
             shutil.copyfile(path, directory / path.name)
 
 
-def joined(tensors: dict[str, StoredTensor], config: dict[str, Any], source: str) -> dict[str, StoredTensor]:
+def joined(
+    tensors: dict[str, StoredTensor], config: dict[str, Any], source: str
+) -> dict[str, StoredTensor]:
     """A directory's tensors, with those that belong to one of the weights that its config lists as one."""
-    listed, found = config["quantization_config"].get("weights"), dict(tensors)
+    listed = config["quantization_config"].get("weights")
+    found = dict(tensors)
     if not isinstance(listed, dict):
-        raise CheckpointError(f"{source}/config.json: quantization_config has no list of weights. Quantise it again")
+        raise CheckpointError(
+            f"{source}/config.json: quantization_config has no list of weights. Quantise it again"
+        )
     for name, entry in listed.items():
         form = quant.FORMATS.get(entry[0]) if isinstance(entry, list) and len(entry) == 2 else None
         if form is None or type(entry[1]) is not int or entry[1] < 1:
-            raise CheckpointError(f"{source}/config.json: quantization_config says {entry!r} of {name}, which is no format")
+            raise CheckpointError(
+                f"{source}/config.json: quantization_config says {entry!r} of {name}, which is no format"
+            )
         found[name] = _join(name, form, entry[1], found, source)
     return found
 
 
-def _join(name: str, form: Format, inputs: int, tensors: dict[str, StoredTensor], source: str) -> StoredTensor:
+def _join(
+    name: str, form: Format, inputs: int, tensors: dict[str, StoredTensor], source: str
+) -> StoredTensor:
     parts = ("codes", "scale", "least") if form.least else ("codes", "scale")
     given = [tensors.pop(f"{name}.{part}", None) for part in parts]
     groups = math.ceil(inputs / form.group) if form.group else 1
     widths = (inputs if form.bits == 8 else math.ceil(inputs / 2), groups, groups)
     outputs = given[0].shape[0] if given[0] is not None and given[0].shape else 0
-    stored = [t for t, width in zip(given, widths, strict=False) if t is not None and t.shape == (outputs, width)]
+    stored = [
+        t
+        for t, width in zip(given, widths, strict=False)
+        if t is not None and t.shape == (outputs, width)
+    ]
     if len(stored) != len(parts):
-        raise CheckpointError(f"{source}: {name} in format {form} needs {', '.join(parts)} of {outputs} rows. Quantise it again")
+        raise CheckpointError(
+            f"{source}: {name} in format {form} needs {', '.join(parts)} of {outputs} rows. Quantise it again"
+        )
 
     def codes() -> QuantWeight:
         read = [t.read() for t in stored]
         if [t.dtype for t in read] != [torch.uint8, *[torch.float16] * (len(read) - 1)]:
-            raise CheckpointError(f"{source}: {name} must have uint8 codes and float16 scales. Quantise it again")
+            raise CheckpointError(
+                f"{source}: {name} must have uint8 codes and float16 scales. Quantise it again"
+            )
         return QuantWeight(form, inputs, read[0], read[1], read[2] if form.least else None)
 
-    return StoredTensor((outputs, inputs), sum(t.nbytes for t in stored), lambda: codes().dequantize(), form, codes)
+    return StoredTensor(
+        (outputs, inputs), sum(t.nbytes for t in stored), lambda: codes().dequantize(), form, codes
+    )

@@ -36,19 +36,32 @@ NEEDED = {
 def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConfig:
     """A rotation from `given`: transformers 5's `rope_parameters` or the older `rope_scaling`, in which the type is called
     rope_type or type, and which may be empty. `theta` holds where `given` names none."""
-    scaling = {name: value for name, value in given.items() if value is not None and name not in ("type", "rope_theta")}
+    scaling = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in ("type", "rope_theta")
+    }
     kind = scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
     if kind not in NEEDED:
-        raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(NEEDED))}")
-    if "original_max_position_embeddings" in NEEDED[kind]:  # filled in here, so that the table depends on `scaling` alone
-        trained = fields["original_max_position_embeddings"] or scaling.get("original_max_position_embeddings")
-        scaling["original_max_position_embeddings"] = trained or fields.whole("max_position_embeddings")
+        raise ModelError(
+            f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(NEEDED))}"
+        )
+    # filled in here, so that the table depends on `scaling` alone
+    if "original_max_position_embeddings" in NEEDED[kind]:
+        trained = fields["original_max_position_embeddings"] or scaling.get(
+            "original_max_position_embeddings"
+        )
+        scaling["original_max_position_embeddings"] = trained or fields.whole(
+            "max_position_embeddings"
+        )
     if float(scaling.get("partial_rotary_factor", fields["partial_rotary_factor"] or 1.0)) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     for name in NEEDED[kind]:
         value = scaling.get(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise ModelError(f"config.json: rope type {kind!r} needs {name} as a positive number, got {value!r}")
+            raise ModelError(
+                f"config.json: rope type {kind!r} needs {name} as a positive number, got {value!r}"
+            )
     return RopeConfig(theta=float(given.get("rope_theta") or theta), scaling=scaling)
 
 
@@ -56,27 +69,39 @@ def rope_table(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:
     """cos and sin of every angle, [max_position, 2, head_dim / 2], float32, on the default device."""
     frequencies, scale = inverse_frequencies(rope, head_dim)
     angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scale).to(torch.get_default_device())
+    return (
+        torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scale).to(torch.get_default_device())
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """[head_dim / 2] angles a position, computed on the CPU so that all devices agree, and the factor on cos and sin."""
-    s, kind = rope.scaling, rope.scaling.get("rope_type", "default")
-    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
+    s = rope.scaling
+    kind = rope.scaling.get("rope_type", "default")
+    plain = 1.0 / (
+        rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    )
     if kind == "linear":
         return plain / s["factor"], 1.0
     if kind == "custom":
         return plain / torch.tensor(s["factors"], dtype=torch.float32, device="cpu"), 1.0
     if kind == "llama3":
-        turns = s["original_max_position_embeddings"] * plain / (2 * math.pi)  # rotations over the trained length
+        # rotations over the trained length
+        turns = s["original_max_position_embeddings"] * plain / (2 * math.pi)
         keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
         return blend(plain, s["factor"], keep.clamp(0, 1)), 1.0
     if kind == "yarn":
-        low = turning_dim(s.get("beta_fast") or 32, rope.theta, head_dim, s["original_max_position_embeddings"])
-        high = turning_dim(s.get("beta_slow") or 1, rope.theta, head_dim, s["original_max_position_embeddings"])
+        low = turning_dim(
+            s.get("beta_fast") or 32, rope.theta, head_dim, s["original_max_position_embeddings"]
+        )
+        high = turning_dim(
+            s.get("beta_slow") or 1, rope.theta, head_dim, s["original_max_position_embeddings"]
+        )
         if s.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, head_dim - 1)
         if low == high:
             high += 0.001
         dims = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")

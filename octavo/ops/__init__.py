@@ -50,8 +50,11 @@ class ForwardBatch:
     positions: Tensor  # [T] (int64)
     kv_slots: Tensor  # [T] slot = block * B + offset, where each token's K and V go (int64)
     query_start: Tensor  # [S + 1] packed offsets
-    seq_lens: Tensor  # [S] positions readable after this step's writes: the last token's position + 1
-    block_table: Tensor  # [rows, W] physical block of each logical block; entries past a sequence's end are any valid block
+    # [S] positions readable after this step's writes: the last token's position + 1
+    seq_lens: Tensor
+    # [rows, W] physical block of each logical block; entries past a sequence's end are any valid
+    # block
+    block_table: Tensor
     rows: Tensor  # [S] which row of block_table is each item's
     logit_rows: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
     spans: list[Span]  # [S] the host's view
@@ -79,7 +82,9 @@ class Ops(Protocol):
         Called after pack()."""
         ...
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
         """x [T, in], weight [out, in] (packed or not) -> [T, out], plus add [T, out] where given. What add was is gone: its
         memory may hold the result."""
         ...
@@ -97,7 +102,9 @@ class Ops(Protocol):
         """x [..., hidden], weight [hidden] -> like x, plus add where given"""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None
+    ) -> Tensor:
         """x [T, hidden] -> like x. Where add is given it is added to x itself first, in place."""
         ...
 
@@ -128,12 +135,16 @@ class Ops(Protocol):
         compressed if it is a QuantKV. Returns q [T, Hq, D]. One op, because on a GPU it is one kernel."""
         ...
 
-    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+    ) -> Tensor:
         """Causal attention of q [T, Hq, D] over the paged kv [N, 2, Hk, B, D] -> [T, Hq, D]. Query head h reads key head
         h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all). Sums are in float32."""
         ...
 
-    def block_mass(self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0) -> None:
+    def block_mass(
+        self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0
+    ) -> None:
         """Add to watched.mass the part of attention that each block gets from the watched tokens of q [T, Hq, D], which is
         as in attention(), the mean over heads. kv [N, 2, Hk, B, D]: plain numbers."""
         ...
@@ -148,7 +159,13 @@ class Ops(Protocol):
         ...
 
     def choose(
-        self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        seed_low: Tensor,
+        seed_high: Tensor,
+        position: Tensor,
     ) -> Tensor:
         """Draw a token from softmax(logits / temperature) for each of logits [R, vocab]; temperature 0 takes the likeliest.
         rows [R] says which entries of temperature (float32) and the seed's halves are whose; position [R] is the new
@@ -170,5 +187,7 @@ def select(device: str) -> Ops:
     except ImportError as missing:
         from octavo.ops.reference import ReferenceOps
 
-        log.warning("Triton cannot be used (%s): running plain PyTorch, several times slower", missing)
+        log.warning(
+            "Triton cannot be used (%s): running plain PyTorch, several times slower", missing
+        )
         return ReferenceOps()

@@ -27,7 +27,8 @@ class DecoderLayer:
     out: Any
     gate_up: Any
     down: Any
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of the four, in this order
+    # of the four, in this order
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     attn_norm: Tensor
     mlp_norm: Tensor
     q_norm: Tensor | None

@@ -44,7 +44,9 @@ KV: TypeAlias = Tensor | QuantKV
 
 def dtype_name(dtype: torch.dtype) -> str:
     """As users write it."""
-    return next((name for name, kind in CODES.items() if kind == dtype), str(dtype).removeprefix("torch."))
+    return next(
+        (name for name, kind in CODES.items() if kind == dtype), str(dtype).removeprefix("torch.")
+    )
 
 
 def compress(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

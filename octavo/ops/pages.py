@@ -21,12 +21,14 @@ LINE = 64
 
 def huge(tensor: Tensor) -> Tensor:
     """The same tensor on the CPU, whose pages shall be huge where nobody has touched them yet."""
-    first, size = tensor.data_ptr(), tensor.nbytes
+    first = tensor.data_ptr()
+    size = tensor.nbytes
     start = first + -first % mmap.PAGESIZE
     if sys.platform == "linux" and size >= HUGE and tensor.device.type == "cpu":
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        advise(start, first + size - start, mmap.MADV_HUGEPAGE)  # advice: a refusal costs speed alone
+        # advice: a refusal costs speed alone
+        advise(start, first + size - start, mmap.MADV_HUGEPAGE)
     return tensor
 
 
@@ -35,7 +37,9 @@ def area(size: int) -> Tensor:
     if sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
     whole = size + -size % HUGE + HUGE
-    found = torch.frombuffer(mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    found = torch.frombuffer(
+        mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )
     first = -found.data_ptr() % HUGE
     return huge(found)[first : first + size]
 
@@ -55,7 +59,9 @@ class Arena:
             return area(whole)[:size]
         with self.lock:
             if whole > len(self.rest):
-                with torch.inference_mode(False):  # whoever asks for it: the next may not be in that mode
+                # whoever asks for it: the next may not be in that mode
+                with torch.inference_mode(False):
                     self.rest = area(CHUNK)
-            piece, self.rest = self.rest[:size], self.rest[whole:]
+            piece = self.rest[:size]
+            self.rest = self.rest[whole:]
             return piece

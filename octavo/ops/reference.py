@@ -40,7 +40,9 @@ class ReferenceOps:
     def pack(self, weight: Any) -> Any:
         return weight
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
         out = F.linear(x, dense(weight, x.dtype), bias)
         return out if add is None else out + add
 
@@ -51,13 +53,19 @@ class ReferenceOps:
         if isinstance(weight, QuantWeight):
             ids, weight = torch.arange(len(ids), device=ids.device), weight[ids].dequantize()
         out = F.embedding(ids, weight)
-        return out if scale == 1.0 else out * torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
+        return (
+            out
+            if scale == 1.0
+            else out * torch.tensor(scale, dtype=weight.dtype, device="cpu").item()
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         out = F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
         return out if add is None else out + add
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None
+    ) -> Tensor:
         if add is not None:
             x += add
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
@@ -92,7 +100,8 @@ class ReferenceOps:
             k = self.rms_norm(k, k_norm, eps)
         if cos_sin is not None:
             cos, sin = cos_sin[batch.positions].unsqueeze(2).unbind(1)  # each [T, 1, D / 2]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q = rotate(q, cos, sin)
+            k = rotate(k, cos, sin)
         if "write" not in batch.scratch:
             batch.scratch["write"] = (batch.kv_slots // block_size, batch.kv_slots % block_size)
         block, offset = batch.scratch["write"]
@@ -104,7 +113,9 @@ class ReferenceOps:
                 kv[block, kind, :, offset] = x.to(kv.dtype)
         return q
 
-    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+    ) -> Tensor:
         _, _, kv_heads, block_size, dim = kv.shape
         if "groups" not in batch.scratch:
             batch.scratch["groups"] = list(group_items(batch, block_size))
@@ -112,15 +123,18 @@ class ReferenceOps:
         if isinstance(kv, QuantKV):
             q = q.float()  # so that nothing is rounded between a code and the sum it enters
         for index, group in enumerate(batch.scratch["groups"]):
-            items, num = group.items, group.num
+            items = group.items
+            num = group.num
             pages = gathered(kv, group.blocks).view(items, -1, 2, kv_heads, block_size, dim)
             pages = pages.permute(2, 0, 3, 1, 4, 5).reshape(2, items, kv_heads, -1, dim).to(q.dtype)
             seen = window if window < group.end else 0
             if group.fresh and not seen:  # the triangle that SDPA knows: no mask to build or read
-                (k, v), mask = pages[..., :num, :], None
+                (k, v) = pages[..., :num, :]
+                mask = None
             else:
                 # What another sequence left in a slot may be inf or NaN, which no mask stops: 0 * NaN is NaN.
-                (k, v), mask = pages.masked_fill_(group.stale, 0), batch.scratch.get((index, seen))
+                (k, v) = pages.masked_fill_(group.stale, 0)
+                mask = batch.scratch.get((index, seen))
                 if mask is None:
                     mask = group.keys <= group.queries
                     if seen:
@@ -131,15 +145,30 @@ class ReferenceOps:
                 # Query heads that share a key head are the rows of one product: on a CPU twice as fast as one product a head.
                 rows = rows.reshape(items, kv_heads, -1, dim)
             result = F.scaled_dot_product_attention(
-                rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=rows.shape[1] != kv_heads
+                rows,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=rows.shape[1] != kv_heads,
             )
-            out[group.tokens].view(items, num, -1, dim).copy_(result.reshape(items, -1, num, dim).transpose(1, 2))
+            out[group.tokens].view(items, num, -1, dim).copy_(
+                result.reshape(items, -1, num, dim).transpose(1, 2)
+            )
         return out
 
-    def block_mass(self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0) -> None:
+    def block_mass(
+        self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0
+    ) -> None:
         _, _, kv_heads, block_size, dim = kv.shape
         count, width = watched.blocks.shape
-        keys = kv[:, 0].index_select(0, watched.blocks.flatten()).view(count, width, kv_heads, block_size, dim).float()
+        keys = (
+            kv[:, 0]
+            .index_select(0, watched.blocks.flatten())
+            .view(count, width, kv_heads, block_size, dim)
+            .float()
+        )
         rows = q[watched.tokens].view(count, kv_heads, -1, dim).float()
         scores = torch.einsum("nhgd,nwhbd->nhgwb", rows, keys).flatten(3) * scale
         place = torch.arange(width * block_size, device=q.device)
@@ -162,12 +191,20 @@ class ReferenceOps:
         return None
 
     def choose(
-        self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        seed_low: Tensor,
+        seed_high: Tensor,
+        position: Tensor,
     ) -> Tensor:
         at = rows.long()
         heat = temperature[at][:, None]
         noise = gumbel(seed_low[at], seed_high[at], position, logits.shape[1])
-        drawn = logits.float() / torch.where(heat == 0, 1.0, heat) + noise.masked_fill(heat == 0, 0.0)
+        drawn = logits.float() / torch.where(heat == 0, 1.0, heat) + noise.masked_fill(
+            heat == 0, 0.0
+        )
         chosen = drawn.argmax(1)
         return chosen.where(drawn.gather(1, chosen[:, None])[:, 0].isfinite(), -1).int()
 
@@ -195,9 +232,13 @@ def group_items(batch: ForwardBatch, block_size: int) -> Iterator[Group]:
     """Only neighbours are joined, so that a group is a slice of the batch and needs no gather. Decoding rows, one token
     each, stand together in a plan and make one group."""
     device = batch.positions.device
-    for (num, fresh), run in groupby(enumerate(batch.spans), key=lambda pair: (pair[1].num, pair[1].end == pair[1].num)):
+    for (num, fresh), run in groupby(
+        enumerate(batch.spans), key=lambda pair: (pair[1].num, pair[1].end == pair[1].num)
+    ):
         members = list(run)
-        items, first, low = len(members), members[0][1].first, members[0][0]
+        items = len(members)
+        first = members[0][1].first
+        low = members[0][0]
         end = max(span.end for _, span in members)
         width = -(-end // block_size)
         tokens = slice(first, first + items * num)
@@ -234,5 +275,6 @@ def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, vocab_size: in
     key = noise_key(seed_low, seed_high, position)
     tokens = _mix(torch.arange(vocab_size, dtype=torch.int32, device=key.device))
     bits = _mix(tokens[None, :] ^ key[:, None]).long() & 0xFFFFFFFF
-    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)  # 1 itself would forbid the token
+    # 1 itself would forbid the token
+    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))

@@ -22,8 +22,11 @@ class Format(NamedTuple):
     group: int  # inputs that share a scale; 0: a whole row
     least: bool = False  # asymmetric: a smallest value for each group
     float: bool = False  # codes are numbers of their own, of type e4m3: 8 bits, no groups
-    rounds: bool = False  # activations become 8 bits too, with a scale for each row, where a backend multiplies faster so
-    wide: bool = False  # scales and least values are float32, for those that float16 does not hold: groups only
+    # activations become 8 bits too, with a scale for each row, where a backend multiplies faster
+    # so
+    rounds: bool = False
+    # scales and least values are float32, for those that float16 does not hold: groups only
+    wide: bool = False
 
     @property
     def zero(self) -> int:
@@ -33,7 +36,12 @@ class Format(NamedTuple):
         if self.float:
             return "fp8"
         group = f"-g{self.group}" if self.group else ""
-        return f"int{self.bits}{group}" + "-asym" * self.least + "-a8" * self.rounds + "-f32" * self.wide
+        return (
+            f"int{self.bits}{group}"
+            + "-asym" * self.least
+            + "-a8" * self.rounds
+            + "-f32" * self.wide
+        )
 
 
 class QuantWeight(nn.Module):
@@ -43,9 +51,12 @@ class QuantWeight(nn.Module):
     scale: Tensor  # [out, groups] float16, or float32 where the format is wide
     least: Tensor | None  # the same
 
-    def __init__(self, form: Format, inputs: int, codes: Tensor, scale: Tensor, least: Tensor | None):
+    def __init__(
+        self, form: Format, inputs: int, codes: Tensor, scale: Tensor, least: Tensor | None
+    ):
         super().__init__()
-        self.form, self.shape = form, torch.Size((len(codes), inputs))
+        self.form = form
+        self.shape = torch.Size((len(codes), inputs))
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("least", least)
@@ -54,8 +65,13 @@ class QuantWeight(nn.Module):
     def empty(form: Format, outputs: int, inputs: int) -> QuantWeight:
         """Allocated on the default device, to be filled."""
         groups = -(-inputs // form.group) if form.group else 1
-        codes = torch.empty(outputs, inputs if form.bits == 8 else -(-inputs // 2), dtype=torch.uint8)
-        scale, least = (torch.empty(outputs, groups, dtype=torch.float32 if form.wide else torch.float16) for _ in range(2))
+        codes = torch.empty(
+            outputs, inputs if form.bits == 8 else -(-inputs // 2), dtype=torch.uint8
+        )
+        scale, least = (
+            torch.empty(outputs, groups, dtype=torch.float32 if form.wide else torch.float16)
+            for _ in range(2)
+        )
         return QuantWeight(form, inputs, codes, scale, least if form.least else None)
 
     def __getitem__(self, rows: slice | Tensor) -> QuantWeight:
@@ -71,7 +87,8 @@ class QuantWeight(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in]; computed in float32, every step rounded, as GGUF defines it."""
-        inputs, group = self.shape[1], self.form.group or self.shape[1]
+        inputs = self.shape[1]
+        group = self.form.group or self.shape[1]
         if self.form.float:
             values = self.codes.view(torch.float8_e4m3fn).float()
         else:

@@ -17,14 +17,18 @@ from octavo.types import Item
 
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
     """rows [S] | tokens of each [S] | first token of each and the end [S + 1] | each token's item [T] | its offset there [T]"""
-    pairs = np.array([(item.row, item.num) for item in items], dtype=np.int64).reshape(-1, 2)  # there may be none
+    # there may be none
+    pairs = np.array([(item.row, item.num) for item in items], dtype=np.int64).reshape(-1, 2)
     return _joined(pairs[:, 0], pairs[:, 1])
 
 
-def lay_out_padded(items: list[Item], padding: int, num_items: int, num_tokens: int, decoding: int) -> NDArray[np.int32]:
+def lay_out_padded(
+    items: list[Item], padding: int, num_items: int, num_tokens: int, decoding: int
+) -> NDArray[np.int32]:
     """The same for a fixed size: items of no tokens follow, and one last item takes the tokens that are left over. The first
     `decoding` have one token each, in any case."""
-    rows, nums = np.full(num_items, padding), np.zeros(num_items, dtype=np.int64)
+    rows = np.full(num_items, padding)
+    nums = np.zeros(num_items, dtype=np.int64)
     nums[:decoding] = 1
     rows[: len(items)] = [item.row for item in items]
     nums[: len(items)] = [item.num for item in items]
@@ -35,19 +39,28 @@ def lay_out_padded(items: list[Item], padding: int, num_items: int, num_tokens: 
 def _joined(rows: NDArray[np.int64], nums: NDArray[np.int64]) -> NDArray[np.int32]:
     starts = np.concatenate([[0], np.cumsum(nums)])
     which = np.repeat(np.arange(len(rows)), nums)
-    return np.concatenate([rows, nums, starts, which, np.arange(len(which)) - starts[which]]).astype(np.int32)
+    return np.concatenate(
+        [rows, nums, starts, which, np.arange(len(which)) - starts[which]]
+    ).astype(np.int32)
 
 
-def gather(laid_out: Tensor, num_items: int, state: Rows, block_size: int, spans: list[Span]) -> ForwardBatch:
+def gather(
+    laid_out: Tensor, num_items: int, state: Rows, block_size: int, spans: list[Span]
+) -> ForwardBatch:
     """The batch, from the array above on the device. Logits are wanted of each item's last token."""
     tokens = (len(laid_out) - 3 * num_items - 1) // 2
-    rows, nums, starts, which, offset = laid_out.split([num_items, num_items, num_items + 1, tokens, tokens])
-    item_rows, which = rows.long(), which.long()
+    rows, nums, starts, which, offset = laid_out.split(
+        [num_items, num_items, num_items + 1, tokens, tokens]
+    )
+    item_rows = rows.long()
+    which = which.long()
     start = state.computed[item_rows]
-    token_rows, positions = item_rows[which], (start[which] + offset).long()
+    token_rows = item_rows[which]
+    positions = (start[which] + offset).long()
     blocks = state.table[token_rows, positions // block_size].long()
     return ForwardBatch(
-        ids=state.tokens[token_rows, positions].long().clamp_(min=0),  # a row that nothing could be chosen for ends soon
+        # a row that nothing could be chosen for ends soon
+        ids=state.tokens[token_rows, positions].long().clamp_(min=0),
         positions=positions,
         kv_slots=blocks * block_size + positions % block_size,
         query_start=starts,

@@ -19,16 +19,23 @@ from octavo.types import Item, Plan
 class Canary:
     def __init__(self, num_blocks: int, block_size: int, max_len: int, device: torch.device):
         self.size = block_size
-        self.marks = torch.zeros(num_blocks + 1, block_size, dtype=torch.int64, device=device)  # [block, offset]
+        # [block, offset]
+        self.marks = torch.zeros(num_blocks + 1, block_size, dtype=torch.int64, device=device)
         dice = torch.Generator().manual_seed(0)
-        weights = torch.randint(-(2**63), 2**63 - 1, (max_len + 1,), generator=dice, dtype=torch.int64) | 1
+        weights = (
+            torch.randint(-(2**63), 2**63 - 1, (max_len + 1,), generator=dice, dtype=torch.int64)
+            | 1
+        )
         self.weights = weights.to(device)
         self.writer = [0] * (num_blocks + 1)  # Sequence.id of who wrote to it last
 
     def step(self, plan: Plan, rows: Rows) -> None:
         """After the plan's changes to the rows and before its forward. Raises KVCorrupted."""
         if plan.copies:
-            old, new = (torch.tensor([c[k] for c in plan.copies], device=self.marks.device) for k in range(2))
+            old, new = (
+                torch.tensor([c[k] for c in plan.copies], device=self.marks.device)
+                for k in range(2)
+            )
             self.marks[new] = self.marks[old]
             for source, target in plan.copies:
                 self.writer[target] = self.writer[source]
@@ -43,7 +50,8 @@ class Canary:
         start = int(rows.computed[item.row])
         at = torch.arange(start + item.num, device=self.marks.device)
         want = ((rows.tokens[item.row, : len(at)].long() + 1) * self.weights[: len(at)]).cumsum(0)
-        blocks, offsets = rows.table[item.row, at // self.size].long(), at % self.size
+        blocks = rows.table[item.row, at // self.size].long()
+        offsets = at % self.size
         wrong = (self.marks[blocks, offsets] != want)[:start].nonzero()
         if len(wrong):
             p = int(wrong[0, 0])

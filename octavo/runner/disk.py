@@ -32,9 +32,13 @@ import numpy as np
 
 from octavo.errors import InvalidRequest
 
-MAGIC, VERSION = b"OCTAVOKV", 4
-HEADER = struct.Struct("<8sII16s16s48sQII")  # magic, version, tokens, hash, fingerprint, format, bytes of KV, seal, checksum
-FOLDER, RECORD, HALF = re.compile(r"kv-[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}\.kv"), re.compile(r"\.\d+-\d+\.tmp")
+MAGIC = b"OCTAVOKV"
+VERSION = 4
+# magic, version, tokens, hash, fingerprint, format, bytes of KV, seal, checksum
+HEADER = struct.Struct("<8sII16s16s48sQII")
+FOLDER = re.compile(r"kv-[0-9a-f]{32}")
+RECORD = re.compile(r"[0-9a-f]{32}\.kv")
+HALF = re.compile(r"\.\d+-\d+\.tmp")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STALE = 600.0  # seconds after which a half-written file is nobody's any more
 PAGE = 4096  # bytes
@@ -58,11 +62,18 @@ class Entry(NamedTuple):
 class Disk:
     """The records of one model and format. `form` is what a reader of a header should see: dtype and shape of a block."""
 
-    def __init__(self, directory: Path, limit: int, fingerprint: bytes, form: str, block_bytes: int):
-        self.root, self.limit, self.block_bytes = directory, limit, block_bytes
+    def __init__(
+        self, directory: Path, limit: int, fingerprint: bytes, form: str, block_bytes: int
+    ):
+        self.root = directory
+        self.limit = limit
+        self.block_bytes = block_bytes
         # Of the records' own version too: those of another are not looked at, and give way as they age.
         self.fingerprint = hashlib.blake2b(fingerprint + bytes([VERSION]), digest_size=16).digest()
-        self.form, self.folder = form.encode()[:48].ljust(48, b"\0"), directory / f"kv-{self.fingerprint.hex()}"
+        self.form, self.folder = (
+            form.encode()[:48].ljust(48, b"\0"),
+            directory / f"kv-{self.fingerprint.hex()}",
+        )
         self._count = itertools.count()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,7 +82,8 @@ class Disk:
             total = shutil.disk_usage(directory).total
         except OSError as error:
             raise InvalidRequest(
-                f"KV cannot be kept in {directory} ({error.strerror}): name a directory that can be written to", "kv_disk_path"
+                f"KV cannot be kept in {directory} ({error.strerror}): name a directory that can be written to",
+                "kv_disk_path",
             ) from error
         if limit > total:
             raise InvalidRequest(
@@ -108,7 +120,8 @@ class Disk:
             self.sweep(length)
         half = self._new_path()
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
+            # somebody may have removed it
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 for view in (memoryview(head), data):
@@ -134,7 +147,8 @@ class Disk:
         """Count what there is, of every model; remove the oldest if this and `room` more are over the limit. What is left
         of this model. Nothing is touched that this class did not name."""
         entries = sorted(self._entries())
-        total, gone = sum(entry.size for entry in entries), 0
+        total = sum(entry.size for entry in entries)
+        gone = 0
         if total + room > self.limit:
             target = max(int(self.limit * KEPT) - room, 0)
             while gone < len(entries) and total > target:
@@ -143,7 +157,9 @@ class Disk:
                 gone += 1
         self.used = total
         return frozenset(
-            bytes.fromhex(e.path.stem) for e in entries[gone:] if e.path.parent == self.folder and RECORD.fullmatch(e.path.name)
+            bytes.fromhex(e.path.stem)
+            for e in entries[gone:]
+            if e.path.parent == self.folder and RECORD.fullmatch(e.path.name)
         )
 
     def _entries(self) -> Iterator[Entry]:
@@ -170,7 +186,9 @@ class Record:
     before the part at 0 was read, with which the header comes, and all others."""
 
     def __init__(self, disk: Disk, h: bytes, tokens: array[int]):
-        self.disk, self.hash, self.tokens = disk, h, tokens
+        self.disk = disk
+        self.hash = h
+        self.tokens = tokens
         self.seal = 0  # what KV should come to
         try:
             self.file = os.open(disk.path(h), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -194,8 +212,10 @@ class Record:
         """As few calls of the system as can be: after each a thread waits for the interpreter."""
         words = self.tokens.tobytes()
         start = _start(len(words))
-        head, beyond = bytearray(0 if at else start), bytearray(at + len(into) == self.disk.block_bytes)
-        first, end = at + start - len(head), at + start + len(into)
+        head = bytearray(0 if at else start)
+        beyond = bytearray(at + len(into) == self.disk.block_bytes)
+        first = at + start - len(head)
+        end = at + start + len(into)
         got = first + os.preadv(self.file, [head, into, beyond], first)  # all of it, as a rule
         if head:
             if got < start:
@@ -212,8 +232,19 @@ class Record:
     def _compare_head(self, head: bytearray, words: bytes) -> None:
         disk = self.disk
         *fields, self.seal, checksum = HEADER.unpack_from(head)
-        if fields != [MAGIC, VERSION, len(self.tokens), self.hash, disk.fingerprint, disk.form, disk.block_bytes]:
-            raise Miss("corrupt" if fields[0] != MAGIC else "foreign", "another version, model, format or content")
+        if fields != [
+            MAGIC,
+            VERSION,
+            len(self.tokens),
+            self.hash,
+            disk.fingerprint,
+            disk.form,
+            disk.block_bytes,
+        ]:
+            raise Miss(
+                "corrupt" if fields[0] != MAGIC else "foreign",
+                "another version, model, format or content",
+            )
         if checksum != _checksum(head):
             raise Miss("corrupt", "checksum of the header")
         if head[HEADER.size : HEADER.size + len(words)] != words:
@@ -241,12 +272,17 @@ def _start(words: int) -> int:
 
 def _checksum(head: bytearray) -> int:
     """Of all before KV but the checksum itself."""
-    return zlib.crc32(memoryview(head)[HEADER.size :], zlib.crc32(memoryview(head)[: HEADER.size - 4]))
+    return zlib.crc32(
+        memoryview(head)[HEADER.size :], zlib.crc32(memoryview(head)[: HEADER.size - 4])
+    )
 
 
 def _seal_of(data: memoryview) -> int:
     whole = len(data) // PAGE * PAGE
-    return seal(np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64), data[whole:])
+    return seal(
+        np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64),
+        data[whole:],
+    )
 
 
 def seal(sums: np.ndarray, tail: memoryview | bytes = b"") -> int:

@@ -40,17 +40,25 @@ class Captured:
     logits: Tensor  # [items, vocab]
     lengths: Tensor  # [items]
     tokens: Tensor  # [items]
-    said: list[int] = field(default_factory=list)  # what inputs hold: of few rows nothing changes from most steps to the next
+    # what inputs hold: of few rows nothing changes from most steps to the next
+    said: list[int] = field(default_factory=list)
 
 
 class StepGraphs:
     tell = staticmethod(tell)  # how what a step has drawn reaches the host
 
-    def __init__(self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int):
-        self.model, self.kv, self.rows, self.max_len = model, kv, rows, max_len
+    def __init__(
+        self, model: CausalLM, kv: KVStore, rows: Rows, max_rows: int, max_len: int, max_tokens: int
+    ):
+        self.model = model
+        self.kv = kv
+        self.rows = rows
+        self.max_len = max_len
         self.decode_sizes = decode_sizes(max_rows)
         # Not above max_len: what is left over of a graph is one item, and it too must fit a row.
-        self.mixed_shapes = [s for s in mixed_shapes(max_rows, max_tokens) if s.tokens - s.decoding <= max_len]
+        self.mixed_shapes = [
+            s for s in mixed_shapes(max_rows, max_tokens) if s.tokens - s.decoding <= max_len
+        ]
         self.captured: dict[Shape, Captured] = {}
         self.pool: Any = None  # memory that all graphs share: only one runs at a time
 
@@ -80,17 +88,30 @@ class StepGraphs:
         pad = size - count
         said = rows + [self.rows.padding] * pad + blocks + [0] * pad
         if said != captured.said:
-            captured.inputs.copy_(torch.tensor(said, dtype=torch.int32, pin_memory=True), non_blocking=True)
+            captured.inputs.copy_(
+                torch.tensor(said, dtype=torch.int32, pin_memory=True), non_blocking=True
+            )
             captured.said = said
         captured.graph.replay()
-        return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
+        return (
+            captured.inputs[:count],
+            captured.logits[:count],
+            captured.lengths[:count],
+            captured.tokens[:count],
+        )
 
     def decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, lengths, tokens). inputs [2 * size]: rows, then the new block of each or 0."""
         rows, fresh = inputs.view(2, -1)
         state = self.rows
         ids, positions, slots, seq_lens = advance(
-            rows, fresh, state.tokens, state.table, state.computed, state.padding, self.kv.block_size
+            rows,
+            fresh,
+            state.tokens,
+            state.table,
+            state.computed,
+            state.padding,
+            self.kv.block_size,
         )
         batch = ForwardBatch(
             ids=ids,
@@ -114,28 +135,47 @@ class StepGraphs:
         if any(item.prompt_logprobs is not None for item in items):
             return None
         singles = next((i for i, item in enumerate(items) if item.num != 1), len(items))
-        fit = (s for s in self.mixed_shapes if s.tokens >= tokens and s.decoding <= singles and s.items > len(items))
+        fit = (
+            s
+            for s in self.mixed_shapes
+            if s.tokens >= tokens and s.decoding <= singles and s.items > len(items)
+        )
         return next(fit, None)
 
     def lay_out(self, items: list[Item], shape: Shape) -> NDArray[np.int32]:
         """As in batch.py, and then for each item whether it is sampled."""
         sampled = np.zeros(shape.items, np.int32)
         sampled[: len(items)] = [item.sample for item in items]
-        return np.concatenate([lay_out_padded(items, self.rows.padding, shape.items, shape.tokens, shape.decoding), sampled])
+        return np.concatenate(
+            [
+                lay_out_padded(items, self.rows.padding, shape.items, shape.tokens, shape.decoding),
+                sampled,
+            ]
+        )
 
-    def mixed(self, shape: Shape, laid_out: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def mixed(
+        self, shape: Shape, laid_out: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch the step. (rows, logits, lengths, tokens) of its items; tokens of those that are not sampled mean nothing."""
         captured = self._get(shape)
         captured.inputs.copy_(laid_out)
         captured.graph.replay()
-        return captured.inputs[:count], captured.logits[:count], captured.lengths[:count], captured.tokens[:count]
+        return (
+            captured.inputs[:count],
+            captured.logits[:count],
+            captured.lengths[:count],
+            captured.tokens[:count],
+        )
 
     def mixed_step(self, inputs: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, lengths, tokens) of every item's last token. inputs: lay_out()'s."""
-        (decoding, tokens), count = shape, shape.items
-        laid_out, sampled = inputs[:-count], inputs[-count:]
+        (decoding, tokens) = shape
+        count = shape.items
+        laid_out = inputs[:-count]
+        sampled = inputs[-count:]
         spans = [Span(i, 1, self.max_len) for i in range(decoding)]
-        spans += [Span(decoding, tokens - decoding, self.max_len)]  # no item of the rest is taken for decoding
+        # no item of the rest is taken for decoding
+        spans += [Span(decoding, tokens - decoding, self.max_len)]
         spans += [Span(tokens, 0, self.max_len)] * (count - len(spans))
         batch = gather(laid_out, count, self.rows, self.kv.block_size, spans)
         batch.last = only_last(batch, torch.arange(count, device=laid_out.device), spans)
@@ -143,7 +183,11 @@ class StepGraphs:
         self.rows.computed[batch.rows.long()] = batch.seq_lens
         self.rows.computed[self.rows.padding :].zero_()
         logits = self.model.logits(hidden)
-        return logits, batch.seq_lens, choose(logits, batch.rows, batch.seq_lens, self.rows, self.model.ops, sampled)
+        return (
+            logits,
+            batch.seq_lens,
+            choose(logits, batch.rows, batch.seq_lens, self.rows, self.model.ops, sampled),
+        )
 
     # ---- capture -----------------------------------------------------------------------------------
 
@@ -153,7 +197,11 @@ class StepGraphs:
         return self.captured[shape]
 
     def _step(self, inputs: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-        return self.decode_step(inputs) if shape.decoding == shape.tokens else self.mixed_step(inputs, shape)
+        return (
+            self.decode_step(inputs)
+            if shape.decoding == shape.tokens
+            else self.mixed_step(inputs, shape)
+        )
 
     def nobody(self, shape: Shape) -> Tensor:
         """Inputs of a step in which all items are the padding row's."""

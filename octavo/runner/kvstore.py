@@ -20,14 +20,20 @@ from octavo.ops.pages import huge
 
 
 class KVStore:
-    def __init__(self, model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, device: torch.device
+    ):
         """dtype: of plain numbers, or of codes."""
-        self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
+        self.block_size = cache.block_size
+        self.num_blocks = cache.num_blocks
         shape = (model.num_layers, 2, model.num_kv_heads, cache.block_size, model.head_dim)
-        codes, scales = torch.Size(shape).numel(), torch.Size(shape[:-1]).numel() * KV_SCALE_BYTES
+        codes = torch.Size(shape).numel()
+        scales = torch.Size(shape[:-1]).numel() * KV_SCALE_BYTES
         record, kind = ((codes + scales,), torch.uint8) if dtype in LARGEST else (shape, dtype)
         try:
-            self.tensor: Tensor = huge(torch.empty(cache.num_blocks + 1, *record, dtype=kind, device=device))
+            self.tensor: Tensor = huge(
+                torch.empty(cache.num_blocks + 1, *record, dtype=kind, device=device)
+            )
         except RuntimeError as e:
             size = (cache.num_blocks + 1) * torch.Size(record).numel() * kind.itemsize / 2**30
             raise NotEnoughMemory(

@@ -22,9 +22,14 @@ class Stage:
     def __init__(self, kv: Tensor, host: Tensor, row: list[int], staging: int):
         """`kv` [blocks, ...] and `host` [rows, ...] hold the same kind of block; `row` says where each slot's is, at any time.
         `staging`: bytes of both halves."""
-        self.kv, self.host, self.row = kv, host, row
+        self.kv = kv
+        self.host = host
+        self.row = row
         self.half = max(staging // 2 // kv[0].nbytes, 1)  # blocks
-        self.buffers = [torch.empty((self.half, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
+        self.buffers = [
+            torch.empty((self.half, *kv.shape[1:]), dtype=kv.dtype, device=kv.device)
+            for _ in range(2)
+        ]
         self.drained = [torch.cuda.Event() for _ in range(2)]  # the half may be filled again
         self.stream = torch.cuda.Stream(kv.device)
         self.stored: dict[int, torch.cuda.Event] = {}  # slot -> its content is there
@@ -34,7 +39,8 @@ class Stage:
         main = torch.cuda.current_stream()
         for first in range(0, len(stores), self.half):
             part = stores[first : first + self.half]
-            buffer, drained = self.buffers[self.turn], self.drained[self.turn]
+            buffer = self.buffers[self.turn]
+            drained = self.drained[self.turn]
             self.turn = 1 - self.turn
             main.wait_event(drained)
             for k, (block, _) in enumerate(part):
@@ -59,7 +65,11 @@ class Lap:
     """How long a step's loads and the rest of it take on the device, known when the step is over."""
 
     def __init__(self, device: torch.device):
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+        self.events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            if device.type == "cuda"
+            else []
+        )
         self.times: list[float] = []
         self.mark()
 
@@ -83,9 +93,12 @@ def page_lock(memory: Tensor) -> None:
     """The GPU can read and write it by itself. Exactly this much: torch's own allocator takes the next power of two."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
-        with suppress(RuntimeError):  # CUDA tells the next kernel of this too: let it be one that nobody needs
+        # CUDA tells the next kernel of this too: let it be one that nobody needs
+        with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
-        raise NotEnoughMemory(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code})")
+        raise NotEnoughMemory(
+            f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code})"
+        )
 
 
 def page_unlock(memory: Tensor) -> None:

@@ -24,10 +24,20 @@ LEAST = 1e-6  # penalty: less would be no different, and what is divided by it p
 
 
 def _ints(row: NewRow) -> list[int]:
-    p, seed = row.params, row.seed & (2**64 - 1)
-    low, high = (x - 2**32 if x >= 2**31 else x for x in (seed & 0xFFFFFFFF, seed >> 32))  # as int32
+    p = row.params
+    seed = row.seed & (2**64 - 1)
+    # as int32
+    low, high = (x - 2**32 if x >= 2**31 else x for x in (seed & 0xFFFFFFFF, seed >> 32))
     top_k = min(p.top_k, MOST) if p.top_k > 0 else MOST
-    return [row.computed, row.prompt_len, min(p.min_tokens - row.said, MOST), top_k, low, high, row.offset]
+    return [
+        row.computed,
+        row.prompt_len,
+        min(p.min_tokens - row.said, MOST),
+        top_k,
+        low,
+        high,
+        row.offset,
+    ]
 
 
 def _floats(row: NewRow) -> list[float]:
@@ -40,7 +50,10 @@ def _floats(row: NewRow) -> list[float]:
 def _plain(row: NewRow) -> bool:
     p = row.params
     filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-    return not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens) and row.logprobs is None
+    return (
+        not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens)
+        and row.logprobs is None
+    )
 
 
 class Rows:
@@ -49,13 +62,22 @@ class Rows:
     ints | floats | table | tokens        each begins on 16 bytes
     """
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device, evicting: bool = False):
+    def __init__(
+        self,
+        max_rows: int,
+        max_len: int,
+        block_size: int,
+        device: torch.device,
+        evicting: bool = False,
+    ):
         self.device = device
         self.evicting = evicting  # tokens may leave a row: its positions are then not the text's
-        self.padding = max_rows  # a row of nobody's, for batches of a fixed size: position 0 of block 0
+        # a row of nobody's, for batches of a fixed size: position 0 of block 0
+        self.padding = max_rows
         max_rows += 1
         blocks = -(-max_len // block_size)
-        self._floats, self._table = len(INT_FIELDS), _aligned(len(INT_FIELDS) + len(FLOAT_FIELDS))
+        self._floats = len(INT_FIELDS)
+        self._table = _aligned(len(INT_FIELDS) + len(FLOAT_FIELDS))
         self._tokens = _aligned(self._table + blocks)
         self.columns = _aligned(self._tokens + max_len + 1)
         state = torch.zeros(max_rows, self.columns, dtype=torch.int32, device=device)
@@ -64,7 +86,8 @@ class Rows:
         self.floats = state.view(torch.float32)[:, self._floats : self._floats + len(FLOAT_FIELDS)]
         self.table = state[:, self._table : self._table + blocks]
         self.tokens = state[:, self._tokens : self._tokens + max_len + 1]
-        self.host: list[NewRow | None] = [None] * max_rows  # what the host knows of each row: its parameters
+        # what the host knows of each row: its parameters
+        self.host: list[NewRow | None] = [None] * max_rows
         self.special: set[int] = set()  # rows that ask for more than a temperature
 
     @property
@@ -83,10 +106,12 @@ class Rows:
             table = tables[r.row] = array("i", r.table)
             places += (first, first + self._floats, first + self._table, first + self._tokens)
             values += (array("i", _ints(r)), array("f", _floats(r)), table, r.tokens)
-        grown, blocks = array("q"), array("i")
+        grown = array("q")
+        blocks = array("i")
         for row, at, block in plan.appends:
             if row in tables and at < len(tables[row]):
-                tables[row][at] = block  # of a row born in the same plan: no place may be written to twice
+                # of a row born in the same plan: no place may be written to twice
+                tables[row][at] = block
             else:
                 grown.append(row * self.columns + self._table + at)
                 blocks.append(block)
@@ -95,7 +120,9 @@ class Rows:
         lengths = np.array([len(run) for run in values])
         before = np.cumsum(lengths) - lengths  # values that stand before each run
         where = np.repeat(np.array(places) - before, lengths) + np.arange(lengths.sum())
-        return up.longs(np.concatenate([where, grown])), up.ints(np.frombuffer(b"".join([*values, blocks]), np.int32))
+        return up.longs(np.concatenate([where, grown])), up.ints(
+            np.frombuffer(b"".join([*values, blocks]), np.int32)
+        )
 
     def apply(self, staged: tuple[slice, slice], shipped: Tensor) -> None:
         """Make the changes on the device."""

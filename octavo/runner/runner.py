@@ -29,7 +29,8 @@ from octavo.types import Item, Plan, StepResult, TokenLogprobs
 if TYPE_CHECKING:
     from octavo.runner.graphs import StepGraphs
 
-LOGPROB_CHUNK = 256  # prompt positions whose full logits exist at once: 156 MB at a vocabulary of 152k
+# prompt positions whose full logits exist at once: 156 MB at a vocabulary of 152k
+LOGPROB_CHUNK = 256
 
 
 @dataclass(slots=True)
@@ -38,9 +39,12 @@ class StepHandle:
 
     items: list[Item]
     tokens: Download | None  # one an item, or one a sampled item; None: nothing is sampled
-    logprobs: tuple[list[int], list[int], Download] | None  # sampled items that asked, how many top each, results
-    prompt_logprobs: list[tuple[int, int, Download]]  # item, how many top, results with the tokens last
-    mass: Download | None = None  # of the items that asked, in order: a row each, all layers together
+    # sampled items that asked, how many top each, results
+    logprobs: tuple[list[int], list[int], Download] | None
+    # item, how many top, results with the tokens last
+    prompt_logprobs: list[tuple[int, int, Download]]
+    # of the items that asked, in order: a row each, all layers together
+    mass: Download | None = None
     finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
 
     def wait(self) -> StepResult:
@@ -48,7 +52,9 @@ class StepHandle:
         if len(values) < len(self.items):  # only of those that are sampled
             sampled = iter(values)
             values = [next(sampled) if item.sample else 0 for item in self.items]
-        result = StepResult([[value] if item.sample else [] for item, value in zip(self.items, values, strict=True)])
+        result = StepResult(
+            [[value] if item.sample else [] for item, value in zip(self.items, values, strict=True)]
+        )
         if self.logprobs is not None:
             which, wanted, download = self.logprobs
             result.logprobs = [[] for _ in self.items]
@@ -59,7 +65,9 @@ class StepHandle:
             gathered: dict[int, list[TokenLogprobs]] = {}
             for i, num_top, download in self.prompt_logprobs:
                 *parts, after = download.wait()
-                gathered.setdefault(i, []).extend(as_records(after.tolist(), parts, [num_top] * len(after)))
+                gathered.setdefault(i, []).extend(
+                    as_records(after.tolist(), parts, [num_top] * len(after))
+                )
             result.prompt_logprobs = gathered
         if self.mass is not None:
             (rows,) = self.mass.wait()
@@ -85,7 +93,10 @@ class Runner:
         evicting: bool = False,
     ):
         """`canary`: look after KV, for debugging; only without graphs and tiers."""
-        self.model, self.kv, self.device, self.tiers = model, kv, device, tiers
+        self.model = model
+        self.kv = kv
+        self.device = device
+        self.tiers = tiers
         self.rows = Rows(max_rows, max_len, kv.block_size, device, evicting)
         self.canary = canary
         self.graphs: StepGraphs | None = None
@@ -138,7 +149,8 @@ class Runner:
 
     def _launch(self, plan: Plan, lap: Lap | None = None) -> StepHandle:
         """The step but for what leaves the device."""
-        graphs, items = self.graphs, plan.items
+        graphs = self.graphs
+        items = plan.items
         watched = [i for i, item in enumerate(items) if item.mass] if self.rows.evicting else []
         if graphs is not None and not watched and graphs.decodes(plan):
             if lap is not None:
@@ -150,9 +162,12 @@ class Runner:
         shifts = up.ints([block for block, _ in plan.shifts])
         changes = self.rows.stage(plan, up)
         shape = graphs.mixed_shape(items) if graphs is not None and items and not watched else None
-        laid_out = up.ints(lay_out(items) if graphs is None or shape is None else graphs.lay_out(items, shape))
+        laid_out = up.ints(
+            lay_out(items) if graphs is None or shape is None else graphs.lay_out(items, shape)
+        )
         sampled = [i for i, item in enumerate(items) if item.sample]
-        sampled_at, watched_at = up.ints(sampled if shape is None else []), up.ints(watched)
+        sampled_at = up.ints(sampled if shape is None else [])
+        watched_at = up.ints(watched)
         shipped = up.ship(self.device)
 
         if plan.copies:
@@ -175,7 +190,8 @@ class Runner:
             rows, logits, lengths, chosen = graphs.mixed(shape, shipped[laid_out], len(items))
         else:
             index = shipped[sampled_at].long()
-            spans, first = [], 0
+            spans = []
+            first = 0
             for item in items:
                 spans.append(Span(first, item.num, item.end))
                 first += item.num
@@ -188,12 +204,14 @@ class Runner:
                 width = -(-max(items[i].end for i in watched) // self.kv.block_size)
                 batch.watched = watch(batch, shipped[watched_at].long(), self.rows, width)
             # Between layers and head nothing is left to do: a CPU's threads would fall asleep over it.
-            rows, lengths = batch.rows[index], batch.seq_lens[index]
+            rows = batch.rows[index]
+            lengths = batch.seq_lens[index]
             self.rows.computed[batch.rows.long()] = batch.seq_lens
             hidden = self.model(batch, self.kv.view)
             if asked:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-                hidden = hidden[batch.logit_rows]  # else the model returned these alone: `last`, or all tokens are sampled
+                # else the model returned these alone: `last`, or all tokens are sampled
+                hidden = hidden[batch.logit_rows]
             logits = self.model.logits(hidden) if sampled else hidden
         if not sampled:
             return StepHandle(items, None, None, prompt_logprobs)
@@ -205,7 +223,8 @@ class Runner:
 
     def _shift(self, blocks: Tensor, by: int) -> None:
         """Layers that are rotated alike stand together in a few runs: all of them, but for models with two kinds of layers."""
-        kv, angles = self.kv.view, [self.model.angles(i) for i in range(self.model.config.num_layers)]
+        kv = self.kv.view
+        angles = [self.model.angles(i) for i in range(self.model.config.num_layers)]
         assert isinstance(kv, Tensor)
         for _, run in groupby(enumerate(angles), key=lambda pair: id(pair[1])):
             first, *rest = run
@@ -235,11 +254,14 @@ class Runner:
         masks = {k: plan.masks[i] for k, i in enumerate(sampled) if i in plan.masks}
         job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up, masks)
         asked = self._asked_logprobs(host_rows)
-        asked_at, sampled_at = up.ints([k for k, _ in asked]), up.ints(sampled)
+        asked_at = up.ints([k for k, _ in asked])
+        sampled_at = up.ints(sampled)
         shipped = up.ship(self.device)
         if len(sampled) < len(rows):
             index = shipped[sampled_at].long()
-            rows, logits, lengths = rows[index], logits[index], lengths[index]
+            rows = rows[index]
+            logits = logits[index]
+            lengths = lengths[index]
         which = shipped[asked_at].long()
         raw = logits[which] if asked else None  # as the model gave them
         adjusted = adjust(logits.float(), rows, lengths, job, self.rows, shipped)
@@ -253,9 +275,13 @@ class Runner:
     def _asked_logprobs(self, rows: list[int]) -> list[tuple[int, int]]:
         """(index, how many top) of those of the rows that want logprobs."""
         host = [self.rows.host[row] for row in rows]
-        return [(k, r.logprobs) for k, r in enumerate(host) if r is not None and r.logprobs is not None]
+        return [
+            (k, r.logprobs) for k, r in enumerate(host) if r is not None and r.logprobs is not None
+        ]
 
-    def _prompt_logprobs(self, items: list[Item], batch: ForwardBatch, hidden: Tensor) -> list[tuple[int, int, Download]]:
+    def _prompt_logprobs(
+        self, items: list[Item], batch: ForwardBatch, hidden: Tensor
+    ) -> list[tuple[int, int, Download]]:
         """For each position of the items that asked: logprobs of the token that stands after it."""
         out = []
         for i, (item, span) in enumerate(zip(items, batch.spans, strict=True)):
@@ -265,5 +291,11 @@ class Runner:
                 part = slice(first, min(first + LOGPROB_CHUNK, span.first + span.num))
                 after = self.rows.tokens[item.row, batch.positions[part] + 1]
                 logits = self.model.logits(hidden[part])
-                out.append((i, item.prompt_logprobs, Download(*logprobs_of(logits, after, item.prompt_logprobs), after)))
+                out.append(
+                    (
+                        i,
+                        item.prompt_logprobs,
+                        Download(*logprobs_of(logits, after, item.prompt_logprobs), after),
+                    )
+                )
         return out

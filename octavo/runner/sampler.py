@@ -20,7 +20,8 @@ from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import TokenLogprobs
 
-FILTER_ROWS = 64  # sorted at once: sorting takes ten times the memory of what it sorts, unpacking masks twice
+# sorted at once: sorting takes ten times the memory of what it sorts, unpacking masks twice
+FILTER_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -35,16 +36,26 @@ class SampleJob:
     slices: dict[str, slice]
 
     @staticmethod
-    def stage(rows: list[int], max_len: int, state: Rows, up: Upload, masks: dict[int, bytes]) -> SampleJob:
+    def stage(
+        rows: list[int], max_len: int, state: Rows, up: Upload, masks: dict[int, bytes]
+    ) -> SampleJob:
         """`masks`: what the rows at these indices may say, packed (Guide.mask)."""
         staged = [r for row in rows if (r := state.host[row]) is not None]
         params = [r.params for r in staged]
-        bias = [(i, t, b) for i, p in enumerate(params) if p.logit_bias for t, b in p.logit_bias.items()]
+        bias = [
+            (i, t, b) for i, p in enumerate(params) if p.logit_bias for t, b in p.logit_bias.items()
+        ]
         banned = [(i, t) for i, r in enumerate(staged) if r.params.min_tokens for t in r.stop_ids]
         allowed = [i for i, p in enumerate(params) if p.allowed_token_ids is not None]
-        permitted = [(k, t) for k, i in enumerate(allowed) for t in params[i].allowed_token_ids or ()]
+        permitted = [
+            (k, t) for k, i in enumerate(allowed) for t in params[i].allowed_token_ids or ()
+        ]
         penalised = [i for i, p in enumerate(params) if p.has_penalties]
-        filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)]
+        filtered = [
+            i
+            for i, p in enumerate(params)
+            if not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        ]
         slices = {
             "penalised": up.ints(penalised),
             "filtered": up.ints(filtered),
@@ -62,40 +73,64 @@ class SampleJob:
         return SampleJob(max_len, penalised, filtered, allowed, list(masks), slices)
 
 
-def choose(logits: Tensor, rows: Tensor, lengths: Tensor, state: Rows, ops: Ops, wanted: Tensor | None = None) -> Tensor:
+def choose(
+    logits: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    state: Rows,
+    ops: Ops,
+    wanted: Tensor | None = None,
+) -> Tensor:
     """Tokens [R] (int32), or -1, for rows [R] from logits [R, vocab], entered in the rows. lengths [R]: tokens that each holds,
     so the new one's position. wanted [R] (int32), where given: 0 for a row whose next token is known, which stays as it is."""
-    place = lengths + state.ints[rows.long(), 6] if state.evicting else lengths  # in the text: or its noise would repeat
+    # in the text: or its noise would repeat
+    place = lengths + state.ints[rows.long(), 6] if state.evicting else lengths
     tokens = ops.choose(logits, rows, state.floats[:, 0], state.ints[:, 4], state.ints[:, 5], place)
     at = rows.long(), lengths.long()
-    state.tokens[at] = tokens if wanted is None else torch.where(wanted > 0, tokens, state.tokens[at])
+    state.tokens[at] = (
+        tokens if wanted is None else torch.where(wanted > 0, tokens, state.tokens[at])
+    )
     return tokens
 
 
-def adjust(logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor) -> Tensor:
+def adjust(
+    logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor
+) -> Tensor:
     """What the parameters make of float32 logits, before the choice. Overwrites them."""
-    at = {name: shipped[s].long() for name, s in job.slices.items() if name not in ("bias_value", "mask")}
+    at = {
+        name: shipped[s].long()
+        for name, s in job.slices.items()
+        if name not in ("bias_value", "mask")
+    }
     rows = rows.long()
-    ints, floats = state.ints[rows], state.floats[rows]
+    ints = state.ints[rows]
+    floats = state.floats[rows]
     _, prompt_len, min_tokens, top_k, *_ = ints.unbind(1)
     temperature, top_p, min_p, *penalties = floats.unbind(1)
     if job.penalised:
         i = at["penalised"]
         tokens = state.tokens[rows[i], : job.max_len]
-        logits[i] = penalise(logits[i], tokens, prompt_len[i], lengths[i], *(p[i] for p in penalties))
+        logits[i] = penalise(
+            logits[i], tokens, prompt_len[i], lengths[i], *(p[i] for p in penalties)
+        )
     if len(at["bias_row"]):
         bias = shipped[job.slices["bias_value"]].view(torch.float32)
         logits.index_put_((at["bias_row"], at["bias_token"]), bias, accumulate=True)
     if job.allowed:
-        keep = torch.zeros(len(job.allowed), logits.shape[1], dtype=torch.bool, device=logits.device)
+        keep = torch.zeros(
+            len(job.allowed), logits.shape[1], dtype=torch.bool, device=logits.device
+        )
         keep[at["permitted_row"], at["permitted_token"]] = True
         logits[at["allowed"]] = logits[at["allowed"]].masked_fill(~keep, -torch.inf)
     if job.masked:
         words = shipped[job.slices["mask"]].view(len(job.masked), -1)
-        for i, packed in zip(at["masked"].split(FILTER_ROWS), words.split(FILTER_ROWS), strict=True):
+        for i, packed in zip(
+            at["masked"].split(FILTER_ROWS), words.split(FILTER_ROWS), strict=True
+        ):
             logits[i] = logits[i].masked_fill(~unpack(packed, logits.shape[1]), -torch.inf)
     if len(at["banned_row"]):
-        i, t = at["banned_row"], at["banned_token"]
+        i = at["banned_row"]
+        t = at["banned_token"]
         early = lengths[i] - prompt_len[i] < min_tokens[i]
         kept = logits[i, t]
         logits[i, t] = torch.where(early, -torch.inf, kept)
@@ -115,7 +150,13 @@ def unpack(words: Tensor, count: int) -> Tensor:
 
 
 def penalise(
-    logits: Tensor, tokens: Tensor, prompt_len: Tensor, lengths: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+    logits: Tensor,
+    tokens: Tensor,
+    prompt_len: Tensor,
+    lengths: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
 ) -> Tensor:
     """Lower what was said before. tokens [R, L]; repetition looks at prompt and output, the others at output alone."""
     position = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
@@ -129,7 +170,9 @@ def penalise(
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
-def keep_likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def keep_likely(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
     """Mask all but the top k, of those the fewest that reach top_p (the one that crosses it is kept), of those the ones
     at least min_p as likely as the first. Equal logits rank by token id."""
     ordered, index = logits.sort(dim=1, descending=True, stable=True)
@@ -142,7 +185,9 @@ def keep_likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     return torch.empty_like(logits).scatter_(1, index, ordered.masked_fill(drop, -torch.inf))
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logprob [R], rank [R], top ids [R, n], top logprobs [R, n]) of tokens [R] under logits [R, vocab] as the model
     gave them, before any parameter changed them."""
     logprobs = logits.float().log_softmax(1)

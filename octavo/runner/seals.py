@@ -33,7 +33,8 @@ class Check(NamedTuple):
 class Seals:
     def __init__(self, kv: Tensor):
         """kv [blocks, ...], blocks of whole pages"""
-        self.pages = kv.flatten(1).view(torch.int64).unflatten(1, (-1, PAGE // 8))  # [blocks, pages, words]
+        # [blocks, pages, words]
+        self.pages = kv.flatten(1).view(torch.int64).unflatten(1, (-1, PAGE // 8))
         self.waiting: dict[int, tuple[bytes, int]] = {}  # slot -> (hash, seal)
 
     def put(self, slot: int, h: bytes, sealed: int) -> None:
@@ -45,11 +46,16 @@ class Seals:
 
     def check(self, loads: list[tuple[int, int]]) -> Check | None:
         """Add up those of the blocks just loaded, [(slot, block)], that nobody has yet."""
-        found = sorted(((slot, block) for slot, block in loads if slot in self.waiting), key=itemgetter(1))
+        found = sorted(
+            ((slot, block) for slot, block in loads if slot in self.waiting), key=itemgetter(1)
+        )
         if not found:
             return None
-        sums = torch.empty(len(found), self.pages.shape[1], dtype=torch.int64, device=self.pages.device)
-        for _, run in groupby(enumerate(found), key=lambda at: at[1][1] - at[0]):  # blocks that lie side by side: mostly all
+        sums = torch.empty(
+            len(found), self.pages.shape[1], dtype=torch.int64, device=self.pages.device
+        )
+        # blocks that lie side by side: mostly all
+        for _, run in groupby(enumerate(found), key=lambda at: at[1][1] - at[0]):
             (k, (_, first)), *rest = run
             torch.sum(self.pages[first : first + 1 + len(rest)], 2, out=sums[k : k + 1 + len(rest)])
         return Check({slot: self.waiting.pop(slot) for slot, _ in found}, Download(sums))

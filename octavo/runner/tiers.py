@@ -39,11 +39,19 @@ from octavo.types import DiskNews, Fetch, Plan, Save
 log = logging.getLogger(__name__)
 
 READERS = 16  # threads at most
-PART = 4 << 20  # bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits between those
-BUSY = 0.75  # of the cores: with a reader on every one the engine's own thread hears late of what came, and loads it late
+# bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits
+# between those
+PART = 4 << 20
+# of the cores: with a reader on every one the engine's own thread hears late of what came, and
+# loads it late
+BUSY = 0.75
 PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
-OPENING = PATIENCE / 10  # for a file to be opened: one that hangs keeps who opens it, and those with its other parts no longer
-LISTEN = 0.001  # seconds to gather news when there is nothing else to do: a step for each would take the readers' interpreter
+# for a file to be opened: one that hangs keeps who opens it, and those with its other parts no
+# longer
+OPENING = PATIENCE / 10
+# seconds to gather news when there is nothing else to do: a step for each would take the readers'
+# interpreter
+LISTEN = 0.001
 SWEEP = 60.0  # seconds between looks at what others put into the directory
 PAUSE = 10.0  # seconds without writing after a write failed
 QUIET = 60.0  # seconds between two warnings of one kind
@@ -54,25 +62,39 @@ class Read:
     under way at most one has parts that nobody has taken, and there are never more than readers."""
 
     def __init__(self, fetch: Fetch, owner: int, parts: int):
-        self.fetch, self.owner, self.left = fetch, owner, parts
+        self.fetch = fetch
+        self.owner = owner
+        self.left = parts
         self.lock = threading.Lock()
-        self.taken, self.opened = False, threading.Event()
+        self.taken = False
+        self.opened = threading.Event()
         self.row = -1
         self.record: Record | None = None
         self.why = ""  # it is a miss
-        self.start = self.seconds = 0.0  # when it was begun, and what readers took for it, each for itself
+        # when it was begun, and what readers took for it, each for itself
+        self.start = self.seconds = 0.0
 
 
 class Tiers:
-    def __init__(self, kv: KVStore, slots: int, disk: Disk | None = None, staging: int = 0, sealed: bool | None = None):
+    def __init__(
+        self,
+        kv: KVStore,
+        slots: int,
+        disk: Disk | None = None,
+        staging: int = 0,
+        sealed: bool | None = None,
+    ):
         """`staging`: bytes of device memory for stores on their way; a block each way is the least. `sealed`: what comes from
         the disk is checked when it is loaded, and not by who reads it; as a rule on a GPU."""
-        self.kv, self.disk, self.slots = kv.tensor, disk, slots
+        self.kv = kv.tensor
+        self.disk = disk
+        self.slots = slots
         self.block_bytes = kv.tensor[0].nbytes
         cuda = kv.tensor.is_cuda
         readers = min(READERS, math.ceil(BUSY * (os.cpu_count() or 1))) if disk is not None else 0
         plain = area((slots + readers) * self.block_bytes)
-        self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])  # [slots + readers, ...]: rows
+        # [slots + readers, ...]: rows
+        self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])
         if cuda:
             page_lock(plain)
         self._bytes = plain.view(-1, self.block_bytes).numpy()
@@ -85,20 +107,26 @@ class Tiers:
         sealed = cuda if sealed is None else sealed
         self.seals = Seals(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
         self._check: Check | None = None  # of what was loaded last
-        self._news: deque[tuple[float, DiskNews, float]] = deque()  # (when, what, readers' seconds), from the threads
+        # (when, what, readers' seconds), from the threads
+        self._news: deque[tuple[float, DiskNews, float]] = deque()
         self._bell = threading.Event()
-        self._pending: dict[int, tuple[Fetch, int]] = {}  # fetches that have no news yet, and who owns their slots
+        # fetches that have no news yet, and who owns their slots
+        self._pending: dict[int, tuple[Fetch, int]] = {}
         self._progress = 0.0  # when the disk last gave something, or was first asked
         self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()  # from where on; or what to remove
+        # from where on; or what to remove
+        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
-        self._held: deque[tuple[Any, Callable[[], None]]] = deque()  # CUDA events, and what to do after each
+        # CUDA events, and what to do after each
+        self._held: deque[tuple[Any, Callable[[], None]]] = deque()
         self._warned: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         if disk is not None:
             self._threads = [threading.Thread(target=self._save_all, daemon=True, name="kv-save")]
             for _ in range(readers):
-                self._threads.append(threading.Thread(target=self._fetch_all, daemon=True, name="kv-fetch"))
+                self._threads.append(
+                    threading.Thread(target=self._fetch_all, daemon=True, name="kv-fetch")
+                )
             for thread in self._threads:
                 thread.start()
 
@@ -115,7 +143,9 @@ class Tiers:
                 self.host[self.row[slot]].copy_(self.kv[block])
         for save in plan.saves:
             if self._saves.qsize() + len(self._held) < self.slots:
-                self._when_stored(save.slot, partial(self._saves.put, (save, self._owner[save.slot])))
+                self._when_stored(
+                    save.slot, partial(self._saves.put, (save, self._owner[save.slot]))
+                )
             else:  # it could not still be there when its turn comes
                 self._tell(DiskNews("unsaved", save.hash, why="behind"))
         if plan.fetches and not self._pending:
@@ -133,15 +163,19 @@ class Tiers:
     def load(self, loads: list[tuple[int, int]]) -> None:
         if self._stage is not None:
             self._stage.await_stores([slot for slot, _ in loads])
-        if loads:  # in one call: each gives up the interpreter, readers take it, and it is a while until they give it back
-            rows, blocks = [self.host[self.row[slot]] for slot, _ in loads], [self.kv[block] for _, block in loads]
+        # in one call: each gives up the interpreter, readers take it, and it is a while until
+        # they give it back
+        if loads:
+            rows = [self.host[self.row[slot]] for slot, _ in loads]
+            blocks = [self.kv[block] for _, block in loads]
             torch._foreach_copy_(blocks, rows, non_blocking=True)
         if self.seals is not None:
             self._check = self.seals.check(loads)
 
     def take_check(self) -> Check | None:
         """Of the step that was just launched, if it loaded what came from disk."""
-        check, self._check = self._check, None
+        check = self._check
+        self._check = None
         return check
 
     def spoilt(self, check: Check) -> set[int]:
@@ -170,12 +204,17 @@ class Tiers:
             if news.kind == "fetched":
                 self.reading += seconds
                 # beside others: what it added to their time
-                news = news._replace(seconds=max(when - max(self._progress, when - news.seconds), 1e-9))
+                news = news._replace(
+                    seconds=max(when - max(self._progress, when - news.seconds), 1e-9)
+                )
             if news.ticket:
                 self._progress = when
             out.append(news)
         if self._pending and time.monotonic() - self._progress > PATIENCE:
-            self._warn("late", f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead")
+            self._warn(
+                "late",
+                f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead",
+            )
             for fetch, owner in self._pending.values():
                 if self._owner[fetch.slot] == owner:
                     self._own(fetch.slot)  # who has not begun to read it need not
@@ -211,14 +250,21 @@ class Tiers:
             read, at = job
             start = time.monotonic()
             with read.lock:
-                first, read.taken = not read.taken, True
+                first = not read.taken
+                read.taken = True
             if first:
                 self._open(read, start)
             why = read.why or ("late" if not read.opened.wait(OPENING) else "")
-            why = why or read.why or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
+            why = (
+                why
+                or read.why
+                or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
+            )
             if not why:
                 assert read.record is not None
-                why, _ = self._tried(read.record.read, self._bytes[read.row].data[at : at + PART], at)
+                why, _ = self._tried(
+                    read.record.read, self._bytes[read.row].data[at : at + PART], at
+                )
             with read.lock:
                 read.why = read.why or why
                 read.seconds += time.monotonic() - start
@@ -228,7 +274,8 @@ class Tiers:
                 self._close(read)
 
     def _open(self, read: Read, start: float) -> None:
-        read.start, read.row = start, self._spare.pop()
+        read.start = start
+        read.row = self._spare.pop()
         why = "overtaken"
         if self._owner[read.fetch.slot] == read.owner:
             why, read.record = self._tried(Record, self.disk, read.fetch.hash, read.fetch.tokens)
@@ -238,7 +285,9 @@ class Tiers:
 
     def _close(self, read: Read) -> None:
         """All of its parts are over."""
-        fetch, row, record = read.fetch, read.row, read.record
+        fetch = read.fetch
+        row = read.row
+        record = read.record
         if not read.why and record is not None and self.seals is None:
             read.why, _ = self._tried(record.compare, self._bytes[row].data)
         if not read.why and record is not None:
@@ -256,7 +305,8 @@ class Tiers:
     def _save_all(self) -> None:
         assert self.disk is not None
         buffer = np.empty(self.block_bytes, dtype=np.uint8)
-        swept, paused = time.monotonic(), 0.0
+        swept = time.monotonic()
+        paused = 0.0
         while (job := self._saves.get()) is not None:
             save, owner = job
             now = time.monotonic()
@@ -281,7 +331,8 @@ class Tiers:
         try:
             return "", work(*arguments)
         except Miss as miss:
-            if miss.why not in ("gone", "overtaken"):  # those happen where several servers share a directory, or a slow disk
+            # those happen where several servers share a directory, or a slow disk
+            if miss.why not in ("gone", "overtaken"):
                 self._warn(miss.why, f"KV on disk: {miss}")
             return miss.why, None
         except Exception as error:

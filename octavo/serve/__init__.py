@@ -6,4 +6,5 @@ completions; then http and what stands around it.
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C++ core writes lines of its own to stderr, some whenever a client likes
+# its C++ core writes lines of its own to stderr, some whenever a client likes
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -13,7 +13,9 @@ from octavo.serve.errors import MAX_RETRY_AFTER, ApiError, queue_full
 
 HALF_LIFE = 10.0  # seconds after which a measurement counts half
 MAX_TOLD = 10_000
-EAGER = 0.7  # somewhat sooner than needed: not all come back, and a queue that runs empty costs more than a refusal
+# somewhat sooner than needed: not all come back, and a queue that runs empty costs more than a
+# refusal
+EAGER = 0.7
 
 
 class Waiting(Protocol):
@@ -26,25 +28,33 @@ class Waiting(Protocol):
 
 class Queue:
     def __init__(self, max_requests: int, max_tokens: int):
-        self.max_requests, self.max_tokens = max_requests, max_tokens
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
         self.waiting: dict[str, tuple[Waiting, int]] = {}  # request id -> whose it is, tokens
         self.tokens = 0
         self._since = 0.0  # while somebody waits: when the last one began, or the first came
-        self._seconds, self._begun = 0.0, 0.0  # time in which somebody waited, and how many began in it; older counts less
-        self._told: deque[float] = deque()  # when those who were turned away should come back, about in order
+        # time in which somebody waited, and how many began in it; older counts less
+        self._seconds = 0.0
+        self._begun = 0.0
+        # when those who were turned away should come back, about in order
+        self._told: deque[float] = deque()
 
     def check(self, requests: int, tokens: int, priority: int = 0, free: int = 0) -> None:
         """Raise what the client gets if so much more cannot wait. `free`: so many will have a row as soon as the engine looks."""
         while True:
             if not self.waiting:
-                return  # alone, whatever it is: else a batch larger than the queue would be told to come back for ever
+                # alone, whatever it is: else a batch larger than the queue would be told to come
+                # back for ever
+                return
             if len(self.waiting) + requests > self.max_requests + free:
                 what = f"{len(self.waiting)} requests"
             elif self.tokens + tokens > self.max_tokens:
                 what = f"{self.tokens} prompt tokens"
             else:
                 return
-            youngest = next((w for w, _ in reversed(self.waiting.values()) if w.priority < priority), None)
+            youngest = next(
+                (w for w, _ in reversed(self.waiting.values()) if w.priority < priority), None
+            )
             if youngest is None:
                 raise queue_full(what, self.retry_after())
             youngest.fail(queue_full("requests of higher priority came", self.retry_after()))
@@ -63,9 +73,11 @@ class Queue:
         self.tokens -= found[1]
         if begun:
             now = time.monotonic()
-            passed, self._since = now - self._since, now
+            passed = now - self._since
+            self._since = now
             kept = 0.5 ** (passed / HALF_LIFE)
-            self._seconds, self._begun = self._seconds * kept + passed, self._begun * kept + 1
+            self._seconds = self._seconds * kept + passed
+            self._begun = self._begun * kept + 1
 
     def retry_after(self) -> float:
         """Seconds in which what waits now should have begun, at the rate of late: and whoever was turned away before and has

@@ -20,11 +20,16 @@ BIG = 256 * 2**10  # bytes: parsing more than this takes milliseconds, and is do
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LONG_NUMBER = re.compile(rb"\d{19}")  # it may be beyond 64 bits
 SMALL = 4096  # bytes: more is rarely plain, and then is looked through twice
-PATIENCE = 0.5  # seconds of an oversized body that are read, and thrown away, so that the client comes to see why
+# seconds of an oversized body that are read, and thrown away, so that the client comes to see why
+PATIENCE = 0.5
 
 
 async def read(
-    headers: Mapping[bytes, bytes], receive: Receive, there: bytes | None, kind: type[T], limits: Limits
+    headers: Mapping[bytes, bytes],
+    receive: Receive,
+    there: bytes | None,
+    kind: type[T],
+    limits: Limits,
 ) -> tuple[T, dict[str, Any]]:
     """The request's body as `kind`, and what it holds besides. `there`: the body, if it has come already, all of it."""
     check_headers(headers)
@@ -37,10 +42,19 @@ async def read(
 
 def check_headers(headers: Mapping[bytes, bytes]) -> None:
     content = headers.get(b"content-type", b"")
-    if content != b"application/json" and content.partition(b";")[0].strip().lower() != b"application/json":
-        raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json", "unsupported_media_type")
+    if (
+        content != b"application/json"
+        and content.partition(b";")[0].strip().lower() != b"application/json"
+    ):
+        raise ApiError(
+            415,
+            "the body must be JSON: send the header Content-Type: application/json",
+            "unsupported_media_type",
+        )
     if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
-        raise ApiError(415, "compressed bodies are not taken: send the JSON as it is", "unsupported_media_type")
+        raise ApiError(
+            415, "compressed bodies are not taken: send the JSON as it is", "unsupported_media_type"
+        )
 
 
 def too_large(limits: Limits) -> ApiError:
@@ -66,7 +80,9 @@ async def _bytes(headers: Mapping[bytes, bytes], receive: Receive, limits: Limit
                     raise too_large(limits)
                 parts.append(part)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout") from None
+        raise ApiError(
+            408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout"
+        ) from None
     return b"".join(parts)
 
 
@@ -97,12 +113,17 @@ def parse(data: bytes) -> dict[str, Any]:
         return plain
     try:
         value = _decoder.decode(data.decode())
-        if SURROGATE.search(data):  # half of a pair is no character, and no reply or message could hold it
+        # half of a pair is no character, and no reply or message could hold it
+        if SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except ApiError:
         raise
     except (ValueError, RecursionError) as error:
-        where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        where = (
+            f" (line {error.lineno}, column {error.colno})"
+            if isinstance(error, json.JSONDecodeError)
+            else ""
+        )
         raise bad(None, f"the body is not valid JSON{where}", "invalid_json") from None
     if not isinstance(value, dict):
         raise bad(None, "the body must be a JSON object", "invalid_json")
@@ -124,7 +145,9 @@ def _plain(data: bytes) -> dict[str, Any] | None:
 
 def _names(value: dict[str, Any] | list[Any]) -> int:
     inner = value.values() if type(value) is dict else value
-    return (len(value) if type(value) is dict else 0) + sum([_names(v) for v in inner if type(v) is dict or type(v) is list])
+    return (len(value) if type(value) is dict else 0) + sum(
+        [_names(v) for v in inner if type(v) is dict or type(v) is list]
+    )
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -159,7 +182,9 @@ def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
     except msgspec.ValidationError as error:
         raise type_error(str(error)) from None
     known = _fields(kind)
-    return found, {name: given for name, given in value.items() if given is not None and name not in known}
+    return found, {
+        name: given for name, given in value.items() if given is not None and name not in known
+    }
 
 
 @cache
@@ -173,7 +198,13 @@ JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boo
 def type_error(text: str) -> ApiError:
     """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; here it is said in JSON's words."""
     text, _, where = text.partition(" - at ")
-    path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`")).lstrip("$.").replace(".....", "").removesuffix("....")
-    message = text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)  # which all may be
+    path = (
+        re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`"))
+        .lstrip("$.")
+        .replace(".....", "")
+        .removesuffix("....")
+    )
+    # which all may be
+    message = text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)
     message = re.sub(r"\b(str|int|float|bool)\b|\|", lambda word: JSON_WORDS[word.group()], message)
     return bad(path or None, f"{path or 'the body'}: {message}")

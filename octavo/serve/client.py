@@ -29,7 +29,18 @@ from octavo.serve.admission import Queue
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError, api_error
 from octavo.serve.keys import Key
-from octavo.serve.messages import Abort, Add, Loaded, News, Ready, Refused, Stop, Taken, ToFront, View
+from octavo.serve.messages import (
+    Abort,
+    Add,
+    Loaded,
+    News,
+    Ready,
+    Refused,
+    Stop,
+    Taken,
+    ToFront,
+    View,
+)
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.serve.suspects import Suspects, fingerprint
@@ -60,7 +71,9 @@ Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new
 # More objects at a time than before by so many let the garbage collector look through the new ones. With Python's own 700 that
 # was at every third request, a tenth of what one costs.
 OBJECTS = 20_000
-OUTPUTS, ENDS = 8, 2  # looked at in a turn, and how many of those may be a reply's last
+# looked at in a turn, and how many of those may be a reply's last
+OUTPUTS = 8
+ENDS = 2
 REMEMBERED = 1024  # ended calls that can still be told from unknown ones
 
 
@@ -77,7 +90,12 @@ class Call:
         follow: bool,
         key: Key | None,
     ):
-        self.client, self.id, self.requests, self.texts, self.until, self.key = client, id, requests, texts, until, key
+        self.client = client
+        self.id = id
+        self.requests = requests
+        self.texts = texts
+        self.until = until
+        self.key = key
         self.owner, self.priority = (key.name, key.priority) if key is not None else ("", 0)
         self.error: ApiError | None = None
         self.structure: str | None = None  # the client's field that said what the text must match
@@ -86,7 +104,8 @@ class Call:
         self.arrival = requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
         self.told = False  # the engine has been
-        self._follow, self._closed = follow, False
+        self._follow = follow
+        self._closed = False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -94,7 +113,10 @@ class Call:
     def collectors(self) -> list[Collector]:
         """Of each prompt. Made when first asked for, which is when the engine has been told."""
         tokenizer = self.client.tokenizer
-        found = [Collector(r, text, tokenizer, self.until) for r, text in zip(self.requests, self.texts, strict=True)]
+        found = [
+            Collector(r, text, tokenizer, self.until)
+            for r, text in zip(self.requests, self.texts, strict=True)
+        ]
         if self._follow:
             for collector in found:
                 collector.news = []
@@ -105,7 +127,12 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __aiter__(self) -> Call:
@@ -119,7 +146,8 @@ class Call:
             if not self.unfinished:
                 raise StopAsyncIteration
             await self._wait()
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         if not pieces and self.error is not None:
             raise self.error
         return pieces
@@ -152,7 +180,12 @@ class Call:
             self._closed = True
             self.client.forget(self)
             if self.key is not None:
-                self.key.leave(sum(len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs) for c in self.collectors))
+                self.key.leave(
+                    sum(
+                        len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs)
+                        for c in self.collectors
+                    )
+                )
 
     # ---- the engine's side -----------------------------------------------------------------------
 
@@ -194,7 +227,8 @@ class Call:
 
 class EngineClient:
     def __init__(self, config: ServeConfig, metrics: Metrics, supervisor: Supervisor | None = None):
-        self.config, self.metrics = config, metrics
+        self.config = config
+        self.metrics = metrics
         self.queue = Queue(config.max_queue, config.max_queue_tokens)
         self.open_requests: dict[str, Place] = {}
         self.calls: dict[str, Call] = {}
@@ -205,7 +239,9 @@ class EngineClient:
         self.full = False  # the engine has no room for who waits: as it last said
         self.view: View | None = None  # the engine's last one, until watch.py takes it
         self.suspects = Suspects()
-        self.supervisor = supervisor or Supervisor(config, self.receive, self.lost, lambda: self.open_requests)
+        self.supervisor = supervisor or Supervisor(
+            config, self.receive, self.lost, lambda: self.open_requests
+        )
         self._loading: asyncio.Task[None] | None = None
 
     # ---- the state -------------------------------------------------------------------------------
@@ -219,7 +255,11 @@ class EngineClient:
         """Raises while there is no engine."""
         if self.draining:
             raise errors.draining()
-        if self.supervisor.phase != "ready" or self.tokenizer is None or self.supervisor.loaded is None:
+        if (
+            self.supervisor.phase != "ready"
+            or self.tokenizer is None
+            or self.supervisor.loaded is None
+        ):
             raise errors.not_ready(self.supervisor.phase, self.supervisor.restarting)
         return self.supervisor.loaded
 
@@ -249,7 +289,12 @@ class EngineClient:
         when they are over; `structure`: see Call; `until`: Collector."""
         rows = self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting)
         free = 0 if self.full else max(rows, 0)
-        self.queue.check(len(requests), sum(len(r.prompt) for r in requests), key.priority if key is not None else 0, free)
+        self.queue.check(
+            len(requests),
+            sum(len(r.prompt) for r in requests),
+            key.priority if key is not None else 0,
+            free,
+        )
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
         for i, request in enumerate(requests):
             request.id = f"{id}-{i}"
@@ -288,7 +333,8 @@ class EngineClient:
         if call.id not in self.calls:
             return
         _ = call.collectors
-        loop, spent = asyncio.get_running_loop(), time.monotonic() - call.arrival
+        loop = asyncio.get_running_loop()
+        spent = time.monotonic() - call.arrival
         total = min(timeout or self.config.request_timeout, self.config.request_timeout)
         waiting = self.config.queue_timeout
 
@@ -345,17 +391,27 @@ class EngineClient:
                 self._begun(id, at)
             for tokens in message.steps:
                 self.metrics.iteration.observe(tokens)
-            self._blame({out.request_id for out in message.outputs if out.finish_reason == "error" and out.code is None})
+            self._blame(
+                {
+                    out.request_id
+                    for out in message.outputs
+                    if out.finish_reason == "error" and out.code is None
+                }
+            )
             self._outputs.extend(message.outputs)
             if len(self._outputs) == len(message.outputs):
                 self._some()
-            self.metrics.generated_tokens(sum(len(out.tokens) for out in message.outputs) + message.untold)
+            self.metrics.generated_tokens(
+                sum(len(out.tokens) for out in message.outputs) + message.untold
+            )
         elif isinstance(message, View):
             self.view = message
         elif isinstance(message, Refused):
             found = self.open_requests.get(message.id)
             if found is not None:
-                param = found.call.structure if message.param == "structured_outputs" else message.param
+                param = (
+                    found.call.structure if message.param == "structured_outputs" else message.param
+                )
                 found.call.fail(ApiError(400, message.message, message.code, param))
         elif isinstance(message, Taken):
             found = self.open_requests.get(message.id)
@@ -377,7 +433,8 @@ class EngineClient:
         """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read. Of those
         that end a reply fewer: clients who ask again when they are answered then do so while others are still being answered.
         Answered all at once they would ask all at once, in step from then on, and front and engine would take turns."""
-        now, ended = time.monotonic(), 0
+        now = time.monotonic()
+        ended = 0
         try:
             for _ in range(min(OUTPUTS, len(self._outputs))):
                 out = self._outputs.popleft()
@@ -399,7 +456,9 @@ class EngineClient:
         self.metrics.tokens(collector, out, now)
         try:
             stop = call.take(which, out)
-        except BaseException as error:  # a panic in a library's native code too: others' news are still to be read
+        except (
+            BaseException
+        ) as error:  # a panic in a library's native code too: others' news are still to be read
             log.exception("the text of request %s cannot be made", out.request_id)
             call.fail(api_error(RuntimeError(str(error))))
             return

@@ -70,7 +70,12 @@ async def render(exchange: Exchange) -> None:
     asked.params.check_vocabulary(front.client.model.vocab_size)
     ids = await chat_ids(front, body, asked)
     text = front.tokenizer.decode(ids, skip_special_tokens=False)
-    reply = {"prompt": text, "token_ids": ids, "count": len(ids), "max_model_len": front.client.model.max_model_len}
+    reply = {
+        "prompt": text,
+        "token_ids": ids,
+        "count": len(ids),
+        "max_model_len": front.client.model.max_model_len,
+    }
     await exchange.reply(reply, asked.headers)
 
 
@@ -91,7 +96,10 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
         return params
     if body.stream:
         raise bad("prompt_logprobs", "prompt_logprobs are not streamed: use stream: false")
-    return replace(params, prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit))
+    return replace(
+        params,
+        prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit),
+    )
 
 
 def _logprobs(params: SamplingParams, top: int | None) -> SamplingParams:
@@ -121,10 +129,14 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
     if body.logprobs:
-        shape.top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
-    wanted, name = body.max_completion_tokens, "max_completion_tokens"
+        shape.top = validate.check_count(
+            "top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs
+        )
+    wanted = body.max_completion_tokens
+    name = "max_completion_tokens"
     if wanted is None:
-        wanted, name = body.max_tokens, "max_tokens"
+        wanted = body.max_tokens
+        name = "max_tokens"
     if wanted is not None:
         validate.check_count(name, wanted, 1)
     params = _logprobs(_prompt_logprobs(body, params, limits.top_logprobs), shape.top)
@@ -140,10 +152,22 @@ async def chat_ids(front: Front, body: ChatRequest, asked: Asked) -> list[int]:
     return validate.truncate(ids, body.truncate_prompt_tokens, asked.headers)
 
 
-async def prepare_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> tuple[Prepared, Shape]:
+async def prepare_chat(
+    front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
+) -> tuple[Prepared, Shape]:
     asked = read_chat(front, caller, body, unknown)
     prompts: list[tuple[str | None, list[int]]] = [(None, await chat_ids(front, body, asked))]
-    prepared = validate.build(front, caller, body, prompts, asked.params, asked.wanted, asked.timeout, asked.headers, "messages")
+    prepared = validate.build(
+        front,
+        caller,
+        body,
+        prompts,
+        asked.params,
+        asked.wanted,
+        asked.timeout,
+        asked.headers,
+        "messages",
+    )
     shape = asked.shape
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"
@@ -162,7 +186,11 @@ async def prepare_completion(
     shape = Shape(chat=False, n=1 if body.n is None else body.n, echo=bool(body.echo))
     shape.stream, shape.usage = _stream(body)
     shape.prompt_logprobs = body.prompt_logprobs is not None
-    many = len(body.prompt) if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int) else 1
+    many = (
+        len(body.prompt)
+        if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
+        else 1
+    )
     params = validate.choices(body, params, shape.n, many, shape.stream, limits, headers)
     if body.logprobs is not None:
         shape.top = validate.check_count("logprobs", body.logprobs, 0, limits.completion_logprobs)
@@ -177,20 +205,28 @@ async def prepare_completion(
     prompts: list[tuple[str | None, list[int]]] = []
     for text, ids in await validate.completion_prompts(front, body):
         kept = validate.truncate(ids, body.truncate_prompt_tokens, headers)
-        prompts.append((text if len(kept) == len(ids) else None, kept))  # of what was cut, the text is what the tokens say
-    return validate.build(front, caller, body, prompts, params, max(wanted, 1), timeout, headers), shape
+        # of what was cut, the text is what the tokens say
+        prompts.append((text if len(kept) == len(ids) else None, kept))
+    return validate.build(
+        front, caller, body, prompts, params, max(wanted, 1), timeout, headers
+    ), shape
 
 
 def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
     if wanted is not None and params.min_tokens > wanted:
-        raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({wanted})", "param_out_of_range")
+        raise bad(
+            "min_tokens",
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({wanted})",
+            "param_out_of_range",
+        )
 
 
 # ---- after ------------------------------------------------------------------------------------------------
 
 
 async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
-    front, caller = exchange.front, exchange.caller
+    front = exchange.front
+    caller = exchange.caller
     with open_call(front, caller, prepared, follow=shape.stream) as call:
         exchange.watch(call)
         if shape.stream:
@@ -198,13 +234,17 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
             await stream(exchange, call, prepared, shape)
         else:
             await call.done()
-            reply = replies.whole(reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape)
+            reply = replies.whole(
+                reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape
+            )
             await exchange.reply(reply, prepared.headers)
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
     """Headers go out at once, then pieces as they come; what goes wrong from here on is told in the stream."""
-    front, loop, written = exchange.front, asyncio.get_running_loop(), time.monotonic()
+    front = exchange.front
+    loop = asyncio.get_running_loop()
+    written = time.monotonic()
     timer: asyncio.TimerHandle | None = None
     quiet = front.config.keep_alive
 
@@ -230,19 +270,29 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
                 if not shape.prompt_only:
                     parts.append(writer.piece(index, piece, call.collectors))
                 elif piece.finish_reason is not None:
-                    parts.append(writer.piece(index, CompletionOutput(index, "", [], finish_reason="length"), call.collectors))
+                    parts.append(
+                        writer.piece(
+                            index,
+                            CompletionOutput(index, "", [], finish_reason="length"),
+                            call.collectors,
+                        )
+                    )
             data = b"".join(parts) if pieces else replies.KEEP_ALIVE
             if data:  # a piece that may yet become a call is held back
                 await exchange.write(data)
                 written = time.monotonic()
-        await exchange.write(writer.end(call.collectors, 0 if shape.prompt_only else None), last=True)
+        await exchange.write(
+            writer.end(call.collectors, 0 if shape.prompt_only else None), last=True
+        )
     except Exception as e:
         error = api_error(e)
         if error.code != "client_gone":
             front.metrics.rejections.labels(error.code or error.type).inc()
         if error.status == 500 and error is not e:
             log.exception("request %s failed in its stream", exchange.caller.id)
-        await exchange.write(writer.end(call.collectors, 0 if shape.prompt_only else None, error.encode()), last=True)
+        await exchange.write(
+            writer.end(call.collectors, 0 if shape.prompt_only else None, error.encode()), last=True
+        )
     finally:
         if timer is not None:
             timer.cancel()
@@ -251,7 +301,15 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
 
 def chunk_writer(front: Front, caller: Caller, shape: Shape) -> ChunkWriter:
     kind = "chat.completion.chunk" if shape.chat else "text_completion"
-    return ChunkWriter(reply_id(caller, shape), kind, front.config.name, front.tokenizer, shape.top, shape.usage, shape.tools)
+    return ChunkWriter(
+        reply_id(caller, shape),
+        kind,
+        front.config.name,
+        front.tokenizer,
+        shape.top,
+        shape.usage,
+        shape.tools,
+    )
 
 
 def reply_id(caller: Caller, shape: Shape) -> str:

@@ -24,7 +24,8 @@ class ServeConfig:
     strict_params: bool = False  # refuse fields that are not known
     chat_template: str | None = None  # in place of the model's own
     request_templates: bool = False  # let a request bring its own chat template
-    tool_parser: str = "auto"  # how the model writes calls of tools: a name in octavo.text.tools.FORMATS, auto or none
+    # how the model writes calls of tools: a name in octavo.text.tools.FORMATS, auto or none
+    tool_parser: str = "auto"
     metrics_prefix: str = "octavo"
     limits: Limits = field(default_factory=Limits)
     max_queue: int = 256  # requests that wait for their first step
@@ -33,7 +34,8 @@ class ServeConfig:
     request_timeout: float = 600.0  # seconds in all, unless the request says less
     drain_timeout: float = 30.0
     keep_alive: float = 10.0  # seconds of silence in a stream after which a comment goes out
-    stall_dump: float = 10.0  # seconds without a step, though there is work: write down where the engine stands
+    # seconds without a step, though there is work: write down where the engine stands
+    stall_dump: float = 10.0
     stall_kill: float = 60.0  # and then: start it anew
     check_interval: float = 60.0  # seconds between two checks of the engine's invariants; 0: none
     tokenizer_threads: int = 2

@@ -57,8 +57,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PULSE = 0.25  # seconds
 LONG = 5.0  # seconds: a step that may take longer is told of before it begins
-SLOWEST = {"cpu": 5e9, "cuda": 5e13}  # operations a second, of a core and of a GPU, that the slowest reach
-TICK = 0.002  # seconds between two looks at what is being compiled, while there is nothing else to do
+# operations a second, of a core and of a GPU, that the slowest reach
+SLOWEST = {"cpu": 5e9, "cuda": 5e13}
+# seconds between two looks at what is being compiled, while there is nothing else to do
+TICK = 0.002
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 PR_SET_PDEATHSIG = 1
 
@@ -67,18 +69,25 @@ class Observed:
     """A runner that takes note of the plans that pass: which requests begin, how many tokens of which kind."""
 
     def __init__(self, runner: Runner, live: Mapping[int, Sequence]):
-        self.runner, self.live = runner, live
+        self.runner = runner
+        self.live = live
         self.begun: list[tuple[str, float]] = []  # requests, and when
         self.steps: list[int] = []  # tokens of each
         self.prefill = self.decode = 0
         self.viewer: Viewer | None = None  # while somebody watches
         self.slowest = 0.0  # seconds that a token may take
-        self.long: dict[int, float] = {}  # steps of which it was told, and the seconds that each may take
-        self.tell: Callable[[float], None] = lambda seconds: None  # a step that may take so long is about to begin
+        # steps of which it was told, and the seconds that each may take
+        self.long: dict[int, float] = {}
+        # a step that may take so long is about to begin
+        self.tell: Callable[[float], None] = lambda seconds: None
 
     def launch(self, plan: Plan) -> Handle:
         now = time.monotonic()
-        self.begun += [(seq.request.id, now) for row in plan.rows if (seq := self.live[row.seq]).preemptions == 0]
+        self.begun += [
+            (seq.request.id, now)
+            for row in plan.rows
+            if (seq := self.live[row.seq]).preemptions == 0
+        ]
         count = plan.num_tokens
         if plan.items:
             self.steps.append(count)
@@ -100,7 +109,8 @@ class DeviceLost(OctavoError):
 
 
 class EngineLoop:
-    alive: Callable[[], bool] = staticmethod(lambda: True)  # whether the device still computes: asked when a step has failed
+    # whether the device still computes: asked when a step has failed
+    alive: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
         self,
@@ -110,33 +120,49 @@ class EngineLoop:
         check_interval: float = 0.0,
         slowest: float = 0.0,  # seconds that a token may take
     ):
-        self.engine, self.link, self.guides = engine, link, guides
-        self.check_interval, self.checked = check_interval, time.monotonic()
+        self.engine = engine
+        self.link = link
+        self.guides = guides
+        self.check_interval = check_interval
+        self.checked = time.monotonic()
         self.checks = self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
-        self.whole: dict[str, dict[int, list[int]]] = {}  # requests that nobody follows: what each sequence said, but its first
+        # requests that nobody follows: what each sequence said, but its first
+        self.whole: dict[str, dict[int, list[int]]] = {}
         self.observed = engine.runner = Observed(engine.runner, engine.scheduler.live)
-        self.observed.slowest, self.observed.tell = slowest, self._begin_long
-        self.patience, self.full = 0.0, False  # as last told
+        self.observed.slowest = slowest
+        self.observed.tell = self._begin_long
+        # as last told
+        self.patience = 0.0
+        self.full = False
         self.beat = Beat()
         self._snapshot()
 
     def run(self) -> None:
         """Until the front says Shutdown."""
-        engine, told = self.engine, 0.0
+        engine = self.engine
+        told = 0.0
         while True:
             rested = False
-            while (message := self.link.receive(0.0 if not engine.idle else TICK if self.held else None)) is not None:
+            while (
+                message := self.link.receive(
+                    0.0 if not engine.idle else TICK if self.held else None
+                )
+            ) is not None:
                 rested = rested or engine.idle
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._release()
             outputs = engine.step()
-            if any(out.finish_reason == "error" and out.code is None for out in outputs) and not self.alive():
+            if (
+                any(out.finish_reason == "error" and out.code is None for out in outputs)
+                and not self.alive()
+            ):
                 raise DeviceLost("the device computes no more")
             self.send(outputs)
-            now, resting = time.monotonic(), engine.idle and not self.held
+            now = time.monotonic()
+            resting = engine.idle and not self.held
             if self.check_interval and now - self.checked > self.check_interval:
                 self.checked = now
                 self._check()
@@ -161,7 +187,8 @@ class EngineLoop:
                 untold += sum(map(len, self.whole.pop(id, {}).values()))
                 self._ended(engine.abort(id))
             rests = engine.idle and not self.held
-            was, self.full = self.full, self.full and not rests
+            was = self.full
+            self.full = self.full and not rests
             if untold or was != self.full:
                 self.link.send(News([], [], [], untold, self.patience, self.full))
             if rests:
@@ -176,7 +203,18 @@ class EngineLoop:
 
     def _add(self, m: Add, guide: Guide | None = None) -> bool:
         try:
-            request = Request(m.id, m.prompt, m.params, m.arrival, m.salt, m.priority, m.deadline, m.key, guide, m.submitted)
+            request = Request(
+                m.id,
+                m.prompt,
+                m.params,
+                m.arrival,
+                m.salt,
+                m.priority,
+                m.deadline,
+                m.key,
+                guide,
+                m.submitted,
+            )
             self.engine.add(request)
         except InvalidRequest as error:
             self.link.send(Refused(m.id, str(error), error.param, error.code))
@@ -205,10 +243,13 @@ class EngineLoop:
         if self.whole:
             outputs = [out for out in outputs if self._tells(out)]
         before = self.patience, self.full
-        self.patience, self.full = self._patience(), self.engine.scheduler.full
-        last = bool(self.observed.steps) and self.engine.idle  # of steps for those who left: nothing else would bring it
+        self.patience = self._patience()
+        self.full = self.engine.scheduler.full
+        # of steps for those who left: nothing else would bring it
+        last = bool(self.observed.steps) and self.engine.idle
         if outputs or begun or last or (self.patience, self.full) != before:
-            steps, self.observed.steps = self.observed.steps, []
+            steps = self.observed.steps
+            self.observed.steps = []
             self.link.send(News(outputs, begun, steps, patience=self.patience, full=self.full))
 
     def _patience(self) -> float:
@@ -216,12 +257,15 @@ class EngineLoop:
         if not self.observed.long:
             return 0.0
         under_way = {plan.step for plan, _, _ in self.engine.inflight}
-        self.observed.long = {step: seconds for step, seconds in self.observed.long.items() if step in under_way}
+        self.observed.long = {
+            step: seconds for step, seconds in self.observed.long.items() if step in under_way
+        }
         return max(self.observed.long.values(), default=0.0)
 
     def _begun(self) -> list[tuple[str, float]]:
         """Requests that have begun since this was asked last."""
-        begun, self.observed.begun = self.observed.begun, []
+        begun = self.observed.begun
+        self.observed.begun = []
         return begun
 
     def _begin_long(self, seconds: float) -> None:
@@ -287,10 +331,13 @@ class EngineLoop:
             log.error("%s", json.dumps(dump))
 
     def _snapshot(self) -> None:
-        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
-        count, used = scheduler.count, pool.num_blocks - len(pool.free)
+        scheduler = self.engine.scheduler
+        pool = self.engine.scheduler.pool
+        count = scheduler.count
+        used = pool.num_blocks - len(pool.free)
         held = {b for seq in scheduler.running for b in seq.table if pool.hash[b] is not None}
-        cached = len(pool.index) - len(held)  # what pool.num_cached counts one by one, 2 ms at 32K blocks
+        # what pool.num_cached counts one by one, 2 ms at 32K blocks
+        cached = len(pool.index) - len(held)
         self.beat = Beat(
             count.steps,
             len(scheduler.decoding) + len(scheduler.prefilling),
@@ -310,7 +357,11 @@ class EngineLoop:
             count.recomputed_tokens,
             tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
             dict(count.tiers.misses),
-            *((self.guides.compiled, self.guides.hits, self.guides.seconds) if self.guides is not None else (0, 0, 0.0)),
+            *(
+                (self.guides.compiled, self.guides.hits, self.guides.seconds)
+                if self.guides is not None
+                else (0, 0, 0.0)
+            ),
             self.checks,
             self.check_failures,
             count.shrunk,
@@ -319,10 +370,16 @@ class EngineLoop:
 
 def tier_state(tiers: Tiers) -> dict[str, float]:
     """Counters, and how many slots of host memory are in which state."""
-    state: dict[str, float] = {name: value for name, value in asdict(tiers.count).items() if name != "misses"}
-    cached, free = len(tiers.ready), len(tiers.free)
+    state: dict[str, float] = {
+        name: value for name, value in asdict(tiers.count).items() if name != "misses"
+    }
+    cached = len(tiers.ready)
+    free = len(tiers.free)
     return state | {
-        **{f"{move}_bytes": state[f"{move}s"] * tiers.block_bytes for move in ("store", "load", "save")},
+        **{
+            f"{move}_bytes": state[f"{move}s"] * tiers.block_bytes
+            for move in ("store", "load", "save")
+        },
         "fetch_bytes": tiers.count.fetches * tiers.block_bytes,
         "slots_cached": cached,
         "slots_free": free,
@@ -369,7 +426,11 @@ def build(start: Start, link: EngineLink) -> LLM:
 
 def describe(llm: LLM, tokenizer: str | None) -> Loaded:
     metadata = llm.checkpoint.gguf_metadata if tokenizer is None else None
-    gguf = None if metadata is None else {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    gguf = (
+        None
+        if metadata is None
+        else {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    )
     memory = llm.memory
     return Loaded(
         llm.config.vocab_size,

@@ -47,15 +47,27 @@ class ApiError(Exception):
     ):
         """`allow`: the methods that a route takes."""
         # They may quote what was sent, and half of a surrogate pair can be quoted to nobody.
-        message, param = message.encode(errors="replace").decode(), param and param.encode(errors="replace").decode()
+        message = message.encode(errors="replace").decode()
+        param = param and param.encode(errors="replace").decode()
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
         self.type = type or TYPES[status]
-        self.retry_after, self.allow = retry_after, allow
+        self.retry_after = retry_after
+        self.allow = allow
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     @property
     def headers(self) -> dict[str, str]:
@@ -87,7 +99,11 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), error.code, error.param)
     if isinstance(error, ModelError):  # a template that came with the model
         return ApiError(500, "the model's own files do not allow this request", "model_error")
-    return ApiError(500, "an error inside the server: its log has more under this request's id", "internal_error")
+    return ApiError(
+        500,
+        "an error inside the server: its log has more under this request's id",
+        "internal_error",
+    )
 
 
 # ---- those that several places raise -----------------------------------------------------------------
@@ -102,7 +118,11 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def not_ready(phase: str, restarting: bool) -> ApiError:
-    code, what = ("engine_restarting", "starting again") if restarting else ("engine_starting", f"not ready yet ({phase})")
+    code, what = (
+        ("engine_restarting", "starting again")
+        if restarting
+        else ("engine_starting", f"not ready yet ({phase})")
+    )
     return ApiError(503, f"the engine is {what}: try again soon", code, retry_after=2.0)
 
 
@@ -112,7 +132,12 @@ def engine_lost() -> ApiError:
 
 
 def step_failed() -> ApiError:
-    return ApiError(500, "the computation failed for this request; others go on", "engine_error", retry_after=0.5)
+    return ApiError(
+        500,
+        "the computation failed for this request; others go on",
+        "engine_error",
+        retry_after=0.5,
+    )
 
 
 def out_of_memory() -> ApiError:
@@ -125,7 +150,11 @@ def not_a_number(why: str) -> ApiError:
 
 
 def poisoned() -> ApiError:
-    return ApiError(500, "this request failed the engine again and again: it is not tried any more for a while", "poison_request")
+    return ApiError(
+        500,
+        "this request failed the engine again and again: it is not tried any more for a while",
+        "poison_request",
+    )
 
 
 def tried_alone() -> ApiError:
@@ -134,11 +163,15 @@ def tried_alone() -> ApiError:
 
 
 def draining() -> ApiError:
-    return ApiError(503, "the server is shutting down: try another one", "draining", retry_after=5.0)
+    return ApiError(
+        503, "the server is shutting down: try another one", "draining", retry_after=5.0
+    )
 
 
 def cut_off() -> ApiError:
-    return ApiError(503, "the server shut down before this request was done", "draining", retry_after=5.0)
+    return ApiError(
+        503, "the server shut down before this request was done", "draining", retry_after=5.0
+    )
 
 
 def cancelled() -> ApiError:

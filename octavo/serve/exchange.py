@@ -29,37 +29,55 @@ def client_gone() -> ApiError:
 
 class Exchange:
     def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send):
-        self.front, self.scope = front, scope
+        self.front = front
+        self.scope = scope
         self.caller: Caller = scope["octavo.caller"]
         self.path: dict[str, str] = scope.get("path_params", {})
-        self._receive, self._send = receive, send
+        self._receive = receive
+        self._send = send
         self._line: Line = scope["octavo.line"]  # wire.py puts it there
 
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
         """See octavo.serve.body.read."""
         headers = self.scope["octavo.headers"]
-        return await body.read(headers, self._receive, self._line.body(), kind, self.front.config.limits)
+        return await body.read(
+            headers, self._receive, self._line.body(), kind, self.front.config.limits
+        )
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
         await self.send(_encode(value), "application/json", headers, status)
 
-    async def send(self, data: bytes, content: str, headers: Headers | None = None, status: int = 200) -> None:
-        await self._start(status, {"content-type": content, "content-length": str(len(data)), **(headers or {})})
+    async def send(
+        self, data: bytes, content: str, headers: Headers | None = None, status: int = 200
+    ) -> None:
+        await self._start(
+            status, {"content-type": content, "content-length": str(len(data)), **(headers or {})}
+        )
         await self.write(data, last=True)
 
     async def start_events(self, headers: Headers) -> None:
-        fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        fixed = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
         await self._start(200, {**fixed, **headers})
 
     async def _start(self, status: int, headers: Headers) -> None:
-        encoded = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        encoded = [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()
+        ]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def write(self, data: bytes, last: bool = False) -> None:
         """Waits while the client is slow to read, but not for ever: then the connection is cut."""
         if not self._line.paused:
-            return await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        timer = asyncio.get_running_loop().call_later(self.front.config.limits.send_seconds, self._line.abort)
+            return await self._send(
+                {"type": "http.response.body", "body": data, "more_body": not last}
+            )
+        timer = asyncio.get_running_loop().call_later(
+            self.front.config.limits.send_seconds, self._line.abort
+        )
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         finally:
@@ -77,7 +95,8 @@ class Endpoint:
     """A handler as an ASGI application."""
 
     def __init__(self, front: Front, handler: Handler):
-        self.front, self.handler = front, handler
+        self.front = front
+        self.handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.handler(Exchange(self.front, scope, receive, send))

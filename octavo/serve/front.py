@@ -22,7 +22,9 @@ class Front:
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
-        self.text = TextWorker(config.tokenizer_threads, config.limits.text_seconds, lambda: self.idle)
+        self.text = TextWorker(
+            config.tokenizer_threads, config.limits.text_seconds, lambda: self.idle
+        )
         self.created = int(time.time())
 
     @property

@@ -32,7 +32,8 @@ NOT_COUNTED = frozenset({401, 404, 405})
 
 class Guard:
     def __init__(self, app: ASGIApp, front: Front):
-        self.app, self.front = app, front
+        self.app = app
+        self.front = front
         self.local = is_loopback(front.config.host)
         self.host_allowed = lru_cache(64)(self._host_allowed)  # the same few, again and again
 
@@ -41,16 +42,24 @@ class Guard:
             return await self.app(scope, receive, send)
         line = scope.get("octavo.line")  # a WebSocket has none
         caller = scope["octavo.caller"] = Caller() if line is None else Caller(arrival=line.arrival)
-        headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))  # of two by one name the first
+        # of two by one name the first
+        headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))
         status = 0
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
-                found = message["headers"] = [*message["headers"], (b"x-request-id", caller.id.encode())]
+                found = message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", caller.id.encode()),
+                ]
                 label = text(headers, b"x-request-id")
-                if label and len(label) <= self.front.config.limits.label_chars and LABEL.fullmatch(label):
+                if (
+                    label
+                    and len(label) <= self.front.config.limits.label_chars
+                    and LABEL.fullmatch(label)
+                ):
                     found.append((b"x-client-request-id", label.encode()))
             elif message["type"] == "websocket.accept":
                 status = 101
@@ -72,7 +81,8 @@ class Guard:
             else:
                 raise
         finally:
-            scope.pop("octavo.line", None)  # which knows the scope: they would wait for each other, and for the collector
+            # which knows the scope: they would wait for each other, and for the collector
+            scope.pop("octavo.line", None)
             if line is not None:
                 line.answered()
             log.info("%s %s %s %d %.1f ms%s", caller.id, scope.get("method", "WS"), known_path(scope), status,
@@ -81,34 +91,56 @@ class Guard:
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:
         host = text(headers, b"host") or ""
         if not self.host_allowed(host):
-            raise ApiError(421, "this server does not answer under that host name (--allowed-host adds one)", "wrong_host")
+            raise ApiError(
+                421,
+                "this server does not answer under that host name (--allowed-host adds one)",
+                "wrong_host",
+            )
         if scope["type"] == "websocket":
             self.check_origin(text(headers, b"origin"), host)
         if scope["path"] not in OPEN:
             address = scope["client"][0] if scope.get("client") else ""
-            caller.key = self.front.keys.check(text(headers, b"authorization") or offered_key(scope), address)
+            caller.key = self.front.keys.check(
+                text(headers, b"authorization") or offered_key(scope), address
+            )
         if (timeout := text(headers, b"x-request-timeout")) is not None:
             try:
                 caller.timeout = float(timeout)
             except ValueError:
-                raise bad("timeout", "the header x-request-timeout must be a number of seconds") from None
+                raise bad(
+                    "timeout", "the header x-request-timeout must be a number of seconds"
+                ) from None
 
     def _host_allowed(self, host: str) -> bool:
         """A web page can make a browser send requests here under a name of its own: only ours are answered."""
         allowed = self.front.config.allowed_hosts
         name = None
         with suppress(ValueError):  # brackets that do not fit
-            name = urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
+            name = (
+                urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
+            )
         if name is None:
             return False
-        return name in allowed or (self.local and (name == "localhost" or is_loopback(name))) or not (allowed or self.local)
+        return (
+            name in allowed
+            or (self.local and (name == "localhost" or is_loopback(name)))
+            or not (allowed or self.local)
+        )
 
     def check_origin(self, origin: str | None, host: str) -> None:
         """Browsers always send it with a WebSocket, and do not apply any rule of their own."""
         with suppress(ValueError):  # brackets that do not fit
-            if origin is None or origin in self.front.config.allowed_origins or urlsplit(origin).netloc == host:
+            if (
+                origin is None
+                or origin in self.front.config.allowed_origins
+                or urlsplit(origin).netloc == host
+            ):
                 return
-        raise ApiError(403, "web pages of this origin may not use this server (--allowed-origin adds one)", "wrong_origin")
+        raise ApiError(
+            403,
+            "web pages of this origin may not use this server (--allowed-origin adds one)",
+            "wrong_origin",
+        )
 
 
 def offered_key(scope: Scope) -> str | None:
@@ -117,7 +149,9 @@ def offered_key(scope: Scope) -> str | None:
         if name.startswith(KEY_PROTOCOL):
             key = name.removeprefix(KEY_PROTOCOL)
             try:
-                return "Bearer " + base64.urlsafe_b64decode(key + "=" * (-len(key) % 4)).decode("ascii")
+                return "Bearer " + base64.urlsafe_b64decode(key + "=" * (-len(key) % 4)).decode(
+                    "ascii"
+                )
             except (binascii.Error, ValueError):
                 return "Bearer"
     return None
@@ -147,13 +181,19 @@ def from_router(error: HTTPException) -> ApiError:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow")
         takes = f": it takes {allow}" if allow else ""
-        return ApiError(405, f"this route does not take this method{takes}", "method_not_allowed", allow=allow)
+        return ApiError(
+            405, f"this route does not take this method{takes}", "method_not_allowed", allow=allow
+        )
     return ApiError(404, "there is no such route: /openapi.json names those there are", "not_found")
 
 
 async def send_error(error: ApiError, scope: Scope, send: Send) -> None:
     data = error.encode()
-    headers = {"content-type": "application/json", "content-length": str(len(data)), **error.headers}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(data)),
+        **error.headers,
+    }
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     kind = "http.response"
     if scope["type"] == "websocket":

@@ -23,7 +23,8 @@ class HealthServer(ThreadingHTTPServer):
     request_queue_size = 128  # the library's 5 let a crowd of connections cost a probe a second
 
     def __init__(self, address: tuple[str, int], seen: Seen):
-        self.seen, self.room = seen, threading.BoundedSemaphore(CLIENTS)
+        self.seen = seen
+        self.room = threading.BoundedSemaphore(CLIENTS)
         super().__init__(address, Handler)
 
     def begin(self) -> None:
@@ -48,12 +49,16 @@ class HealthServer(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: HealthServer
     timeout = PATIENCE
-    server_version, sys_version = "octavo", ""
+    server_version = "octavo"
+    sys_version = ""
 
     def do_GET(self) -> None:
         late = time.monotonic() - self.server.seen.last
         known = self.path == "/livez"
-        state = {"state": "stuck" if late > STUCK else "alive", "loop_late_s": round(max(late, 0.0), 3)}
+        state = {
+            "state": "stuck" if late > STUCK else "alive",
+            "loop_late_s": round(max(late, 0.0), 3),
+        }
         body = json.dumps(state if known else {"error": "only /livez is here"}).encode()
         self.send_response(404 if not known else 503 if late > STUCK else 200)
         self.send_header("content-type", "application/json")

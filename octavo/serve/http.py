@@ -49,12 +49,25 @@ class Table:
     """Finds a route. Plain paths are looked up; the rest is starlette's router's, and so is what to say when there is none."""
 
     def __init__(self, front: Front):
-        routes = [Route(path, Endpoint(front, handler), methods=["POST"]) for path, handler in POST.items()]
-        routes += [Route(path, Endpoint(front, handler), methods=["GET"]) for path, handler in GET.items()]
+        routes = [
+            Route(path, Endpoint(front, handler), methods=["POST"])
+            for path, handler in POST.items()
+        ]
+        routes += [
+            Route(path, Endpoint(front, handler), methods=["GET"]) for path, handler in GET.items()
+        ]
         routes += [Route(path, Endpoint(front, send_page), methods=["GET"]) for path in PAGE]
-        sockets = [WebSocketRoute("/ws/generate", WebSocketEndpoint(front)), WebSocketRoute("/ws/watch", WatchEndpoint(front))]
+        sockets = [
+            WebSocketRoute("/ws/generate", WebSocketEndpoint(front)),
+            WebSocketRoute("/ws/watch", WatchEndpoint(front)),
+        ]
         self.router = Router([*routes, *sockets], redirect_slashes=False, default=not_found)
-        self.plain = {(method, route.path): route for route in routes for method in route.methods or () if "{" not in route.path}
+        self.plain = {
+            (method, route.path): route
+            for route in routes
+            for method in route.methods or ()
+            if "{" not in route.path
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self.plain.get((scope.get("method", ""), scope["path"]))
@@ -68,5 +81,7 @@ def application(front: Front) -> ASGIApp:
     app: ASGIApp = Guard(Table(front), front)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
-        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
     return app

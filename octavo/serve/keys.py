@@ -53,7 +53,9 @@ class Bucket:
     """So much a minute, with bursts of as much: `level` is what is left. May go into debt, which then has to be waited for."""
 
     def __init__(self, per_minute: int):
-        self.per_minute, self.level, self.last = per_minute, float(per_minute), time.monotonic()
+        self.per_minute = per_minute
+        self.level = float(per_minute)
+        self.last = time.monotonic()
 
     def wait(self) -> float:
         """Seconds until something is left; 0: now."""
@@ -68,11 +70,15 @@ class Bucket:
 
 class Key:
     def __init__(self, entry: Entry, digest: bytes):
-        self.name, self.priority, self.admin, self.digest = entry.name, entry.priority, entry.admin, digest
+        self.name = entry.name
+        self.priority = entry.priority
+        self.admin = entry.admin
+        self.digest = digest
         self.salt = hashlib.sha256(b"octavo salt" + digest).hexdigest()[:16]
         self.requests = Bucket(entry.requests_per_minute) if entry.requests_per_minute else None
         self.tokens = Bucket(entry.tokens_per_minute) if entry.tokens_per_minute else None
-        self.max_concurrency, self.open = entry.max_concurrency, 0
+        self.max_concurrency = entry.max_concurrency
+        self.open = 0
 
     def enter(self) -> None:
         """A request begins; raises if it is one too many."""
@@ -104,14 +110,17 @@ def network(address: str) -> str:
 
 
 def limited(what: str, wait: float) -> ApiError:
-    return ApiError(429, f"this key allows {what}: try again later", "rate_limit_exceeded", retry_after=wait)
+    return ApiError(
+        429, f"this key allows {what}: try again later", "rate_limit_exceeded", retry_after=wait
+    )
 
 
 class Keys:
     """`found` empty: everybody may do everything."""
 
     def __init__(self, found: list[Key], limits: Limits):
-        self.found, self.limits = found, limits
+        self.found = found
+        self.limits = limits
         self._failed: dict[str, Bucket] = {}
 
     @classmethod
@@ -132,7 +141,12 @@ class Keys:
         address = network(address)
         failed = self._failed.get(address)
         if failed is not None and (wait := failed.wait()):
-            raise ApiError(429, "too many wrong keys from this address: try again later", "too_many_failures", retry_after=wait)
+            raise ApiError(
+                429,
+                "too many wrong keys from this address: try again later",
+                "too_many_failures",
+                retry_after=wait,
+            )
         scheme, _, key = (header or "").partition(" ")
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         match: Key | None = None
@@ -144,7 +158,11 @@ class Keys:
                 if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
                     self._failed.pop(next(iter(self._failed)))
                 self._failed.setdefault(address, Bucket(self.limits.failed_logins)).take()
-            what = "the API key is not valid" if header else "an API key is needed: Authorization: Bearer KEY"
+            what = (
+                "the API key is not valid"
+                if header
+                else "an API key is needed: Authorization: Bearer KEY"
+            )
             raise ApiError(401, what, "invalid_api_key")
         return match
 
@@ -157,7 +175,9 @@ def _distinct(keys: list[Key], file: str) -> list[Key]:
     names: dict[bytes, str] = {}
     for key in keys:
         if (other := names.setdefault(key.digest, key.name)) != key.name:
-            raise KeysError(f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?")
+            raise KeysError(
+                f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?"
+            )
     return keys
 
 
@@ -167,7 +187,10 @@ def _key(entry: Entry, file: str) -> Key:
         raise KeysError(f"{file}: a name has 1 to 64 letters, digits, . _ -, not {entry.name!r}")
     if (entry.key is None) == (entry.sha256 is None):
         raise KeysError(f"{where} needs either key or sha256")
-    limits: dict[str, Any] = {n: getattr(entry, n) for n in ("requests_per_minute", "tokens_per_minute", "max_concurrency")}
+    limits: dict[str, Any] = {
+        n: getattr(entry, n)
+        for n in ("requests_per_minute", "tokens_per_minute", "max_concurrency")
+    }
     if any(value is not None and value < 1 for value in limits.values()):
         raise KeysError(f"{where} has a limit below 1")
     if entry.sha256 is not None:
@@ -175,6 +198,13 @@ def _key(entry: Entry, file: str) -> Key:
             raise KeysError(f"{where}: sha256 has 64 hexadecimal digits")
         return Key(entry, bytes.fromhex(entry.sha256))
     assert entry.key is not None
-    if len(entry.key) < MIN_LENGTH or not entry.key.isascii() or not entry.key.isprintable() or " " in entry.key:
-        raise KeysError(f"{where} must have at least {MIN_LENGTH} printable ASCII characters and no spaces")
+    if (
+        len(entry.key) < MIN_LENGTH
+        or not entry.key.isascii()
+        or not entry.key.isprintable()
+        or " " in entry.key
+    ):
+        raise KeysError(
+            f"{where} must have at least {MIN_LENGTH} printable ASCII characters and no spaces"
+        )
     return Key(entry, hashlib.sha256(entry.key.encode()).digest())

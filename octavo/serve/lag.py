@@ -18,7 +18,9 @@ VERY_LATE = 1.0  # seconds
 
 async def watch_loop(metrics: Metrics, seen: Seen) -> None:
     """Sets the lag gauge to the worst of the last two seconds."""
-    watcher = threading.Thread(target=seen.watch, args=(threading.get_ident(),), daemon=True, name="lag")
+    watcher = threading.Thread(
+        target=seen.watch, args=(threading.get_ident(),), daemon=True, name="lag"
+    )
     watcher.start()
     recent: list[float] = []
     try:

@@ -27,7 +27,16 @@ from typing import Any
 
 import msgspec
 
-from octavo.serve.messages import Add, Refused, Shutdown, ToEngine, ToFront, decode_to_engine, decode_to_front, encode
+from octavo.serve.messages import (
+    Add,
+    Refused,
+    Shutdown,
+    ToEngine,
+    ToFront,
+    decode_to_engine,
+    decode_to_front,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
@@ -60,7 +69,8 @@ class Pipe:
             data = b""
         self.closed = not data
         self._in += data
-        found, at = [], 0
+        found = []
+        at = 0
         while len(self._in) - at >= LENGTH.size:
             end = at + LENGTH.size + LENGTH.unpack_from(self._in, at)[0]
             if end > len(self._in):
@@ -99,8 +109,10 @@ class FrontLink:
     def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], float] = lambda: 0):
         """`asked`: how many requests the engine is to have, those said and not sent among them."""
         mine, self.other = socket.socketpair()
-        self._pipe, self._number = Pipe(mine), mine.fileno()
-        self._deliver, self._asked = deliver, asked
+        self._pipe = Pipe(mine)
+        self._number = mine.fileno()
+        self._deliver = deliver
+        self._asked = asked
         self._said: list[ToEngine] = []
         self._told: list[Callable[[], None]] = []  # who is to hear when they have left
         self._since = 0.0  # when the first of those came
@@ -134,7 +146,8 @@ class FrontLink:
     def _flush(self) -> None:
         if not self._said or not self._open:
             return
-        (said, self._said), (told, self._told) = (self._said, []), (self._told, [])
+        (said, self._said) = (self._said, [])
+        (told, self._told) = (self._told, [])
         now = time.monotonic()
         frames: list[bytes] = []
         for message in said:
@@ -145,7 +158,10 @@ class FrontLink:
             except Exception:  # one that cannot be said takes no other with it
                 log.exception("a message to the engine could not be encoded")
                 if type(message) is Add:
-                    self._loop.call_soon(self._deliver, Refused(message.id, "this request cannot be told to the engine"))
+                    self._loop.call_soon(
+                        self._deliver,
+                        Refused(message.id, "this request cannot be told to the engine"),
+                    )
         if not self._pipe.send(b"".join(frames)):
             self._loop.add_writer(self._number, self._writable)
         for callback in told:
@@ -182,7 +198,8 @@ class EngineLink:
     """Only the thread that steps receives."""
 
     def __init__(self, end: socket.socket):
-        self._pipe, self._lock = Pipe(end), threading.Lock()
+        self._pipe = Pipe(end)
+        self._lock = threading.Lock()
         self._messages: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
@@ -207,7 +224,9 @@ class EngineLink:
         """The next message; None if none comes for so long. `seconds` None: there is time. Shutdown when the front is gone."""
         while True:
             if not self._messages:
-                if seconds != 0 and not self._poll.poll(None if seconds is None else seconds * 1000):
+                if seconds != 0 and not self._poll.poll(
+                    None if seconds is None else seconds * 1000
+                ):
                     return None
                 self._messages.extend(self._pipe.receive() or ())
                 if not self._messages:
@@ -219,7 +238,9 @@ class EngineLink:
             data = self._messages.popleft()
             try:
                 return decode_to_engine(data)
-            except msgspec.ValidationError as error:  # the front checks first, so this is its mistake and not the client's
+            except (
+                msgspec.ValidationError
+            ) as error:  # the front checks first, so this is its mistake and not the client's
                 log.error("a message that the engine cannot use: %s", error)
                 fields: list[Any] = msgspec.msgpack.decode(data, type=list)
                 if fields[0] == "Add":

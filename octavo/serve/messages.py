@@ -29,7 +29,8 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     deadline: float | None = None  # on the same clock
     key: str = ""
     submitted: float = 0.0  # when it left the front, on the same clock
-    whole: bool = False  # nobody follows it: after its first token the front wants to hear of it when it has ended
+    # nobody follows it: after its first token the front wants to hear of it when it has ended
+    whole: bool = False
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -80,7 +81,9 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     tokenizer_directory: str | None
     tokenizer_gguf: dict[str, Any] | None
     kv_dtype: str = ""
-    kv_budget: int = 0  # tokens that a sequence keeps, where its KV is bounded: replies may then go on beyond the context
+    # tokens that a sequence keeps, where its KV is bounded: replies may then go on beyond the
+    # context
+    kv_budget: int = 0
 
     @property
     def longest(self) -> int:
@@ -137,7 +140,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
     recomputed_tokens: int = 0
-    tiers: dict[str, float] = {}  # what happened in the tiers below the device, and where they stand; empty: there are none
+    # what happened in the tiers below the device, and where they stand; empty: there are none
+    tiers: dict[str, float] = {}
     tier_misses: dict[str, int] = {}  # by reason
     guides_compiled: int = 0
     guides_cached: int = 0  # asked for and there already, or on the way
@@ -171,9 +175,11 @@ class Step(msgspec.Struct, array_like=True):
     decode: int  # rows
     prefill: int  # tokens
     chunks: list[tuple[int, int, int]]  # Sequence.id, first position, tokens
-    begun: list[tuple[int, str, int, int]]  # Sequence.id, request, tokens that are known, of those cached
+    # Sequence.id, request, tokens that are known, of those cached
+    begun: list[tuple[int, str, int, int]]
     preempted: list[tuple[int, str, str]]  # Sequence.id, request, why
-    moves: dict[str, int]  # blocks: stores, loads, copies, shifts, saves, fetches; only those that are not 0
+    # blocks: stores, loads, copies, shifts, saves, fetches; only those that are not 0
+    moves: dict[str, int]
     urgent: bool = False
     more: int = 0
     seconds: float = 0.0  # 0: it has not landed

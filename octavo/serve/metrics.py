@@ -14,7 +14,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector as Source
 
 from octavo.collect import Collector
@@ -24,8 +29,45 @@ from octavo.types import Output
 if TYPE_CHECKING:
     from octavo.serve.client import Call, EngineClient
 
-TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+PER_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+)
 LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
@@ -56,7 +98,10 @@ class Tally(Source):
     """A histogram for what happens once a token: the library's, with its locks, takes ten times as long to count one."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
-        self.name, self.text, self.labels, self.bounds = name, text, labels, buckets
+        self.name = name
+        self.text = text
+        self.labels = labels
+        self.bounds = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
 
@@ -67,7 +112,11 @@ class Tally(Source):
     def collect(self) -> Iterable[Metric]:
         names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         family = HistogramMetricFamily(self.name, self.text, labels=list(self.labels))
-        family.add_metric(list(self.labels.values()), list(zip(names, accumulate(self.counts), strict=True)), self.sum)
+        family.add_metric(
+            list(self.labels.values()),
+            list(zip(names, accumulate(self.counts), strict=True)),
+            self.sum,
+        )
         yield family
 
 
@@ -75,7 +124,9 @@ class Sum(Source):
     """A counter, for the same reason."""
 
     def __init__(self, name: str, text: str, labels: dict[str, str]):
-        self.name, self.text, self.labels = name, text, labels
+        self.name = name
+        self.text = text
+        self.labels = labels
         self.value = 0
 
     def inc(self, count: int = 1) -> None:
@@ -91,64 +142,118 @@ class EngineSource(Source):
     """Gauges and counters as the engine's last beat tells them, made when asked for."""
 
     def __init__(self, prefix: str, model: str):
-        self.prefix, self.model = prefix, model
+        self.prefix = prefix
+        self.model = model
         self.client: EngineClient | None = None
 
     def collect(self) -> Iterable[Metric]:
         if self.client is None:
             return
-        client, beat, loaded = self.client, self.client.supervisor.beat, self.client.supervisor.loaded
+        client = self.client
+        beat = self.client.supervisor.beat
+        loaded = self.client.supervisor.loaded
         blocks = beat.blocks_used + beat.blocks_cached + beat.blocks_free
         gauges = {
             "num_requests_running": (beat.running, "Sequences in the batch."),
-            "num_requests_waiting": (len(client.queue.waiting), "Requests that wait for their first step."),
+            "num_requests_waiting": (
+                len(client.queue.waiting),
+                "Requests that wait for their first step.",
+            ),
             "num_tokens_waiting": (client.queue.tokens, "Tokens of their prompts."),
-            "num_requests_open": (len(client.open_requests), "Requests that the front has sent to the engine."),
-            "kv_cache_usage_perc": (beat.blocks_used / blocks if blocks else 0.0, "Part of the KV blocks in use, 0..1."),
+            "num_requests_open": (
+                len(client.open_requests),
+                "Requests that the front has sent to the engine.",
+            ),
+            "kv_cache_usage_perc": (
+                beat.blocks_used / blocks if blocks else 0.0,
+                "Part of the KV blocks in use, 0..1.",
+            ),
             "kv_blocks_used": (beat.blocks_used, "KV blocks that a sequence holds."),
-            "kv_blocks_cached": (beat.blocks_cached, "KV blocks nobody holds whose content can be reused."),
+            "kv_blocks_cached": (
+                beat.blocks_cached,
+                "KV blocks nobody holds whose content can be reused.",
+            ),
             "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
-            "kv_blocks_total": (loaded.num_blocks if loaded else 0, "All KV blocks: used, cached and free."),
-            "engine_recovery_seconds": (client.supervisor.recovery, "From an engine's end to the next one's being ready."),
+            "kv_blocks_total": (
+                loaded.num_blocks if loaded else 0,
+                "All KV blocks: used, cached and free.",
+            ),
+            "engine_recovery_seconds": (
+                client.supervisor.recovery,
+                "From an engine's end to the next one's being ready.",
+            ),
             "engine_ready": (float(client.ready), "1 while requests are taken."),
         }
         counters: dict[str, tuple[float, str]] = {
-            "prefix_cache_queries": (beat.queried_tokens, "Prompt tokens looked up in the prefix cache."),
+            "prefix_cache_queries": (
+                beat.queried_tokens,
+                "Prompt tokens looked up in the prefix cache.",
+            ),
             "prefix_cache_hits": (beat.cached_tokens, "Of those, found."),
             "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
             "recomputed_tokens": (beat.recomputed_tokens, "Tokens computed again by those."),
             "engine_steps": (beat.steps, "Steps."),
-            "engine_steps_shrunk": (beat.shrunk, "Steps that were too large for the device's memory and were tried again."),
+            "engine_steps_shrunk": (
+                beat.shrunk,
+                "Steps that were too large for the device's memory and were tried again.",
+            ),
             "engine_starts": (client.supervisor.starts, "Engine processes started."),
             "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),
             "decode_tokens": (beat.decode_tokens, "Tokens computed one at a time."),
             "kv_block_copies": (beat.copies, "Blocks copied before a write."),
-            "structured_output_compilations": (beat.guides_compiled, "Schemas and grammars compiled."),
+            "structured_output_compilations": (
+                beat.guides_compiled,
+                "Schemas and grammars compiled.",
+            ),
             "structured_output_compile_seconds": (beat.guide_seconds, "Time of that."),
-            "structured_output_cache_hits": (beat.guides_cached, "Schemas and grammars that were compiled already."),
+            "structured_output_cache_hits": (
+                beat.guides_cached,
+                "Schemas and grammars that were compiled already.",
+            ),
         }
-        drafts = ("drafts", "draft_tokens", "accepted_tokens")  # dashboards ask for them, with and without speculation
-        counters |= {f"spec_decode_num_{name}": (0, "Always 0: nothing is drafted.") for name in drafts}
+        # dashboards ask for them, with and without speculation
+        drafts = ("drafts", "draft_tokens", "accepted_tokens")
         counters |= {
-            "invariant_checks": (beat.checks, "Times that the engine checked its books (--check-interval)."),
-            "invariant_failures": (beat.check_failures, "Times that they did not agree: see the log."),
+            f"spec_decode_num_{name}": (0, "Always 0: nothing is drafted.") for name in drafts
+        }
+        counters |= {
+            "invariant_checks": (
+                beat.checks,
+                "Times that the engine checked its books (--check-interval).",
+            ),
+            "invariant_failures": (
+                beat.check_failures,
+                "Times that they did not agree: see the log.",
+            ),
         }
         if beat.tiers:
-            gauges |= {f"kv_host_slots_{state}": (beat.tiers[f"slots_{state}"], text) for state, text in SLOTS.items()}
-            counters |= {f"kv_tier_{name}": (beat.tiers[name], text) for name, text in TIERS.items()}
+            gauges |= {
+                f"kv_host_slots_{state}": (beat.tiers[f"slots_{state}"], text)
+                for state, text in SLOTS.items()
+            }
+            counters |= {
+                f"kv_tier_{name}": (beat.tiers[name], text) for name, text in TIERS.items()
+            }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model], value)
             yield gauge
-        counters |= {f"engine_{part}_seconds": (s, f"Time of the step loop in {part}.") for part, s in beat.seconds.items()}
+        counters |= {
+            f"engine_{part}_seconds": (s, f"Time of the step loop in {part}.")
+            for part, s in beat.seconds.items()
+        }
         for name, (value, text) in counters.items():
             counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self.model], value)
             yield counter
         if beat.tiers:
-            yield self._labelled("kv_disk_misses", "What the disk did not give or take.", "reason", beat.tier_misses)
+            yield self._labelled(
+                "kv_disk_misses", "What the disk did not give or take.", "reason", beat.tier_misses
+            )
             hits = {tier: beat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
-            yield self._labelled("prefix_cache_tier_hits", "Tokens found below the device.", "tier", hits)
+            yield self._labelled(
+                "prefix_cache_tier_hits", "Tokens found below the device.", "tier", hits
+            )
 
     def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
@@ -160,13 +265,16 @@ class EngineSource(Source):
 class Metrics:
     def __init__(self, prefix: str, model: str):
         self.registry = registry = CollectorRegistry()
-        self._last: dict[str, dict[int, float]] = {}  # request -> sequence -> when its latest token came
+        # request -> sequence -> when its latest token came
+        self._last: dict[str, dict[int, float]] = {}
         self._begun: dict[str, float] = {}
         self.source = EngineSource(prefix, model)
         registry.register(self.source)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Tally:
-            registry.register(tally := Tally(f"{prefix}:{name}", text, buckets, {"model_name": model}))
+            registry.register(
+                tally := Tally(f"{prefix}:{name}", text, buckets, {"model_name": model})
+            )
             return tally
 
         def counter(name: str, text: str, labels: dict[str, str]) -> Sum:
@@ -175,25 +283,56 @@ class Metrics:
 
         mine = {"model_name": model}
 
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT)
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", TTFT
+        )
         self.itl = histogram("inter_token_latency_seconds", "From token to token.", PER_TOKEN)
-        self.per_token = histogram("request_time_per_output_token_seconds", "Mean of a request after its first.", PER_TOKEN)
-        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY)
-        self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", LATENCY)
-        self.prefill_time = histogram("request_prefill_time_seconds", "From the first step to the first token.", LATENCY)
-        self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
-        self.iteration = histogram("iteration_tokens_total", "Tokens computed in a step.", ITERATION)
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean of a request after its first.", PER_TOKEN
+        )
+        self.e2e = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "From arrival to the first step.", LATENCY
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", LATENCY
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", LATENCY
+        )
+        self.iteration = histogram(
+            "iteration_tokens_total", "Tokens computed in a step.", ITERATION
+        )
         self.prompt_tokens = counter(f"{prefix}:prompt_tokens", "Tokens of prompts.", mine)
-        self.cached_tokens = counter(f"{prefix}:prompt_tokens_cached", "Of those, found in the prefix cache.", mine)
+        self.cached_tokens = counter(
+            f"{prefix}:prompt_tokens_cached", "Of those, found in the prefix cache.", mine
+        )
         self.generated = counter(f"{prefix}:generation_tokens", "Tokens generated.", mine)
         labels = ["model_name", "finished_reason"]
         success = Counter(
-            f"{prefix}:request_success", "Sequences done (a request has n of them), by how they ended.", labels, registry=registry
+            f"{prefix}:request_success",
+            "Sequences done (a request has n of them), by how they ended.",
+            labels,
+            registry=registry,
         )
-        self.success = {reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")}
-        self.rejections = Counter(f"{prefix}:rejections", "Requests refused, by reason.", ["reason"], registry=registry)
-        self.ignored = Counter(f"{prefix}:ignored_params", "Requests with fields that have no effect.", registry=registry)
-        self.lag = Gauge(f"{prefix}:event_loop_lag_seconds", "Longest delay of the front's loop of late.", registry=registry)
+        self.success = {
+            reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
+        }
+        self.rejections = Counter(
+            f"{prefix}:rejections", "Requests refused, by reason.", ["reason"], registry=registry
+        )
+        self.ignored = Counter(
+            f"{prefix}:ignored_params",
+            "Requests with fields that have no effect.",
+            registry=registry,
+        )
+        self.lag = Gauge(
+            f"{prefix}:event_loop_lag_seconds",
+            "Longest delay of the front's loop of late.",
+            registry=registry,
+        )
         self.streams = Gauge(f"{prefix}:open_streams", "Replies being streamed.", registry=registry)
         self.cache_info = Gauge(f"{prefix}:cache_config_info", "The KV pool.", ["block_size", "num_gpu_blocks",
                                 "enable_prefix_caching", "cache_dtype"], registry=registry)  # fmt: skip
@@ -210,7 +349,9 @@ class Metrics:
     def loaded(self, model: Loaded | None) -> None:
         if model is not None:
             self.cache_info.clear()
-            self.cache_info.labels(model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype).set(1)
+            self.cache_info.labels(
+                model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype
+            ).set(1)
 
     def begun(self, collector: Collector, at: float) -> None:
         self._begun[collector.request.id] = at
@@ -219,7 +360,8 @@ class Metrics:
 
     def tokens(self, collector: Collector, out: Output, now: float) -> None:
         """An output, before the collector has taken it."""
-        id, count = out.request_id, len(out.tokens)
+        id = out.request_id
+        count = len(out.tokens)
         last = self._last.get(id)
         if last is None:
             last = self._last[id] = {}
@@ -240,22 +382,33 @@ class Metrics:
     def ended(self, call: Call) -> None:
         now = time.monotonic()
         # What could never run is counted among what was refused.
-        refused = call.error and call.error.status == 400 and not any(c.request.id in self._begun for c in call.collectors)
+        refused = (
+            call.error
+            and call.error.status == 400
+            and not any(c.request.id in self._begun for c in call.collectors)
+        )
         for collector in call.collectors:
-            id, times = collector.request.id, collector.metrics
+            id = collector.request.id
+            times = collector.metrics
             self._last.pop(id, None)
             self._begun.pop(id, None)
             if refused:
                 continue
-            reason = "error" if call.error and call.error.status != 499 else "abort"  # 499: the client left, or cancelled
+            # 499: the client left, or cancelled
+            reason = "error" if call.error and call.error.status != 499 else "abort"
             for completion in collector.outputs:
                 self.success[completion.finish_reason or reason].inc()
-            if collector.finished and times.first_token_time is not None and times.finished_time is not None:
+            if (
+                collector.finished
+                and times.first_token_time is not None
+                and times.finished_time is not None
+            ):
                 generating = times.finished_time - times.first_token_time
                 self.e2e.observe(times.finished_time - times.arrival_time)
                 self.decode_time.observe(generating)
                 count = max(len(c.token_ids) for c in collector.outputs)
-                if count > 1 and not collector.request.params.use_beam_search:  # whose tokens come all at once
+                # whose tokens come all at once
+                if count > 1 and not collector.request.params.use_beam_search:
                     self.per_token.observe(generating / (count - 1))
         if not refused:
             self.classic_requests.inc()

@@ -20,7 +20,11 @@ from octavo.serve.protocol import (
 
 POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation.", ("messages",)),
-    "/v1/chat/completions/render": (ChatRequest, "The prompt that a conversation becomes.", ("messages",)),
+    "/v1/chat/completions/render": (
+        ChatRequest,
+        "The prompt that a conversation becomes.",
+        ("messages",),
+    ),
     "/v1/completions": (CompletionRequest, "Continue a text.", ("prompt",)),
     "/generate": (GenerateRequest, "Continue a text; the reply is its text alone.", ("prompt",)),
     "/batch_generate": (BatchGenerateRequest, "Continue several texts.", ("prompts",)),
@@ -57,21 +61,36 @@ ERROR = {
 }
 
 
-PART = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
 CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
 NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-CALL = {"anyOf": [{"type": "object", "required": ["function"], "properties": {"function": NAMED}}, NAMED]}
+CALL = {
+    "anyOf": [
+        {"type": "object", "required": ["function"], "properties": {"function": NAMED}},
+        NAMED,
+    ]
+}
 MESSAGE = {
     "anyOf": [
         {
             "type": "object",
             "required": ["role", "content"],
-            "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}, "content": CONTENT},
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": CONTENT,
+            },
         },
         {
             "type": "object",
             "required": ["role", "tool_calls"],
-            "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "items": CALL, "minItems": 1}},
+            "properties": {
+                "role": {"const": "assistant"},
+                "tool_calls": {"type": "array", "items": CALL, "minItems": 1},
+            },
         },
     ]
 }
@@ -88,7 +107,10 @@ TOOL = {
                 "name": NAME,
                 "description": {"type": ["string", "null"]},
                 "strict": {"type": ["boolean", "null"]},
-                "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+                "parameters": {
+                    "type": ["object", "null"],
+                    "properties": {"type": {"const": "object"}},
+                },
             },
         },
     },
@@ -96,20 +118,32 @@ TOOL = {
 TOOL_CHOICE = {
     "anyOf": [
         {"enum": ["none", "auto", "required", None]},
-        {"type": "object", "required": ["type", "function"], "properties": {"type": {"const": "function"}, "function": FUNCTION}},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": FUNCTION},
+        },
     ]
 }
 OBJECT = {"type": "object"}
 RESPONSE_FORMAT = {
     "anyOf": [
         {"type": "null"},
-        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+        },
         {
             "type": "object",
             "required": ["type", "json_schema"],
             "properties": {
                 "type": {"const": "json_schema"},
-                "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": OBJECT}},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"schema": OBJECT},
+                },
             },
         },
     ]
@@ -127,7 +161,12 @@ def structure(limits: Limits) -> dict[str, Any]:
         "json_object": {"const": True},
     }
     each = [
-        {"type": "object", "required": [kind], "properties": {kind: schema}, "additionalProperties": False}
+        {
+            "type": "object",
+            "required": [kind],
+            "properties": {kind: schema},
+            "additionalProperties": False,
+        }
         for kind, schema in kinds.items()
     ]
     return {"anyOf": [{"type": "null"}, *each]}
@@ -197,7 +236,9 @@ def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[
     }
 
 
-def describe(schema: dict[str, Any], required: tuple[str, ...], known: dict[str, dict[str, Any]]) -> None:
+def describe(
+    schema: dict[str, Any], required: tuple[str, ...], known: dict[str, dict[str, Any]]
+) -> None:
     """Put a struct's bounds into its schema. What is required may not be null."""
     for name, field in schema["properties"].items():
         if name in required:
@@ -215,7 +256,9 @@ def describe(schema: dict[str, Any], required: tuple[str, ...], known: dict[str,
 def description(name: str, limits: Limits, vocab_size: int | None = None) -> dict[str, Any]:
     """`vocab_size`: known once the model is loaded."""
     kinds = list(dict.fromkeys(kind for kind, _, _ in POSTS.values()))
-    refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    refs, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
     schemas = dict(zip(kinds, refs, strict=True))
     needed = {kind: required for kind, _, required in POSTS.values()}
     for kind, required in needed.items():
@@ -238,16 +281,30 @@ def description(name: str, limits: Limits, vocab_size: int | None = None) -> dic
             "schema": schemas[kind]}}}, "responses": responses}}
         for path, (kind, text, _) in POSTS.items()
     }  # fmt: skip
-    paths |= {path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()}
+    paths |= {
+        path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()
+    }
     for path in ("/v1/chat/completions", "/v1/completions"):
         streamed = {**good, "content": {"application/json": {}, "text/event-stream": {}}}
         paths[path]["post"]["responses"] = {**responses, "200": streamed}
     text = {"description": "Done.", "content": {"text/plain": {}}}
     paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
-    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    label = {**id, "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"}}
-    paths["/v1/models/{id}"] = {"get": {"summary": "One model.", "parameters": [id], "responses": responses}}
-    paths["/v1/requests/{id}/cancel"] = {"post": {"summary": "End a request.", "parameters": [label], "responses": responses}}
+    id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    label = {
+        **id,
+        "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
+    }
+    paths["/v1/models/{id}"] = {
+        "get": {"summary": "One model.", "parameters": [id], "responses": responses}
+    }
+    paths["/v1/requests/{id}/cancel"] = {
+        "post": {"summary": "End a request.", "parameters": [label], "responses": responses}
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": __version__, "description": f"Serves {name}."},

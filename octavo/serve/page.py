@@ -7,9 +7,16 @@ from pathlib import Path
 from octavo.serve.exchange import Exchange
 
 FOLDER = Path(__file__).parent.parent / "web"
-TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
 PAGE = {
-    "/" if file.name == "index.html" else f"/web/{file.name}": (file.read_bytes(), TYPES[file.suffix])
+    "/" if file.name == "index.html" else f"/web/{file.name}": (
+        file.read_bytes(),
+        TYPES[file.suffix],
+    )
     for file in sorted(FOLDER.iterdir())
     if file.suffix in TYPES
 }  # path -> content, type

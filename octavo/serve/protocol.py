@@ -98,7 +98,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    parse_special: bool | None = None  # False: special tokens in the prompt are characters, as in a prompt for completions
+    # False: special tokens in the prompt are characters, as in a prompt for completions
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -40,7 +40,11 @@ class Shape:
 
 
 def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
-    return collector.prompt if collector.prompt is not None else tokenizer.decode(collector.request.prompt, False)
+    return (
+        collector.prompt
+        if collector.prompt is not None
+        else tokenizer.decode(collector.request.prompt, False)
+    )
 
 
 def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[str, Any]:
@@ -52,7 +56,10 @@ def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(c.cached for c in collectors)},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 
@@ -76,10 +83,16 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)  # JSON knows no infinity
 
 
-def chat_logprobs(tokenizer: Tokenizer, found: list[dict[int, Logprob]], top: int) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer, found: list[dict[int, Logprob]], top: int
+) -> dict[str, Any]:
     def one(id: int, logprob: Logprob) -> dict[str, Any]:
         data = tokenizer.token_bytes(id)
-        return {"token": token_text(tokenizer, id), "logprob": _finite(logprob.logprob), "bytes": list(data)}
+        return {
+            "token": token_text(tokenizer, id),
+            "logprob": _finite(logprob.logprob),
+            "bytes": list(data),
+        }
 
     content = []
     for at in found:
@@ -93,8 +106,12 @@ class Offsets:
     """Where in a text each of its tokens begins: one that is part of a character where that does, one that is not shown where
     what follows it does."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0):
-        self.ids, self.at, self.shown = Detokenizer(tokenizer, skip_special_tokens, continuing), at, at
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0
+    ):
+        self.ids = Detokenizer(tokenizer, skip_special_tokens, continuing)
+        self.at = at
+        self.shown = at
 
     def push(self, ids: list[int], shown: int, last: bool = True) -> list[int]:
         """`shown`: so many characters more are. What is held back may be a stop string, which never is: that is known at the
@@ -108,7 +125,11 @@ class Offsets:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, ids: list[int], found: list[dict[int, Logprob] | None], top: int, offsets: list[int]
+    tokenizer: Tokenizer,
+    ids: list[int],
+    found: list[dict[int, Logprob] | None],
+    top: int,
+    offsets: list[int],
 ) -> dict[str, Any]:
     """`found` is None where nothing came before: the first token of a prompt."""
     tokens = [token_text(tokenizer, id) for id in ids]
@@ -119,10 +140,18 @@ def completion_logprobs(
             continue
         (id, chosen), *_ = at.items()
         ranked = sorted(at.items(), key=lambda item: item[1].rank or 0)[:top]
-        values = {token_text(tokenizer, i): _finite(p.logprob) for i, p in reversed(ranked)}  # of two the same, the likelier
-        each.append({**dict(reversed(values.items())), token_text(tokenizer, id): _finite(chosen.logprob)})
+        # of two the same, the likelier
+        values = {token_text(tokenizer, i): _finite(p.logprob) for i, p in reversed(ranked)}
+        each.append(
+            {**dict(reversed(values.items())), token_text(tokenizer, id): _finite(chosen.logprob)}
+        )
     values_of = [None if at is None else _finite(next(iter(at.values())).logprob) for at in found]
-    return {"tokens": tokens, "token_logprobs": values_of, "top_logprobs": each, "text_offset": offsets}
+    return {
+        "tokens": tokens,
+        "token_logprobs": values_of,
+        "top_logprobs": each,
+        "text_offset": offsets,
+    }
 
 
 def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | None:
@@ -140,7 +169,9 @@ def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | No
 # ---- whole replies ------------------------------------------------------------------------------------
 
 
-def whole(id: str, model: str, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape) -> dict[str, Any]:
+def whole(
+    id: str, model: str, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
+) -> dict[str, Any]:
     choices = []
     for which, collector in enumerate(collectors):
         for k, completion in enumerate(collector.best):
@@ -163,7 +194,9 @@ def whole(id: str, model: str, tokenizer: Tokenizer, collectors: list[Collector]
     return found
 
 
-def chat_choice(tokenizer: Tokenizer, completion: CompletionOutput, index: int, shape: Shape) -> dict[str, Any]:
+def chat_choice(
+    tokenizer: Tokenizer, completion: CompletionOutput, index: int, shape: Shape
+) -> dict[str, Any]:
     logprobs = None
     if shape.top is not None:
         logprobs = chat_logprobs(tokenizer, completion.logprobs or [], shape.top)
@@ -184,17 +217,28 @@ def chat_choice(tokenizer: Tokenizer, completion: CompletionOutput, index: int, 
 
 
 def finish_reason(completion: CompletionOutput, calls: int) -> str | None:
-    return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+    return (
+        "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+    )
 
 
 def text_choice(
-    tokenizer: Tokenizer, collector: Collector, completion: CompletionOutput, index: int, shape: Shape
+    tokenizer: Tokenizer,
+    collector: Collector,
+    completion: CompletionOutput,
+    index: int,
+    shape: Shape,
 ) -> dict[str, Any]:
-    text, ids = completion.text, completion.token_ids
+    text = completion.text
+    ids = completion.token_ids
     found: list[Any] = list(completion.logprobs or [])
-    reason, said = completion.finish_reason, ""
+    reason = completion.finish_reason
+    said = ""
     if shape.prompt_only:
-        text, ids, found, reason = "", [], [], "length"
+        text = ""
+        ids = []
+        found = []
+        reason = "length"
     prompt = collector.request.prompt if shape.echo else []
     if shape.echo:
         said = prompt_text(tokenizer, collector)
@@ -202,7 +246,9 @@ def text_choice(
     choice: dict[str, Any] = {"index": index, "text": said + text, "logprobs": None, "finish_reason": reason,
                               "stop_reason": completion.stop_reason}  # fmt: skip
     if shape.top is not None:
-        offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(prompt, len(said))
+        offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(
+            prompt, len(said)
+        )
         skip = collector.request.params.skip_special_tokens
         offsets += Offsets(tokenizer, skip, at=len(said)).push(ids, len(text))
         choice["logprobs"] = completion_logprobs(tokenizer, prompt + ids, found, shape.top, offsets)
@@ -228,8 +274,12 @@ class ChunkWriter:
         tools: ToolUse | None = None,
     ):
         """`kind`: chat.completion.chunk or text_completion. `usage`: None, "end", or "all" for one in each chunk."""
-        self.chat, self.tokenizer, self.top, self.usage = kind != "text_completion", tokenizer, top, usage
-        self.tools, self._parsers = tools, dict[int, ToolParser]()
+        self.chat = kind != "text_completion"
+        self.tokenizer = tokenizer
+        self.top = top
+        self.usage = usage
+        self.tools = tools
+        self._parsers = dict[int, ToolParser]()
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage is None else b'],"usage":null}\n\n'
@@ -237,28 +287,43 @@ class ChunkWriter:
 
     def role(self, index: int) -> bytes:
         """What opens a choice of a chat."""
-        first = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        first = (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            % index
+        )
         return self._head + first + self._tail
 
     def echo(self, index: int, collector: Collector) -> bytes:
         """What opens a choice that begins with its prompt."""
-        echoed = CompletionOutput(index, prompt_text(self.tokenizer, collector), collector.request.prompt)
+        echoed = CompletionOutput(
+            index, prompt_text(self.tokenizer, collector), collector.request.prompt
+        )
         if collector.prompt_logprobs is not None and self.top is not None:
             found: list[Any] = list(collector.prompt_logprobs)
             echoed.logprobs = found
-        self._offsets[index] = Offsets(self.tokenizer, collector.prompt is not None, continuing=False)
+        self._offsets[index] = Offsets(
+            self.tokenizer, collector.prompt is not None, continuing=False
+        )
         chunk = self.piece(index, echoed, [collector])
-        self._offsets[index] = Offsets(self.tokenizer, collector.request.params.skip_special_tokens, at=len(echoed.text))
+        self._offsets[index] = Offsets(
+            self.tokenizer, collector.request.params.skip_special_tokens, at=len(echoed.text)
+        )
         return chunk
 
     def piece(self, index: int, piece: CompletionOutput, collectors: list[Collector]) -> bytes:
         if self.tools is not None:
             return self._with_calls(index, piece, collectors, self.tools)
         if self.top is not None or self.usage == "all":
-            return self._rich(index, piece, collectors, {"content": piece.text} if piece.text else {})
+            return self._rich(
+                index, piece, collectors, {"content": piece.text} if piece.text else {}
+            )
         if self.chat:
             delta = b'"delta":{"content":%b}' % encode(piece.text) if piece.text else b'"delta":{}'
-            body = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b' % (index, delta, encode(piece.finish_reason))
+            body = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b' % (
+                index,
+                delta,
+                encode(piece.finish_reason),
+            )
         else:
             body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b' % (
                 index, encode(piece.text), encode(piece.finish_reason))  # fmt: skip
@@ -266,7 +331,9 @@ class ChunkWriter:
             body += b',"stop_reason":' + encode(piece.stop_reason)
         return self._head + body + b"}" + self._tail
 
-    def _with_calls(self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse) -> bytes:
+    def _with_calls(
+        self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse
+    ) -> bytes:
         """A chunk for each thing that is new, and one without news for what a piece brings besides text. Perhaps none."""
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
@@ -282,7 +349,13 @@ class ChunkWriter:
             chunks.append(self._rich(index, last, collectors, {}))
         return b"".join(chunks)
 
-    def _rich(self, index: int, piece: CompletionOutput, collectors: list[Collector], delta: dict[str, Any]) -> bytes:
+    def _rich(
+        self,
+        index: int,
+        piece: CompletionOutput,
+        collectors: list[Collector],
+        delta: dict[str, Any],
+    ) -> bytes:
         choice: dict[str, Any] = {"index": index}
         if self.chat:
             choice["delta"] = delta
@@ -293,10 +366,16 @@ class ChunkWriter:
             choice.update(text=piece.text, logprobs=None)
             if piece.logprobs is not None and self.top is not None:
                 if index not in self._offsets:
-                    self._offsets[index] = Offsets(self.tokenizer, collectors[0].request.params.skip_special_tokens)
+                    self._offsets[index] = Offsets(
+                        self.tokenizer, collectors[0].request.params.skip_special_tokens
+                    )
                 known = self._offsets[index]
-                offsets = known.push(piece.token_ids, len(piece.text), piece.finish_reason is not None)
-                choice["logprobs"] = completion_logprobs(self.tokenizer, piece.token_ids, list(piece.logprobs), self.top, offsets)
+                offsets = known.push(
+                    piece.token_ids, len(piece.text), piece.finish_reason is not None
+                )
+                choice["logprobs"] = completion_logprobs(
+                    self.tokenizer, piece.token_ids, list(piece.logprobs), self.top, offsets
+                )
         choice["finish_reason"] = piece.finish_reason
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
@@ -305,7 +384,9 @@ class ChunkWriter:
             tail = b'],"usage":' + encode(usage_of(collectors)) + b"}\n\n"
         return self._head + encode(choice) + tail
 
-    def end(self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None) -> bytes:
+    def end(
+        self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None
+    ) -> bytes:
         """The last events. Who asked for usage gets it before an error, too: clients read no further than that."""
         usage = b""
         if self.usage is not None:

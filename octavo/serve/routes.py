@@ -86,13 +86,20 @@ async def detokenize(exchange: Exchange) -> None:
     validate.check_model(front, body.model)
     if body.tokens is None:
         raise bad("tokens", "tokens must be a list of token ids")
-    ids = validate.check_ids(body.tokens, front.client.model.vocab_size, "tokens") if body.tokens else []
-    await exchange.reply({"prompt": await front.text.run(len(ids), front.tokenizer.decode, ids, False)}, headers)
+    ids = (
+        validate.check_ids(body.tokens, front.client.model.vocab_size, "tokens")
+        if body.tokens
+        else []
+    )
+    await exchange.reply(
+        {"prompt": await front.text.run(len(ids), front.tokenizer.decode, ids, False)}, headers
+    )
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
     """What lm-eval asks for to do without a tokenizer of its own."""
-    front, tokenizer = exchange.front, exchange.front.tokenizer
+    front = exchange.front
+    tokenizer = exchange.front.tokenizer
     await exchange.reply(
         {
             "vocab_size": tokenizer.vocab_size,
@@ -118,11 +125,17 @@ async def prepare_generate(
 ) -> Prepared:
     limits = front.config.limits
     timeout = validate.check_common(front, caller, body)
-    params = validate.choices(body, validate.sampling(body, limits), 1, len(prompts), stream, limits, headers)
+    params = validate.choices(
+        body, validate.sampling(body, limits), 1, len(prompts), stream, limits, headers
+    )
     wanted = DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     validate.check_count("max_new_tokens", wanted, 1)
     if params.min_tokens > wanted:
-        raise bad("min_tokens", f"min_tokens must not exceed max_new_tokens ({wanted})", "param_out_of_range")
+        raise bad(
+            "min_tokens",
+            f"min_tokens must not exceed max_new_tokens ({wanted})",
+            "param_out_of_range",
+        )
     context = front.client.model.max_model_len
     encoded: list[tuple[str | None, list[int]]] = []
     for text in prompts:
@@ -171,11 +184,16 @@ async def livez(exchange: Exchange) -> None:
 
 
 async def readyz(exchange: Exchange) -> None:
-    await exchange.reply(exchange.front.client.state(), status=200 if exchange.front.client.ready else 503)
+    await exchange.reply(
+        exchange.front.client.state(), status=200 if exchange.front.client.ready else 503
+    )
 
 
 async def startupz(exchange: Exchange) -> None:
-    started = exchange.front.client.tokenizer is not None and exchange.front.client.supervisor.phase == "ready"
+    started = (
+        exchange.front.client.tokenizer is not None
+        and exchange.front.client.supervisor.phase == "ready"
+    )
     await exchange.reply(exchange.front.client.state(), status=200 if started else 503)
 
 
@@ -184,7 +202,8 @@ async def version(exchange: Exchange) -> None:
 
 
 async def limits(exchange: Exchange) -> None:
-    config, loaded = exchange.front.config, exchange.front.client.model_info()
+    config = exchange.front.config
+    loaded = exchange.front.client.model_info()
     found: dict[str, Any] = {
         **asdict(config.limits),
         "max_queue": config.max_queue,
@@ -206,7 +225,9 @@ async def dumps(exchange: Exchange) -> None:
     key = exchange.caller.key
     if key is None or not key.admin:
         raise ApiError(
-            403, "only an administrator's key opens this: one that the file of --api-keys gives admin = true", "admin_only"
+            403,
+            "only an administrator's key opens this: one that the file of --api-keys gives admin = true",
+            "admin_only",
         )
     await exchange.reply({"dumps": exchange.front.client.supervisor.dumps})
 
@@ -215,9 +236,14 @@ async def cancel(exchange: Exchange) -> None:
     id = exchange.path["id"]
     if not validate.LABEL.fullmatch(id) or len(id) > exchange.front.config.limits.label_chars:
         raise bad("id", "this is no request's id")
-    await exchange.reply({"id": id, "cancelled": exchange.front.client.cancel(id, exchange.caller.owner)})
+    await exchange.reply(
+        {"id": id, "cancelled": exchange.front.client.cancel(id, exchange.caller.owner)}
+    )
 
 
 async def description(exchange: Exchange) -> None:
-    config, loaded = exchange.front.config, exchange.front.client.model_info()
-    await exchange.reply(openapi.description(config.name, config.limits, loaded.vocab_size if loaded else None))
+    config = exchange.front.config
+    loaded = exchange.front.client.model_info()
+    await exchange.reply(
+        openapi.description(config.name, config.limits, loaded.vocab_size if loaded else None)
+    )

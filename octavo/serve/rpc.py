@@ -58,14 +58,17 @@ POLL = 0.05  # seconds between looks at the front's readiness
 
 def options(limits: Limits) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the clients
+        # a second server on the port is an error, not a silent half of the clients
+        ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.body_bytes),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: sizes are checked before decompression
+        # none: sizes are checked before decompression
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_metadata_size", limits.header_bytes),
         ("grpc.absolute_max_metadata_size", limits.header_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.server_handshake_timeout_ms", int(limits.header_seconds * 1000)),
-        ("grpc.keepalive_time_ms", int(limits.send_seconds * 1000)),  # who vanished without a word is noticed
+        # who vanished without a word is noticed
+        ("grpc.keepalive_time_ms", int(limits.send_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(limits.send_seconds * 1000)),
     ]
 
@@ -73,14 +76,20 @@ def options(limits: Limits) -> list[tuple[str, int]]:
 class RpcServer:
     def __init__(self, front: Front, address: str):
         """`address`: host:port. Raises RuntimeError where it cannot be listened on."""
-        self.front, self.service, self.health = front, Service(front), Health(front)
+        self.front = front
+        self.service = Service(front)
+        self.health = Health(front)
         limits = front.config.limits
         self._server = grpc.aio.server(
-            interceptors=[Gate(front)], options=options(limits), maximum_concurrent_rpcs=limits.connections
+            interceptors=[Gate(front)],
+            options=options(limits),
+            maximum_concurrent_rpcs=limits.connections,
         )
         self._server.add_generic_rpc_handlers((self.service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection(
+            (SERVICE, HEALTH, reflection.SERVICE_NAME), self._server
+        )
         self.port: int = self._server.add_insecure_port(address)
 
     async def start(self) -> None:
@@ -97,11 +106,14 @@ class RpcServer:
 # ---- before and after every method --------------------------------------------------------------------
 
 
-def guarded(front: Front, name: str, method: Method, needs_key: bool = True) -> Callable[[Any, Context], Awaitable[None]]:
+def guarded(
+    front: Front, name: str, method: Method, needs_key: bool = True
+) -> Callable[[Any, Context], Awaitable[None]]:
     """The method behind the key check, its errors as a status, the request's id in the trailing metadata."""
 
     async def run(_: Any, context: Context) -> None:
-        caller, code = Caller(), "OK"
+        caller = Caller()
+        code = "OK"
         id = ("x-request-id", caller.id)
         context.set_trailing_metadata((id,))
         try:
@@ -132,14 +144,20 @@ def guarded(front: Front, name: str, method: Method, needs_key: bool = True) -> 
 
 
 def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
-    found: list[tuple[str, str | bytes]] = [(n, v) for n, v in error.headers.items() if n not in NOT_IN_METADATA]
+    found: list[tuple[str, str | bytes]] = [
+        (n, v) for n, v in error.headers.items() if n not in NOT_IN_METADATA
+    ]
     if "retry-after-ms" in error.headers:
-        found.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))  # what gRPC's own retries go by
+        # what gRPC's own retries go by
+        found.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))
     return [*found, ("octavo-error-bin", error.encode())]
 
 
 def _authorization(context: Context) -> str | None:
-    return next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
+    return next(
+        (value for name, value in context.invocation_metadata() or () if name == "authorization"),
+        None,
+    )
 
 
 def _address(peer: str) -> str:
@@ -167,11 +185,18 @@ class Gate(grpc.aio.ServerInterceptor):
 
             await guarded(self.front, details.method, method)(requests, context)
 
-        return grpc.stream_stream_rpc_method_handler(relay, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(
+            relay, handler.request_deserializer, handler.response_serializer
+        )
 
 
 async def unknown(caller: Caller, context: Context) -> None:
-    raise ApiError(501, "there is no such method: reflection lists what there is", "unknown_method", type="not_found_error")
+    raise ApiError(
+        501,
+        "there is no such method: reflection lists what there is",
+        "unknown_method",
+        type="not_found_error",
+    )
 
 
 # ---- the service ----------------------------------------------------------------------------------------
@@ -182,9 +207,16 @@ class Service:
         self.front = front
 
     def handlers(self) -> Any:
-        methods = {"Generate": self.generate, "BatchGenerate": self.batch, "GenerateStream": self.stream, "Health": self.health}
+        methods = {
+            "Generate": self.generate,
+            "BatchGenerate": self.batch,
+            "GenerateStream": self.stream,
+            "Health": self.health,
+        }
         handlers = {
-            name: grpc.stream_stream_rpc_method_handler(guarded(self.front, name, method, needs_key=name != "Health"))
+            name: grpc.stream_stream_rpc_method_handler(
+                guarded(self.front, name, method, needs_key=name != "Health")
+            )
             for name, method in methods.items()
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
@@ -204,17 +236,25 @@ class Service:
 
     async def stream(self, caller: Caller, context: Context) -> None:
         prepared = await self._prepare_one(caller, context, stream=True)
-        with open_call(self.front, caller, prepared, follow=True) as call, self.front.metrics.streams.track_inprogress():
-            await context.send_initial_metadata((("x-request-id", caller.id),))  # with it, it can be cancelled over HTTP
+        with (
+            open_call(self.front, caller, prepared, follow=True) as call,
+            self.front.metrics.streams.track_inprogress(),
+        ):
+            # with it, it can be cancelled over HTTP
+            await context.send_initial_metadata((("x-request-id", caller.id),))
             context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
             count = 0
             async for pieces in call:
                 for which, piece in pieces:
                     count += len(piece.token_ids)
-                    reply = pb.GenerateStreamResponse(text=piece.text, tokens_generated=count, latency_ms=elapsed(caller))
+                    reply = pb.GenerateStreamResponse(
+                        text=piece.text, tokens_generated=count, latency_ms=elapsed(caller)
+                    )
                     if piece.finish_reason is not None:
                         reply.finish_reason = piece.finish_reason
-                        reply.prompt_tokens, reply.cached_tokens = prompt_counts(call.collectors[which])
+                        reply.prompt_tokens, reply.cached_tokens = prompt_counts(
+                            call.collectors[which]
+                        )
                     await self._write(context, reply)
 
     async def health(self, caller: Caller, context: Context) -> None:
@@ -225,7 +265,9 @@ class Service:
 
     # ---- their parts -----------------------------------------------------------------------------
 
-    async def _prepare_one(self, caller: Caller, context: Context, stream: bool = False) -> Prepared:
+    async def _prepare_one(
+        self, caller: Caller, context: Context, stream: bool = False
+    ) -> Prepared:
         asked, headers = await self._read(context, pb.GenerateRequest)
         body = GenerateRequest(**fields(asked))
         return await prepare_generate(self.front, caller, body, [asked.prompt], headers, stream)
@@ -247,7 +289,9 @@ class Service:
             await call.done()
             return [reply(collector) for collector in call.collectors]
 
-    async def _end(self, caller: Caller, context: Context, prepared: Prepared, reply: Message) -> None:
+    async def _end(
+        self, caller: Caller, context: Context, prepared: Prepared, reply: Message
+    ) -> None:
         context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
         await self._write(context, reply)
 
@@ -258,14 +302,21 @@ class Service:
             async with asyncio.timeout(seconds):
                 data = await context.read()
         except TimeoutError:
-            raise ApiError(408, f"the message did not arrive within {seconds:g} s", "body_timeout") from None
+            raise ApiError(
+                408, f"the message did not arrive within {seconds:g} s", "body_timeout"
+            ) from None
         if data is grpc.aio.EOF:
             raise bad(None, "the call has no message")
         try:
             asked = kind.FromString(data)
         except DecodeError:
-            raise bad(None, f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8") from None
-        return asked, validate.check_fields(self.front, {f"field-{f.field_number}": True for f in UnknownFieldSet(asked)})
+            raise bad(
+                None,
+                f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8",
+            ) from None
+        return asked, validate.check_fields(
+            self.front, {f"field-{f.field_number}": True for f in UnknownFieldSet(asked)}
+        )
 
     async def _write(self, context: Context, reply: Message) -> None:
         """Waits while the client is slow to read, but not for ever."""
@@ -280,7 +331,9 @@ def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any
     """What is set, by protocol.py's names, which are the same, and as JSON would bring it."""
     given = {field.name: value for field, value in asked.ListFields()}
     if "structured_outputs" in given:
-        given["structured_outputs"] = {field.name: plain(value) for field, value in asked.structured_outputs.ListFields()}
+        given["structured_outputs"] = {
+            field.name: plain(value) for field, value in asked.structured_outputs.ListFields()
+        }
     if "logit_bias" in given:
         given["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
     if asked.early_stopping in ("true", "false"):
@@ -310,14 +363,19 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self, front: Front):
         self.front = front
-        self._told, self._closed = front.client.ready, False
+        self._told = front.client.ready
+        self._closed = False
         self._changed = asyncio.Event()
 
     def status(self, service: str) -> Any:
         if service not in ("", SERVICE):
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         ready = self.front.client.ready and not self._closed
-        return health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        return (
+            health_pb2.HealthCheckResponse.SERVING
+            if ready
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
 
     async def Check(self, request: Any, context: Context) -> Any:
         found = self.status(request.service)

@@ -51,10 +51,14 @@ class Quiet(uvicorn.Server):
 def listen(config: ServeConfig) -> socket.socket:
     """The open port. Before anything else, so that whatever is wrong with it is told at once."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
         found = socket.socket(family, kind, protocol)
     except (socket.gaierror, UnicodeError, OverflowError):
-        raise ServeError(f"{config.host!r} is not an address of this machine: try 127.0.0.1") from None
+        raise ServeError(
+            f"{config.host!r} is not an address of this machine: try 127.0.0.1"
+        ) from None
     if not (is_loopback(str(address[0])) or config.keys_file or config.allow_unauthenticated):
         found.close()
         raise ServeError(
@@ -68,23 +72,32 @@ def listen(config: ServeConfig) -> socket.socket:
     except OSError as error:
         found.close()
         if error.errno == errno.EADDRINUSE:
-            raise ServeError(f"port {config.port} is in use already: stop what uses it, or give another --port") from None
-        raise ServeError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from None
+            raise ServeError(
+                f"port {config.port} is in use already: stop what uses it, or give another --port"
+            ) from None
+        raise ServeError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror}"
+        ) from None
     found.setblocking(False)
     return found
 
 
 def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
     """On the same address as HTTP, which has been judged. gRPC opens its ports itself."""
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # the engine is a new program, not a fork that goes on with our calls
+    # the engine is a new program, not a fork that goes on with our calls
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         from octavo.serve.rpc import RpcServer
     except ImportError as error:
-        raise ServeError(f"gRPC needs more packages ({error.name} is missing): pip install 'octavo[serve]'") from None
+        raise ServeError(
+            f"gRPC needs more packages ({error.name} is missing): pip install 'octavo[serve]'"
+        ) from None
     try:
         return RpcServer(front, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError:
-        raise ServeError(f"cannot listen on port {port} for gRPC: stop what uses it, or give another --grpc-port") from None
+        raise ServeError(
+            f"cannot listen on port {port} for gRPC: stop what uses it, or give another --grpc-port"
+        ) from None
 
 
 def listen_health(address: tuple[str, int], port: int, seen: Seen) -> HealthServer:
@@ -92,7 +105,9 @@ def listen_health(address: tuple[str, int], port: int, seen: Seen) -> HealthServ
     try:
         return HealthServer((address[0], port), seen)
     except OSError as error:
-        raise ServeError(f"cannot listen on port {port} for /livez ({error.strerror}): give another --health-port") from None
+        raise ServeError(
+            f"cannot listen on port {port} for /livez ({error.strerror}): give another --health-port"
+        ) from None
 
 
 class Server:
@@ -100,7 +115,8 @@ class Server:
         """`say` is called once the model is loaded, with the port."""
         self.socket = listen(config)
         self.port = self.socket.getsockname()[1]
-        self.config, self.say = config, say
+        self.config = config
+        self.say = say
         self.front = Front(config)
         self.rpc: RpcServer | None = None
         self.seen = Seen()
@@ -123,7 +139,8 @@ class Server:
         self._stop.set()
 
     async def serve(self) -> None:
-        loop, limits = asyncio.get_running_loop(), self.config.limits
+        loop = asyncio.get_running_loop()
+        limits = self.config.limits
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal)
         http = Quiet(
@@ -132,7 +149,8 @@ class Server:
                 http=bounded(limits),
                 ws=BoundedSocket,
                 ws_max_size=limits.body_bytes,
-                ws_per_message_deflate=False,  # a millisecond a frame of the live page, for each who watches
+                # a millisecond a frame of the live page, for each who watches
+                ws_per_message_deflate=False,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -151,7 +169,9 @@ class Server:
         serving = asyncio.create_task(http.serve([self.socket]))
         engine = asyncio.create_task(client.supervisor.run())
         lag = asyncio.create_task(watch_loop(self.front.metrics, self.seen))
-        unread = asyncio.create_task(drop_unread(http.server_state.connections, limits.send_seconds))
+        unread = asyncio.create_task(
+            drop_unread(http.server_state.connections, limits.send_seconds)
+        )
         told = asyncio.create_task(self._tell())
         stop = asyncio.create_task(self._stop.wait())
         try:

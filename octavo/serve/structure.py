@@ -16,7 +16,14 @@ from octavo.serve.limits import Limits
 from octavo.serve.protocol import Common
 from octavo.types import KINDS, StructuredOutputs
 
-FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 # What vLLM's structured_outputs has besides, at the values that ask for nothing: whitespace is never free here.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (True, False),
@@ -63,9 +70,15 @@ def read(body: Common, limits: Limits) -> StructuredOutputs | None:
         spec = StructuredOutputs(**found)
     except InvalidRequest as error:
         raise bad(name, str(error)) from None
-    size = sum(map(len, spec.choice or ())) + sum(len(str(text)) for text in (spec.json, spec.regex, spec.grammar) if text)
+    size = sum(map(len, spec.choice or ())) + sum(
+        len(str(text)) for text in (spec.json, spec.regex, spec.grammar) if text
+    )
     if size > limits.structure_bytes:
-        raise bad(name, f"{name} has {size} characters, but at most {limits.structure_bytes} are taken", "param_out_of_range")
+        raise bad(
+            name,
+            f"{name} has {size} characters, but at most {limits.structure_bytes} are taken",
+            "param_out_of_range",
+        )
     return spec
 
 
@@ -75,8 +88,14 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        raise bad("response_format.type", f"response_format.type must be text, json_object or json_schema, got {kind!r:.64}")
+        raise bad(
+            "response_format.type",
+            f"response_format.type must be text, json_object or json_schema, got {kind!r:.64}",
+        )
     schema = value.get("json_schema")
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
-        raise bad("response_format.json_schema.schema", "response_format needs a JSON schema in json_schema.schema: an object")
+        raise bad(
+            "response_format.json_schema.schema",
+            "response_format needs a JSON schema in json_schema.schema: an object",
+        )
     return {"json": schema["schema"]}

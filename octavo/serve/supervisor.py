@@ -21,11 +21,24 @@ from typing import Any
 from octavo.errors import ModelError
 from octavo.serve.config import ServeConfig
 from octavo.serve.link import FrontLink
-from octavo.serve.messages import Beat, Failed, Loaded, News, Phase, Ready, Shutdown, Start, ToEngine, ToFront, View
+from octavo.serve.messages import (
+    Beat,
+    Failed,
+    Loaded,
+    News,
+    Phase,
+    Ready,
+    Shutdown,
+    Start,
+    ToEngine,
+    ToFront,
+    View,
+)
 
 log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")
-FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
+FIRST_BACKOFF = 0.1
+LAST_BACKOFF = 30.0
 HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
 GRACE = 3.0  # seconds an engine has to end by itself
 
@@ -39,9 +52,14 @@ class Supervisor:
         work: Callable[[], Mapping[str, Any]],
         command: Sequence[str] = ENGINE,
     ):
-        self.config, self.command = config, command
-        self.on_message, self.on_loss, self.work = on_message, on_loss, work  # `work`: what the engine has been asked for
-        self.phase, self.since = "starting", time.monotonic()
+        self.config = config
+        self.command = command
+        # `work`: what the engine has been asked for
+        self.on_message = on_message
+        self.on_loss = on_loss
+        self.work = work
+        self.phase = "starting"
+        self.since = time.monotonic()
         self.fraction: float | None = None
         self.began = time.monotonic()
         self.starts = 0
@@ -50,7 +68,8 @@ class Supervisor:
         self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
         self.until = 0.0  # when the step under way should be over, where the engine has told of it
         self.stalled = False
-        self.recovery = 0.0  # seconds from an engine's end to the next one's being ready, the last time
+        # seconds from an engine's end to the next one's being ready, the last time
+        self.recovery = 0.0
         self._lost: float | None = None  # when the engine ended, until the next is ready
         self.dumps: list[dict[str, Any]] = []  # the last few, for whoever asks
         self.process: asyncio.subprocess.Process | None = None
@@ -69,9 +88,19 @@ class Supervisor:
 
     def state(self) -> dict[str, Any]:
         state = (
-            "stalled" if self.stalled else "ready" if self.phase == "ready" else "restarting" if self.restarting else "starting"
+            "stalled"
+            if self.stalled
+            else "ready"
+            if self.phase == "ready"
+            else "restarting"
+            if self.restarting
+            else "starting"
         )
-        found = {"state": state, "phase": self.phase, "elapsed_s": round(time.monotonic() - self.since, 3)}
+        found = {
+            "state": state,
+            "phase": self.phase,
+            "elapsed_s": round(time.monotonic() - self.since, 3),
+        }
         if self.fraction is not None:
             found["progress"] = round(self.fraction, 3)
         return found
@@ -84,7 +113,11 @@ class Supervisor:
     def _asked(self) -> float:
         """How many requests the engine is to have. One that computes on a device of its own takes nothing from the front when
         it begins: it always counts as at work, and nothing is held back from it."""
-        return math.inf if self.loaded is not None and self.loaded.device != "cpu" else len(self.work())
+        return (
+            math.inf
+            if self.loaded is not None and self.loaded.device != "cpu"
+            else len(self.work())
+        )
 
     # ---- the process's life ----------------------------------------------------------------------
 
@@ -100,14 +133,24 @@ class Supervisor:
             except OSError as error:  # no descriptor or no memory to start one with, just now
                 if self.starts == 1:
                     raise
-                self.failure, code = str(error), -1
+                self.failure = str(error)
+                code = -1
             if self._stopping:
                 return
-            if self.starts == 1 and (self.failure is not None or (self.loaded is None and code > 0)):
-                raise ModelError(self.failure or "the engine process failed before the model was loaded: see above")
+            if self.starts == 1 and (
+                self.failure is not None or (self.loaded is None and code > 0)
+            ):
+                raise ModelError(
+                    self.failure
+                    or "the engine process failed before the model was loaded: see above"
+                )
             if time.monotonic() - begun > HEALTHY:
                 backoff = FIRST_BACKOFF
-            log.error("the engine process ended (%s); starting it again in %.1f s", self.failure or f"exit {code}", backoff)
+            log.error(
+                "the engine process ended (%s); starting it again in %.1f s",
+                self.failure or f"exit {code}",
+                backoff,
+            )
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, LAST_BACKOFF)
 
@@ -121,7 +164,11 @@ class Supervisor:
             with tempfile.TemporaryFile() as stacks:
                 given = (link.other.fileno(), stacks.fileno())
                 self.process = await asyncio.create_subprocess_exec(
-                    *self.command, *map(str, given), pass_fds=given, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+                    *self.command,
+                    *map(str, given),
+                    pass_fds=given,
+                    start_new_session=True,
+                    stdin=asyncio.subprocess.DEVNULL,
                 )
                 link.given()
                 link.send(Start(self.config.model, self.config.engine, self.config.check_interval))
@@ -157,13 +204,15 @@ class Supervisor:
         elif not isinstance(message, View):
             self.progress = now
             if isinstance(message, News):
-                self.until = now + min(message.patience, self.config.request_timeout)  # beyond that nobody waits for it
+                # beyond that nobody waits for it
+                self.until = now + min(message.patience, self.config.request_timeout)
             if isinstance(message, Loaded):
                 self.loaded = message
             if isinstance(message, Ready):
                 self._enter("ready")
                 if self._lost is not None:
-                    self.recovery, self._lost = now - self._lost, None
+                    self.recovery = now - self._lost
+                    self._lost = None
                     log.warning("the engine is ready again, after %.1f s", self.recovery)
         self.on_message(message)
 
@@ -171,7 +220,9 @@ class Supervisor:
         now = time.monotonic()
         if phase != self.phase:
             self.since = now
-        self.phase, self.fraction, self.progress = phase, fraction, now
+        self.phase = phase
+        self.fraction = fraction
+        self.progress = now
 
     # ---- the watchdog ----------------------------------------------------------------------------
 
@@ -194,7 +245,9 @@ class Supervisor:
                 self._kill()
 
     async def _dump(self, stacks: Any, idle: float) -> None:
-        self._signal(signal.SIGUSR1)  # faulthandler writes from the signal handler: it needs neither the GIL nor the main thread
+        # faulthandler writes from the signal handler: it needs neither the GIL nor the main
+        # thread
+        self._signal(signal.SIGUSR1)
         await asyncio.sleep(0.2)
         size = os.fstat(stacks.fileno()).st_size
         text = os.pread(stacks.fileno(), size, 0).decode(errors="replace")

@@ -33,7 +33,8 @@ def fingerprint(request: Request) -> bytes:
 class Suspects:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        self.known: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # failures it was in, until when that counts
+        # failures it was in, until when that counts
+        self.known: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def failures(self, mark: bytes) -> int:
         count, until = self.known.get(mark, (0, 0.0))

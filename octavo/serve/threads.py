@@ -32,7 +32,9 @@ class Job:
 class Threads:
     def __init__(self, count: int, seconds: float, name: str):
         """`seconds`: how long one piece of work may take, not counting how long it waits for a thread."""
-        self.count, self.seconds, self.name = count, seconds, name
+        self.count = count
+        self.seconds = seconds
+        self.name = name
         self.lost = 0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._members: set[threading.Thread] = set()
@@ -41,7 +43,11 @@ class Threads:
     async def run(self, work: Callable[[], Any]) -> Any:
         """What `work` returns or raises. 408 if it takes too long, 503 if so much hangs that nothing can be begun."""
         if self.lost >= MOST_LOST:
-            raise ApiError(503, "too much work on texts hangs: the server has to be restarted", "text_workers_lost")
+            raise ApiError(
+                503,
+                "too much work on texts hangs: the server has to be restarted",
+                "text_workers_lost",
+            )
         loop = asyncio.get_running_loop()
         job = Job(work, loop, loop.create_future())
         while len(self._members) < self.count:
@@ -55,7 +61,8 @@ class Threads:
             self._jobs.put(None)
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._live, name=self.name, daemon=True)  # one that hangs does not keep the process
+        # one that hangs does not keep the process
+        thread = threading.Thread(target=self._live, name=self.name, daemon=True)
         self._members.add(thread)
         thread.start()
 
@@ -68,9 +75,11 @@ class Threads:
             if not self._tell(job, self._begun, job):
                 return
             try:
-                found, error = job.work(), None
+                found = job.work()
+                error = None
             except BaseException as e:  # a panic in a library's native code is no Exception
-                found, error = None, e
+                found = None
+                error = e
             if not self._tell(job, self._ended, job, found, error):
                 return
 
@@ -109,4 +118,6 @@ class Threads:
         if not self._closed:
             self._start()
         if not job.done.done():
-            job.done.set_exception(ApiError(408, "the text took too long to be read: shorten it", "text_timeout"))
+            job.done.set_exception(
+                ApiError(408, "the text took too long to be read: shorten it", "text_timeout")
+            )

@@ -38,7 +38,8 @@ class TextWorker:
     """`context`: the longest prompt that any request may have, in tokens."""
 
     def __init__(self, threads: int, seconds: float, together: Callable[[], bool] = lambda: True):
-        self.threads, self.together = Threads(threads, seconds, "tokenise"), together
+        self.threads = Threads(threads, seconds, "tokenise")
+        self.together = together
         self._short: list[Short] = []
 
     def close(self) -> None:
@@ -58,7 +59,9 @@ class TextWorker:
                 f"the prompt has at least {least} tokens ({size} bytes), but the context holds {context}: shorten it"
             )
 
-    async def encode(self, tokenizer: Tokenizer, text: str, context: int, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, tokenizer: Tokenizer, text: str, context: int, add_special_tokens: bool = True
+    ) -> list[int]:
         self.check_size(tokenizer, len(text), context)
         if len(text) > INLINE or not self.together():
             ids = await self.run(len(text), tokenizer.encode, text, add_special_tokens)
@@ -80,7 +83,13 @@ class TextWorker:
         size += 16 * len(messages) + (INLINE if tools else 0)
 
         def work(how: Callable[..., T]) -> T:
-            return how(tokenizer, select_template(tokenizer, template, tools is not None), messages, tools, **options)
+            return how(
+                tokenizer,
+                select_template(tokenizer, template, tools is not None),
+                messages,
+                tools,
+                **options,
+            )
 
         if size > INLINE:
             return await self.run(size, work, encode_chat)
@@ -101,8 +110,10 @@ class TextWorker:
         return self._short[-1].ids
 
     def _encode(self) -> None:
-        short, self._short = self._short, []
-        for tokenizer, group in groupby(short, lambda one: one.tokenizer):  # one, but for the turn in which an engine is new
+        short = self._short
+        self._short = []
+        # one, but for the turn in which an engine is new
+        for tokenizer, group in groupby(short, lambda one: one.tokenizer):
             texts = list(group)
             try:
                 found = guarded(tokenizer.encode_many, [one.asked for one in texts])
@@ -139,5 +150,9 @@ def _size(content: Any) -> int:
     if isinstance(content, str):
         return len(content)
     if isinstance(content, list):
-        return sum(len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+        return sum(
+            len(part["text"])
+            for part in content
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
     return 0

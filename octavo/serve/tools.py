@@ -42,12 +42,16 @@ class ToolUse:
             params = replace(params, skip_special_tokens=False)
         if self.grammar is not None:
             if params.use_beam_search:
-                raise unsupported("tools", "beam search follows no structure, and these calls have one")
+                raise unsupported(
+                    "tools", "beam search follows no structure, and these calls have one"
+                )
             params = replace(params, structured_outputs=StructuredOutputs(grammar=self.grammar))
         return params
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.format, {tool["function"]["name"] for tool in self.tools}, self.parallel)
+        return ToolParser(
+            self.format, {tool["function"]["name"] for tool in self.tools}, self.parallel
+        )
 
     def first_call(self) -> Callable[[str], bool]:
         """Says of a text, as it comes, whether its first call is complete."""
@@ -76,10 +80,16 @@ class ToolUse:
 
 
 def whole_call(name: str, arguments: str) -> dict[str, Any]:
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
-def read_tools(front: Front, body: ChatRequest, answer: StructuredOutputs | None = None) -> ToolUse | None:
+def read_tools(
+    front: Front, body: ChatRequest, answer: StructuredOutputs | None = None
+) -> ToolUse | None:
     """None: there are no tools, or the model is not to call any. `answer`: what a reply that calls none must match."""
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
@@ -94,7 +104,9 @@ def read_tools(front: Front, body: ChatRequest, answer: StructuredOutputs | None
     format = choose_format(front.config.tool_parser, template.source, template.knows_tools)
     if format is None:
         what = f"one of {', '.join(FORMATS)}"
-        raise unsupported("tools", f"this server does not read calls from this model; --tool-parser can be {what}")
+        raise unsupported(
+            "tools", f"this server does not read calls from this model; --tool-parser can be {what}"
+        )
     specials = special_tags(front.tokenizer, format)
     parallel = body.parallel_tool_calls is not False
     grammar = None
@@ -104,9 +116,18 @@ def read_tools(front: Front, body: ChatRequest, answer: StructuredOutputs | None
     elif choice == "required":
         grammar = call_grammar(format, tools, parallel, specials)
     elif answer is not None:
-        schema = answer.json if answer.json is not None else '{"type": "object"}' if answer.json_object else None
+        schema = (
+            answer.json
+            if answer.json is not None
+            else '{"type": "object"}'
+            if answer.json_object
+            else None
+        )
         if schema is None:
-            raise bad(structure.field(body), "with tools, an answer can be held to JSON only: use response_format")
+            raise bad(
+                structure.field(body),
+                "with tools, an answer can be held to JSON only: use response_format",
+            )
         grammar = call_grammar(format, tools, parallel, specials, str(schema))
     elif any(tool["function"].get("strict") for tool in tools):
         grammar = call_grammar(format, tools, parallel, specials, free=True)
@@ -120,19 +141,31 @@ def special_tags(tokenizer: Tokenizer, format: Format) -> dict[str, int]:
 
 def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
     if not 1 <= len(tools) <= limits.tools:
-        raise bad("tools", f"tools has 1 to {limits.tools} entries, got {len(tools)}", "param_out_of_range")
+        raise bad(
+            "tools",
+            f"tools has 1 to {limits.tools} entries, got {len(tools)}",
+            "param_out_of_range",
+        )
     try:
         size = len(json.dumps(tools, ensure_ascii=False))
     except RecursionError:
         raise bad("tools", "tools are nested too deeply") from None
     if size > limits.tool_chars:
-        raise bad("tools", f"tools may have at most {limits.tool_chars} characters as JSON, got {size}", "param_out_of_range")
+        raise bad(
+            "tools",
+            f"tools may have at most {limits.tool_chars} characters as JSON, got {size}",
+            "param_out_of_range",
+        )
     names: set[str] = set()
     for i, tool in enumerate(tools):
         where = f"tools.{i}"
         if tool.get("type") != "function":
-            raise bad(f"{where}.type", f"{where}.type must be function: this server has no tools of its own")
-        function, where = tool.get("function"), f"{where}.function"
+            raise bad(
+                f"{where}.type",
+                f"{where}.type must be function: this server has no tools of its own",
+            )
+        function = tool.get("function")
+        where = f"{where}.function"
         if not isinstance(function, dict):
             raise bad(where, f"{where} must be an object with name, description and parameters")
         name = function.get("name")
@@ -154,10 +187,17 @@ def check_parameters(schema: Any, where: str) -> None:
     if schema is None:
         return
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise bad(where, f'{where} must be a JSON schema of an object: {{"type": "object", "properties": {{...}}}}')
+        raise bad(
+            where,
+            f'{where} must be a JSON schema of an object: {{"type": "object", "properties": {{...}}}}',
+        )
     properties = schema.get("properties", {})
-    if not isinstance(properties, dict) or not all(isinstance(value, dict | bool) for value in properties.values()):
-        raise bad(f"{where}.properties", f"{where}.properties must be an object of JSON schemas, by name")
+    if not isinstance(properties, dict) or not all(
+        isinstance(value, dict | bool) for value in properties.values()
+    ):
+        raise bad(
+            f"{where}.properties", f"{where}.properties must be an object of JSON schemas, by name"
+        )
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise bad(f"{where}.required", f"{where}.required must be a list of names")
@@ -170,9 +210,15 @@ def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str |
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
         return choice
     function = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(function, dict):
+    if (
+        not isinstance(choice, dict)
+        or choice.get("type") != "function"
+        or not isinstance(function, dict)
+    ):
         raise bad("tool_choice", f"tool_choice must be {CHOICES}")
     if function.get("name") not in names:
         some = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        raise bad("tool_choice.function.name", f"there is no such tool among those of the request: {some}")
+        raise bad(
+            "tool_choice.function.name", f"there is no such tool among those of the request: {some}"
+        )
     return "named", function["name"]

@@ -30,8 +30,14 @@ LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")  # as APIs c
 # What other routes take: the value that asks for nothing, and where to go.
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "messages": (None, "/v1/chat/completions takes messages"),
-    "prompt": (None, "/v1/completions and /generate take a prompt, /v1/chat/completions messages, /batch_generate prompts"),
-    "stream": (False, "this route replies at once; /v1/completions, /v1/chat/completions and /ws/generate stream"),
+    "prompt": (
+        None,
+        "/v1/completions and /generate take a prompt, /v1/chat/completions messages, /batch_generate prompts",
+    ),
+    "stream": (
+        False,
+        "this route replies at once; /v1/completions, /v1/chat/completions and /ws/generate stream",
+    ),
     "n": (1, "this route gives one text for a prompt; /v1/completions gives several"),
 }
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
@@ -52,7 +58,8 @@ class Prepared:
     requests: list[Request]
     texts: list[str | None]
     timeout: float | None
-    headers: dict[str, str] = field(default_factory=dict)  # what the client should know of how it was read
+    # what the client should know of how it was read
+    headers: dict[str, str] = field(default_factory=dict)
     structure: str | None = None  # the field that says what the text must match
     until: Until | None = None  # what else ends a text
 
@@ -66,11 +73,15 @@ def check_model(front: Front, name: str | None) -> None:
                        "model")  # fmt: skip
 
 
-def check_fields(front: Front, unknown: Mapping[str, Any], body: Any = None, length: str = "") -> dict[str, str]:
+def check_fields(
+    front: Front, unknown: Mapping[str, Any], body: Any = None, length: str = ""
+) -> dict[str, str]:
     """Fields that are not in the schema: refused if they would change the reply, else named in a header. `length`: where text is
     generated, the field of the body that bounds it."""
     if length:
-        if getattr(body, length) is None and (other := next((name for name in LENGTHS if name in unknown), None)):
+        if getattr(body, length) is None and (
+            other := next((name for name in LENGTHS if name in unknown), None)
+        ):
             raise unsupported(other, f"it is called {length} here")
         for name, (nothing, instead) in ELSEWHERE.items():
             if unknown.get(name, nothing) != nothing:
@@ -80,7 +91,9 @@ def check_fields(front: Front, unknown: Mapping[str, Any], body: Any = None, len
             raise unsupported(name, "leave it out")
     ignored = [name for name in unknown if name not in UNSUPPORTED]
     if ignored and front.config.strict_params:
-        raise unsupported(ignored[0][:64], "this server refuses what it does not know (--strict-params)")
+        raise unsupported(
+            ignored[0][:64], "this server refuses what it does not know (--strict-params)"
+        )
     if not ignored:
         return {}
     front.metrics.ignored.inc()
@@ -90,19 +103,29 @@ def check_fields(front: Front, unknown: Mapping[str, Any], body: Any = None, len
 
 def sampling(body: Common, limits: Limits) -> SamplingParams:
     """The parameters, all but the length. Ranges are SamplingParams' own where the API has no narrower ones."""
-    given = {name: value for name, value in zip(SAMPLING, _sampling(body), strict=True) if value is not None}
+    given = {
+        name: value
+        for name, value in zip(SAMPLING, _sampling(body), strict=True)
+        if value is not None
+    }
     if body.use_beam_search and (name := structure.field(body)) is not None:
         raise unsupported(name, "beam search follows no structure")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.stops:
-        raise bad("stop", f"stop may have at most {limits.stops} strings, got {len(stops)}", "param_out_of_range")
+        raise bad(
+            "stop",
+            f"stop may have at most {limits.stops} strings, got {len(stops)}",
+            "param_out_of_range",
+        )
     if isinstance(body.stop, list) and not body.stop:
         given.pop("stop")
     for stop in stops:
         if not stop or len(stop) > limits.stop_chars or "\0" in stop:
             raise bad("stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL")
     if not 0 <= (temperature := given.get("temperature", 1.0)) <= 2:
-        raise bad("temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range")
+        raise bad(
+            "temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range"
+        )
     if given.get("top_p") == 0:
         given["top_p"] = 1e-9  # the likeliest alone
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -110,7 +133,11 @@ def sampling(body: Common, limits: Limits) -> SamplingParams:
             raise bad(name, f"{name} may have at most {most} entries", "param_out_of_range")
     if body.logit_bias is not None:
         if len(body.logit_bias) > limits.logit_bias:
-            raise bad("logit_bias", f"logit_bias may have at most {limits.logit_bias} entries", "param_out_of_range")
+            raise bad(
+                "logit_bias",
+                f"logit_bias may have at most {limits.logit_bias} entries",
+                "param_out_of_range",
+            )
         if not all(re.fullmatch(r"\d{1,9}", token) for token in body.logit_bias):
             raise bad("logit_bias", "logit_bias must map token ids to numbers")
         given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
@@ -122,36 +149,64 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     limits = front.config.limits
     check_model(front, body.model)
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
-        raise bad("cache_salt", f"cache_salt has 1 to {limits.salt_chars} characters", "param_out_of_range")
+        raise bad(
+            "cache_salt",
+            f"cache_salt has 1 to {limits.salt_chars} characters",
+            "param_out_of_range",
+        )
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise bad("priority", "priority must be a 32-bit integer", "param_out_of_range")
     if caller.key is not None and (body.priority or 0) < 0:
         raise bad("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
                   "priority, which the server's operator sets", "param_out_of_range")  # fmt: skip
-    if body.request_id is not None and not (len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)):
-        raise bad("request_id", f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -")
+    if body.request_id is not None and not (
+        len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)
+    ):
+        raise bad(
+            "request_id",
+            f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -",
+        )
     timeout = caller.timeout if body.timeout is None else body.timeout
-    if timeout is not None and not (math.isfinite(timeout) and 0 < timeout <= limits.timeout_seconds):
-        raise bad("timeout", f"timeout must be in (0, {limits.timeout_seconds:g}] seconds", "param_out_of_range")
+    if timeout is not None and not (
+        math.isfinite(timeout) and 0 < timeout <= limits.timeout_seconds
+    ):
+        raise bad(
+            "timeout",
+            f"timeout must be in (0, {limits.timeout_seconds:g}] seconds",
+            "param_out_of_range",
+        )
     return timeout
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
     """Where nothing else bounds it: what 64 bits hold, which nobody wants to read when it is not the question."""
     if not least <= value <= most:
-        wanted = f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
+        wanted = (
+            f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
+        )
         raise bad(name, f"{name} must be {wanted}, got {value}", "param_out_of_range")
     return value
 
 
 def choices(
-    body: Common, params: SamplingParams, n: int, prompts: int, stream: bool, limits: Limits, headers: dict[str, str]
+    body: Common,
+    params: SamplingParams,
+    n: int,
+    prompts: int,
+    stream: bool,
+    limits: Limits,
+    headers: dict[str, str],
 ) -> SamplingParams:
     """How many sequences a prompt takes, and how many of them are the reply."""
     check_count("n", n, 1, limits.n)
     best_of = body.best_of or None  # OpenAI's may be 0
     if best_of is not None:
-        check_count("best_of", best_of, n, limits.beams if params.use_beam_search else max(limits.best_of, n))
+        check_count(
+            "best_of",
+            best_of,
+            n,
+            limits.beams if params.use_beam_search else max(limits.best_of, n),
+        )
     if n != 1 or best_of is not None:  # making them anew takes a while, for all is checked again
         params = replace(params, n=n, best_of=best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
@@ -161,7 +216,11 @@ def choices(
         ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
     elif params.width > 1 and params.greedy:
         name = "n" if n > 1 else "best_of"
-        raise bad(name, f"{name} must be 1 at temperature 0: all choices would be the same", "param_out_of_range")
+        raise bad(
+            name,
+            f"{name} must be 1 at temperature 0: all choices would be the same",
+            "param_out_of_range",
+        )
     if params.width * prompts > limits.sequences:
         what = f"n (or best_of) x prompts may be at most {limits.sequences}, got {params.width * prompts}"
         raise bad("n", what, "param_out_of_range")
@@ -171,7 +230,9 @@ def choices(
 def ignore(headers: dict[str, str], *names: str) -> None:
     """Tell the client of fields without effect."""
     if names:
-        headers["x-ignored-params"] = ", ".join(filter(None, (headers.get("x-ignored-params"), *names)))
+        headers["x-ignored-params"] = ", ".join(
+            filter(None, (headers.get("x-ignored-params"), *names))
+        )
 
 
 def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
@@ -179,10 +240,18 @@ def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> lis
     if not messages:
         raise bad("messages", "messages must have at least one message")
     if len(messages) > limits.messages:
-        raise bad("messages", f"there may be at most {limits.messages} messages, got {len(messages)}", "param_out_of_range")
+        raise bad(
+            "messages",
+            f"there may be at most {limits.messages} messages, got {len(messages)}",
+            "param_out_of_range",
+        )
     parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
     if parts > limits.parts:
-        raise bad("messages", f"there may be at most {limits.parts} parts in all messages, got {parts}", "param_out_of_range")
+        raise bad(
+            "messages",
+            f"there may be at most {limits.parts} parts in all messages, got {parts}",
+            "param_out_of_range",
+        )
     return messages
 
 
@@ -221,30 +290,44 @@ async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) ->
             longest(front, body.truncate_prompt_tokens),
             body.chat_template,
             tools.tools if tools else None,
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt is not False
+            and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),
         )
     except ContextLengthExceeded as error:
         raise bad("messages", str(error), error.code) from None
     except TypeError:  # an option by the name of an argument
-        raise bad("chat_template_kwargs", "chat_template_kwargs may not name what the request sets itself") from None
+        raise bad(
+            "chat_template_kwargs", "chat_template_kwargs may not name what the request sets itself"
+        ) from None
 
 
-async def completion_prompts(front: Front, body: CompletionRequest) -> list[tuple[str | None, list[int]]]:
+async def completion_prompts(
+    front: Front, body: CompletionRequest
+) -> list[tuple[str | None, list[int]]]:
     """(text, tokens) of each prompt, in any of the four forms."""
     prompt = body.prompt
     if prompt is None or prompt == []:
-        raise bad("prompt", "prompt must be a text, a list of texts, token ids, or a list of lists of token ids")
+        raise bad(
+            "prompt",
+            "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
+        )
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
     limits = front.config.limits
     found: list[tuple[str | None, list[int]]] = []
     if len(many) > limits.prompts:
-        raise bad("prompt", f"there may be at most {limits.prompts} prompts, got {len(many)}", "param_out_of_range")
+        raise bad(
+            "prompt",
+            f"there may be at most {limits.prompts} prompts, got {len(many)}",
+            "param_out_of_range",
+        )
     for one in many:
         if isinstance(one, str):
             most = longest(front, body.truncate_prompt_tokens)
-            ids = await front.text.encode(front.tokenizer, one, most, body.add_special_tokens is not False)
+            ids = await front.text.encode(
+                front.tokenizer, one, most, body.add_special_tokens is not False
+            )
             found.append((one, ids))
         elif isinstance(one, list):
             found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))
@@ -269,13 +352,19 @@ def truncate(ids: list[int], most: int | None, headers: dict[str, str]) -> list[
     if most is None:
         return ids
     if most < 1:
-        raise bad("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1", "param_out_of_range")
+        raise bad(
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens must be at least 1",
+            "param_out_of_range",
+        )
     if len(ids) > most:
         headers["x-truncated-tokens"] = str(len(ids) - most)
     return ids[-most:]
 
 
-def fit(prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]) -> int:
+def fit(
+    prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]
+) -> int:
     """How many tokens may be generated: what was asked for, or what the context and the pool leave."""
     count = len(prompt)
     if count >= model.max_model_len:
@@ -289,7 +378,9 @@ def fit(prompt: list[int], wanted: int | None, model: Loaded, param: str, header
         raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
                   "kv_capacity_exceeded")  # fmt: skip
     if model.kv_budget and count > model.kv_budget:
-        error = ContextLengthExceeded(f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it")
+        error = ContextLengthExceeded(
+            f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it"
+        )
         raise bad(param, str(error), error.code)
     room = model.longest - count
     if model.kv_budget and wanted is not None:
@@ -322,7 +413,11 @@ def build(
     for _, ids in prompts:
         room = fit(ids, max_tokens, model, param, headers)
         if params.min_tokens > room:
-            raise bad("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})", "param_out_of_range")
+            raise bad(
+                "min_tokens",
+                f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})",
+                "param_out_of_range",
+            )
         if requests and room != params.max_tokens:  # of several prompts, each may have another
             params = replace(params, max_tokens=room)
         params.max_tokens = room
@@ -341,5 +436,11 @@ def build(
     if params.prompt_logprobs is not None:
         entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
         if entries > front.config.limits.logprob_entries:
-            raise bad("prompt_logprobs", "so many prompt logprobs are too large a reply", "param_out_of_range")
-    return Prepared(requests, [text for text, _ in prompts], timeout, headers, structure.field(body))
+            raise bad(
+                "prompt_logprobs",
+                "so many prompt logprobs are too large a reply",
+                "param_out_of_range",
+            )
+    return Prepared(
+        requests, [text for text, _ in prompts], timeout, headers, structure.field(body)
+    )

@@ -19,7 +19,11 @@ from octavo.serve.messages import Shown, Step, View
 from octavo.types import Output, Plan, Sequence
 
 CELLS = 1024  # of the picture of the pool
-SEQUENCES, STEPS, ENDED, ENTRIES = 256, 128, 128, 8  # in a view; ENTRIES: in each list of a step
+# in a view; ENTRIES: in each list of a step
+SEQUENCES = 256
+STEPS = 128
+ENDED = 128
+ENTRIES = 8
 LOOKED = 256  # blocks of who waits, at which it is looked for what it waits for
 OWNERS = 8192  # entries of tables that are looked at to say whose a cell is: half a millisecond
 FORGOTTEN = 30.0  # seconds after which nobody watches any more: longer than a step takes
@@ -30,7 +34,9 @@ class Viewer:
     """`held`: requests that the scheduler does not have yet, since what they must match is being compiled."""
 
     def __init__(self, engine: Engine, held: Mapping[str, tuple[Any, Any]]):
-        self.engine, self.scheduler, self.held = engine, engine.scheduler, held
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.held = held
         self.steps: deque[Step] = deque(maxlen=STEPS)
         self.ends: deque[tuple[str, int, str]] = deque(maxlen=ENDED)
         self.num_steps = self.num_ends = 0  # since the last view
@@ -49,11 +55,14 @@ class Viewer:
     def planned(self, plan: Plan) -> None:
         live = self.scheduler.live
         chunks = [(item.seq, item.start, item.num) for item in plan.items if item.start is not None]
-        begun = [(row.seq, live[row.seq].request.id, len(row.tokens), row.computed) for row in plan.rows]
+        begun = [
+            (row.seq, live[row.seq].request.id, len(row.tokens), row.computed) for row in plan.rows
+        ]
         lost = [(seq.id, seq.request.id, seq.why) for seq in self._preempted()]
         moves = {name: count for name in MOVES if (count := len(getattr(plan, name)))}
         more = sum(max(len(each) - ENTRIES, 0) for each in (chunks, begun, lost))
-        decode, prefill = len(plan.items) - len(chunks), sum(num for _, _, num in chunks)
+        decode = len(plan.items) - len(chunks)
+        prefill = sum(num for _, _, num in chunks)
         entries = chunks[:ENTRIES], begun[:ENTRIES], lost[:ENTRIES]
         self.steps.append(Step(plan.step, decode, prefill, *entries, moves, plan.urgent, more))
         self.num_steps += 1
@@ -62,8 +71,10 @@ class Viewer:
         """Who lost its place since the last plan; looked for only where the scheduler counted somebody."""
         if self.preempted == self.scheduler.count.preemptions:
             return []
-        before, live = self.preemptions, self.scheduler.live.values()
-        self.preempted, self.preemptions = self.scheduler.count.preemptions, {seq.id: seq.preemptions for seq in live}
+        before = self.preemptions
+        live = self.scheduler.live.values()
+        self.preempted = self.scheduler.count.preemptions
+        self.preemptions = {seq.id: seq.preemptions for seq in live}
         return [seq for seq in live if seq.preemptions > before.get(seq.id, 0)]
 
     def landed(self, plan: Plan, seconds: float) -> None:
@@ -72,17 +83,39 @@ class Viewer:
                 step.seconds = seconds
 
     def ended(self, outputs: list[Output]) -> None:
-        ends = [(out.request_id, out.index, out.finish_reason) for out in outputs if out.finish_reason is not None]
+        ends = [
+            (out.request_id, out.index, out.finish_reason)
+            for out in outputs
+            if out.finish_reason is not None
+        ]
         self.ends += ends
         self.num_ends += len(ends)
 
     def view(self) -> View:
-        s, self.asked = self.scheduler, time.monotonic()
-        queues = chain(zip(repeat("decode"), s.decoding), zip(repeat("prefill"), s.prefilling), zip(repeat("waiting"), s.waiting))
+        s = self.scheduler
+        self.asked = time.monotonic()
+        queues = chain(
+            zip(repeat("decode"), s.decoding),
+            zip(repeat("prefill"), s.prefilling),
+            zip(repeat("waiting"), s.waiting),
+        )
         sequences = [shown(seq, state, s) for state, seq in islice(queues, SEQUENCES)]
         for id, (add, _) in islice(self.held.items(), SEQUENCES - len(sequences)):
             sequences.append(
-                Shown(0, id, 0, "waiting", len(add.prompt), 0, 0, 0, 0, 0, 0, "what it must match is being compiled")
+                Shown(
+                    0,
+                    id,
+                    0,
+                    "waiting",
+                    len(add.prompt),
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                    "what it must match is being compiled",
+                )
             )
         view = View(
             sequences, len(s.decoding), len(s.prefilling), len(s.waiting) + len(self.held),
@@ -96,34 +129,56 @@ class Viewer:
 
 
 def shown(seq: Sequence, state: str, scheduler: Scheduler) -> Shown:
-    why = "" if state != "waiting" else f"preempted: {seq.why}" if seq.preemptions else waits_for(seq, scheduler)
-    said, prompt, limit = len(seq.tokens) - seq.prompt_len, seq.prompt_len + seq.dropped, seq.limit + seq.dropped
+    why = (
+        ""
+        if state != "waiting"
+        else f"preempted: {seq.why}"
+        if seq.preemptions
+        else waits_for(seq, scheduler)
+    )
+    said = len(seq.tokens) - seq.prompt_len
+    prompt = seq.prompt_len + seq.dropped
+    limit = seq.limit + seq.dropped
     return Shown(seq.id, seq.request.id, seq.index, state, prompt, said, limit, seq.computed + seq.dropped, seq.cached,
                  len(seq.table), seq.preemptions, why)  # fmt: skip
 
 
 def waits_for(seq: Sequence, s: Scheduler) -> str:
-    first = next((h for h in islice(seq.hashes, LOOKED) if h not in s.pool.index), None) if s.prefix.computing else None
+    first = (
+        next((h for h in islice(seq.hashes, LOOKED) if h not in s.pool.index), None)
+        if s.prefix.computing
+        else None
+    )
     if s.prefix.waits(seq):
         return "its prefix is being read from disk"
     if first is not None and first in s.prefix.computing:
         return "another computes a prefix that it shares"
     if not s.batches.formed(seq):
         return "its batch has not formed yet"
-    return "no step since it came had tokens and blocks for it" if s.queues.rows else "every row is in use"
+    return (
+        "no step since it came had tokens and blocks for it"
+        if s.queues.rows
+        else "every row is in use"
+    )
 
 
-def cells(pool: BlockPool, running: list[Sequence]) -> tuple[int, list[int], list[int], list[int], list[int]]:
+def cells(
+    pool: BlockPool, running: list[Sequence]
+) -> tuple[int, list[int], list[int], list[int], list[int]]:
     """Blocks in each cell; used, shared, cached and owner of each. Counted by slices, which is quick: 2 ms for 32K blocks."""
     per = -(-pool.num_blocks // CELLS)
-    used, shared, cached = list[int](), list[int](), list[int]()
+    used = list[int]()
+    shared = list[int]()
+    cached = list[int]()
     for start in range(1, pool.num_blocks + 1, per):
-        refs, hashes = pool.refs[start : start + per], pool.hash[start : start + per]
+        refs = pool.refs[start : start + per]
+        hashes = pool.hash[start : start + per]
         used.append(len(refs) - refs.count(0))
         shared.append(used[-1] - refs.count(1))
         of_used = list(compress(hashes, refs))
         cached.append((len(hashes) - hashes.count(None)) - (len(of_used) - of_used.count(None)))
-    owner, stride = [0] * len(used), 1 + sum(len(seq.table) for seq in running) // OWNERS
+    owner = [0] * len(used)
+    stride = 1 + sum(len(seq.table) for seq in running) // OWNERS
     for seq in reversed(running):  # of a shared block the first in the queue
         for block in seq.table[::stride]:
             owner[(block - 1) // per] = seq.id

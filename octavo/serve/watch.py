@@ -25,11 +25,21 @@ from octavo.serve.errors import ApiError
 from octavo.serve.front import Front
 from octavo.serve.messages import Look
 
-PROTOCOL = "octavo-watch"  # what the server chooses of a browser's subprotocols, of which another may be a key
+# what the server chooses of a browser's subprotocols, of which another may be a key
+PROTOCOL = "octavo-watch"
 INTERVAL = 0.2  # seconds
 FORBIDDEN = 4403  # a WebSocket's own 403
 SHARE = 0.02  # of the engine's time, at most, goes into views
-MODEL = ("architecture", "dtype", "device", "max_model_len", "max_num_seqs", "max_batched_tokens", "block_size", "num_blocks")
+MODEL = (
+    "architecture",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_batched_tokens",
+    "block_size",
+    "num_blocks",
+)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -51,7 +61,8 @@ class Watcher:
         self.offered.clear()
         assert self.frame is not None
         text = f'{{"gap":{self.gap},{self.frame[1:].decode()}'
-        self.frame, self.gap = None, 0
+        self.frame = None
+        self.gap = 0
         return text
 
 
@@ -65,9 +76,16 @@ class WatchEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope["octavo.caller"].key
         if len(self.watchers) >= (most := self.front.config.limits.watchers):
-            raise ApiError(429, f"{most} others watch already: close one of the pages", "too_many_watchers", retry_after=5)
-        socket, watcher = WebSocket(scope, receive, send), Watcher()
-        if key is not None and not key.admin:  # it would see what other keys' requests do; a browser learns why from a code alone
+            raise ApiError(
+                429,
+                f"{most} others watch already: close one of the pages",
+                "too_many_watchers",
+                retry_after=5,
+            )
+        socket = WebSocket(scope, receive, send)
+        watcher = Watcher()
+        # it would see what other keys' requests do; a browser learns why from a code alone
+        if key is not None and not key.admin:
             await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
             await socket.close(FORBIDDEN, "only an administrator's key opens this")
             return
@@ -78,7 +96,9 @@ class WatchEndpoint:
                 self._task = asyncio.create_task(self._run())
             sending = asyncio.create_task(self._send(socket, watcher))
             listening = asyncio.create_task(_until_gone(socket))
-            done, rest = await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
+            done, rest = await asyncio.wait(
+                {sending, listening}, return_when=asyncio.FIRST_COMPLETED
+            )
             for task in rest:
                 task.cancel()
             for task in done:
@@ -96,8 +116,10 @@ class WatchEndpoint:
 
     async def _run(self) -> None:
         """While somebody watches: a frame, a look, a pause."""
-        client, supervisor = self.front.client, self.front.client.supervisor
-        client.view, self.asked = None, 0
+        client = self.front.client
+        supervisor = self.front.client.supervisor
+        client.view = None
+        self.asked = 0
         while self.watchers:
             seconds = 0.0 if client.view is None else client.view.seconds
             if client.view is not None:
@@ -111,11 +133,20 @@ class WatchEndpoint:
             await asyncio.sleep(max(INTERVAL, seconds / SHARE))
 
     def frame(self) -> dict[str, Any]:
-        client, metrics, config = self.front.client, self.front.metrics, self.front.config
-        loaded, beat, (view, client.view) = client.model_info(), client.supervisor.beat, (client.view, None)
+        client = self.front.client
+        metrics = self.front.metrics
+        config = self.front.config
+        loaded = client.model_info()
+        beat = client.supervisor.beat
+        (view, client.view) = (client.view, None)
         return {
             "time": time.monotonic(),
-            "server": {**client.state(), "name": config.name, "version": __version__, "starts": client.supervisor.starts},
+            "server": {
+                **client.state(),
+                "name": config.name,
+                "version": __version__,
+                "starts": client.supervisor.starts,
+            },
             "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
             "numbers": {
                 "open": len(client.open_requests),
@@ -125,7 +156,9 @@ class WatchEndpoint:
                 "watchers": len(self.watchers),
             },
             "beat": {name: getattr(beat, name) for name in beat.__struct_fields__},
-            "view": None if view is None else {name: getattr(view, name) for name in view.__struct_fields__},
+            "view": None
+            if view is None
+            else {name: getattr(view, name) for name in view.__struct_fields__},
         }
 
 

@@ -42,7 +42,9 @@ class WebSocketEndpoint:
 
 class Session:
     def __init__(self, front: Front, socket: WebSocket, caller: Caller):
-        self.front, self.socket, self.caller = front, socket, caller
+        self.front = front
+        self.socket = socket
+        self.caller = caller
         self.inbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)  # None: the client left
         self.call: Call | None = None
 
@@ -97,7 +99,9 @@ class Session:
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
-        prepared = await prepare_generate(self.front, caller, asked, [asked.prompt], headers, stream=True)
+        prepared = await prepare_generate(
+            self.front, caller, asked, [asked.prompt], headers, stream=True
+        )
         with open_call(self.front, caller, prepared, follow=True) as self.call:
             try:
                 reason = None
@@ -109,7 +113,13 @@ class Session:
                 usage = replies.usage_of(self.call.collectors)
             finally:
                 self.call = None
-        done = {"type": "done", "id": caller.id, "finish_reason": reason, "usage": usage, "headers": prepared.headers}
+        done = {
+            "type": "done",
+            "id": caller.id,
+            "finish_reason": reason,
+            "usage": usage,
+            "headers": prepared.headers,
+        }
         await self._send(_encode(done))
 
     async def _send(self, data: bytes) -> None:

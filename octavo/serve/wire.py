@@ -14,7 +14,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from octavo.serve.errors import ApiError
@@ -30,7 +34,8 @@ class Line:
     """One request's connection."""
 
     def __init__(self, cycle: RequestResponseCycle):
-        self.cycle, self.arrival = cycle, time.monotonic()
+        self.cycle = cycle
+        self.arrival = time.monotonic()
         self._left: Callable[[], None] | None = None
 
     def body(self) -> bytes | None:
@@ -38,7 +43,8 @@ class Line:
         than reading them."""
         if self.cycle.more_body or self.cycle.disconnected:
             return None
-        data, self.cycle.body = bytes(self.cycle.body), bytearray()
+        data = bytes(self.cycle.body)
+        self.cycle.body = bytearray()
         return data
 
     @property
@@ -55,7 +61,8 @@ class Line:
         if self.cycle.disconnected:
             left()
         else:
-            self.cycle.flow.resume_reading()  # a large body may have stopped it, and who does not read sees nobody leave
+            # a large body may have stopped it, and who does not read sees nobody leave
+            self.cycle.flow.resume_reading()
 
     def answered(self) -> None:
         """Nobody need hear of the client any more."""
@@ -88,10 +95,13 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._lines: deque[Line] = deque()  # of requests that are not answered yet, as far as that was seen
+            # of requests that are not answered yet, as far as that was seen
+            self._lines: deque[Line] = deque()
             self._trailing = 0  # bytes of headers after a body
             if len(self.connections) > limits.connections:
-                self._refuse(ApiError(503, "too many connections", "too_many_connections", retry_after=1.0))
+                self._refuse(
+                    ApiError(503, "too many connections", "too_many_connections", retry_after=1.0)
+                )
                 return
             self._await_headers()
 
@@ -111,12 +121,17 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             if self._in_head:
                 self._head += len(data)
             super().data_received(data)
-            if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it is a WebSocket's now
+            # it is a WebSocket's now
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return
             if self._in_head and self._head > limits.header_bytes:
                 self._refuse(_headers_too_large())
-            elif self._timer is None and (self._in_head or (self._idle() and self.timeout_keep_alive_task is None)):
-                self._await_headers()  # most requests come whole and need none; an empty line begins none and ends the wait
+            elif self._timer is None and (
+                self._in_head or (self._idle() and self.timeout_keep_alive_task is None)
+            ):
+                # most requests come whole and need none; an empty line begins none and ends the
+                # wait
+                self._await_headers()
 
         def _idle(self) -> bool:
             return self.cycle is None or self.cycle.response_complete
@@ -125,7 +140,9 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_message_begin()
             self._between = False
             if not self._in_head:
-                self._in_head, self._head, self._trailing = True, 0, 0
+                self._in_head = True
+                self._head = 0
+                self._trailing = 0
 
         def on_header(self, name: bytes, value: bytes) -> None:
             if self._in_head:
@@ -142,7 +159,8 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
             if size > limits.header_bytes or len(self.headers) > limits.headers:
                 self._refuse(_headers_too_large())
                 return
-            if self.parser.should_upgrade() and self.parser.get_method() != b"GET":  # there would never be an answer
+            # there would never be an answer
+            if self.parser.should_upgrade() and self.parser.get_method() != b"GET":
                 self.send_400_response("")
                 return
             if len([name for name, _ in self.headers if name == b"host"]) > 1:
@@ -178,7 +196,9 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
 
         def _too_slow(self) -> None:
             if not self.transport.is_closing():
-                self._refuse(ApiError(408, "the request's headers did not arrive in time", "header_timeout"))
+                self._refuse(
+                    ApiError(408, "the request's headers did not arrive in time", "header_timeout")
+                )
 
         def send_400_response(self, msg: str) -> None:
             if not self.transport.is_closing():
@@ -225,10 +245,16 @@ async def drop_unread(connections: Collection[Any], seconds: float) -> None:
     seen: dict[Any, tuple[int, float]] = {}  # how much is unread, since when
     while True:
         await asyncio.sleep(seconds / 4)
-        before, seen, now = seen, {}, time.monotonic()
+        before = seen
+        seen = {}
+        now = time.monotonic()
         for connection in list(connections):
             transport = connection.transport
-            if transport is None or not transport.is_closing() or not (unread := transport.get_write_buffer_size()):
+            if (
+                transport is None
+                or not transport.is_closing()
+                or not (unread := transport.get_write_buffer_size())
+            ):
                 continue
             least, since = before.get(connection, (unread, now))
             if unread == least and now - since >= seconds:
@@ -242,4 +268,9 @@ def _headers_too_large() -> ApiError:
 
 
 def _too_many_at_once() -> ApiError:
-    return ApiError(429, f"a connection may ask {PIPELINED} things at a time", "too_many_at_once", retry_after=1.0)
+    return ApiError(
+        429,
+        f"a connection may ask {PIPELINED} things at a time",
+        "too_many_at_once",
+        retry_after=1.0,
+    )

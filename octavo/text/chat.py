@@ -29,7 +29,8 @@ from octavo.text.tool_prompt import spell_out
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHARS = 4_000_000  # of a rendered prompt
 MAX_SECONDS = 2.0  # looked at between pieces of output, so that a template cannot go on for ever
-MAX_ITERATIONS = 1_000_000  # of all range() loops together: those that produce no output are bounded by this
+# of all range() loops together: those that produce no output are bounded by this
+MAX_ITERATIONS = 1_000_000
 MAX_DEPTH = 100  # of lists and objects within each other
 _OWN = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 # Unicode keeps these out of interchange: they mark places in a text, and are chosen so that they do not occur in it.
@@ -45,10 +46,16 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class _Generation(Extension):
@@ -58,13 +65,21 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        ).set_lineno(line)
 
 
 def _check_size(*values: Any) -> None:
     """Widths, counts and lengths that one operation may have: 'x' * 10**10 would take all memory before anybody could look."""
     for value in values:
-        size = abs(value) if isinstance(value, int) else len(value) if isinstance(value, (str, list, tuple)) else 0
+        size = (
+            abs(value)
+            if isinstance(value, int)
+            else len(value)
+            if isinstance(value, (str, list, tuple))
+            else 0
+        )
         if size > MAX_CHARS:
             raise OverflowError(f"it makes something larger than {MAX_CHARS}")
 
@@ -79,7 +94,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_size(sizes[0] * sizes[1])
         elif operator == "**" and abs(right) > 64:
             raise OverflowError("it raises to a power above 64")
-        elif operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\d{5}|\*)", left):
+        elif (
+            operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\d{5}|\*)", left)
+        ):
             raise OverflowError("it formats to more than 9999 characters")
         return super().call_binop(context, operator, left, right)
 
@@ -99,11 +116,16 @@ def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    env = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
     for name in ("center", "indent", "batch", "slice", "wordwrap", "round"):
         env.filters[name] = _bounded(env.filters[name])
     env.filters["tojson"] = _tojson
-    env.globals.update(raise_exception=_raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
+    env.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=lambda format: datetime.now().strftime(format),
+    )
     del env.globals["lipsum"]
     return env
 
@@ -128,13 +150,21 @@ class ChatTemplate:
     def __init__(self, source: str, specials: dict[str, str] | None = None):
         env = _environment()
         self._specials = specials or {}
-        self._reserved = _OWN | set(self._specials) | set(env.globals) | {"bos_token", "eos_token", "unk_token", "pad_token"}
+        self._reserved = (
+            _OWN
+            | set(self._specials)
+            | set(env.globals)
+            | {"bos_token", "eos_token", "unk_token", "pad_token"}
+        )
         try:
             self._template = env.from_string(source)
             variables = find_undeclared_variables(env.parse(source))
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
-        self.source, self.knows_tools = source, "tools" in variables
+            raise ModelError(
+                f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+            ) from error
+        self.source = source
+        self.knows_tools = "tools" in variables
         self.options = frozenset(variables - self._reserved)
 
     def render(
@@ -151,7 +181,10 @@ class ChatTemplate:
         for name in options:
             if name not in self.options:
                 known = ", ".join(sorted(self.options)) or "none"
-                raise InvalidRequest(f"the chat template has no option {name!r}; it has: {known}", "chat_template_kwargs")
+                raise InvalidRequest(
+                    f"the chat template has no option {name!r}; it has: {known}",
+                    "chat_template_kwargs",
+                )
         end = ""
         if continue_final_message:
             # A tag after the last message's text shows where that text ends in the prompt. The space after it shows
@@ -159,7 +192,10 @@ class ChatTemplate:
             end = _unused(messages) * 2
             content = messages[-1].get("content")
             if content is None:
-                raise InvalidRequest("continue_final_message needs a last message with content", "continue_final_message")
+                raise InvalidRequest(
+                    "continue_final_message needs a last message with content",
+                    "continue_final_message",
+                )
             messages = [*messages[:-1], {**messages[-1], "content": content + end + " "}]
         text = self._run(
             {
@@ -175,7 +211,10 @@ class ChatTemplate:
         if continue_final_message:
             before, found, after = text.rpartition(end)
             if not found:
-                raise InvalidRequest("the chat template does not write the last message as it is", "continue_final_message")
+                raise InvalidRequest(
+                    "the chat template does not write the last message as it is",
+                    "continue_final_message",
+                )
             text = before if after.startswith(" ") else before.rstrip()
         return text
 
@@ -192,15 +231,23 @@ class ChatTemplate:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it takes longer than {MAX_SECONDS:g} s")
         except _Refused as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from None
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error}", "messages"
+            ) from None
         except SecurityError as error:
-            raise ModelError(f"the chat template tries what a template may not do: {error}") from None
+            raise ModelError(
+                f"the chat template tries what a template may not do: {error}"
+            ) from None
         except Exception as error:  # a template can raise anything that its expressions can
-            raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {error}", "messages"
+            ) from error
         return "".join(parts)
 
 
-def select_template(tokenizer: Tokenizer, source: str | None = None, tools: bool = False) -> ChatTemplate:
+def select_template(
+    tokenizer: Tokenizer, source: str | None = None, tools: bool = False
+) -> ChatTemplate:
     """The given template, or the model's own: the one for tools where tools are used and it has one."""
     if source is None and tools:
         source = tokenizer.chat_templates.get("tool_use")
@@ -208,7 +255,8 @@ def select_template(tokenizer: Tokenizer, source: str | None = None, tools: bool
         source = tokenizer.chat_template
     if source is None:
         raise InvalidRequest(
-            "this model has no chat template: pass chat_template=..., or use completions, which take a plain prompt", "messages"
+            "this model has no chat template: pass chat_template=..., or use completions, which take a plain prompt",
+            "messages",
         )
     return _compiled(source, tuple(tokenizer.specials.items()))
 
@@ -251,7 +299,8 @@ def render_marked(
     messages = check_messages(messages)
     tools = None if tools is None else _plain(tools, "tools")
     if not template.knows_tools:
-        messages, tools = spell_out(messages, tools), None
+        messages = spell_out(messages, tools)
+        tools = None
     given = [messages, tools, _plain(options, "chat_template_kwargs")]
     mark = _unused(given)
 
@@ -259,7 +308,9 @@ def render_marked(
         return _map_text(value, lambda text: tokenizer.protect(text, mark))
 
     safe_messages, safe_tools, safe_options = protect(given)
-    text = template.render(safe_messages, safe_tools, add_generation_prompt, continue_final_message, **safe_options)
+    text = template.render(
+        safe_messages, safe_tools, add_generation_prompt, continue_final_message, **safe_options
+    )
     text = text.replace(f"\\u{ord(mark):04x}", mark)  # a template may write JSON in ASCII
     return text, mark if mark in text else None
 
@@ -270,17 +321,27 @@ def render_marked(
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages as templates expect them: content as one string, the arguments of tool calls as objects."""
     if not isinstance(messages, list) or not messages:
-        raise InvalidRequest('messages must be a non-empty list of {"role": ..., "content": ...}', "messages")
+        raise InvalidRequest(
+            'messages must be a non-empty list of {"role": ..., "content": ...}', "messages"
+        )
     checked = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise InvalidRequest(f"messages.{i} must be an object with role and content, got {_kind(message)}", f"messages.{i}")
+            raise InvalidRequest(
+                f"messages.{i} must be an object with role and content, got {_kind(message)}",
+                f"messages.{i}",
+            )
         if message.get("role") not in ROLES:
             got = repr(message.get("role"))[:40]
-            raise InvalidRequest(f"messages.{i}.role must be one of {', '.join(ROLES)}, got {got}", f"messages.{i}.role")
+            raise InvalidRequest(
+                f"messages.{i}.role must be one of {', '.join(ROLES)}, got {got}",
+                f"messages.{i}.role",
+            )
         message = _plain(message, f"messages.{i}")
         if message["role"] == "assistant" and message.get("tool_calls"):
-            message["tool_calls"] = _parsed_arguments(message["tool_calls"], f"messages.{i}.tool_calls")
+            message["tool_calls"] = _parsed_arguments(
+                message["tool_calls"], f"messages.{i}.tool_calls"
+            )
         if message.get("content") is not None or not message.get("tool_calls"):
             message["content"] = _joined(message.get("content"), f"messages.{i}.content")
         checked.append(message)
@@ -292,10 +353,18 @@ def _joined(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         parts = '{"type": "text", "text": ...}'
-        raise InvalidRequest(f"{where} must be a string or a list of {parts}, got {_kind(content)}", where)
+        raise InvalidRequest(
+            f"{where} must be a string or a list of {parts}, got {_kind(content)}", where
+        )
     for j, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            message = f'{where}.{j} must be {{"type": "text", "text": ...}}: this model takes text only'
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            message = (
+                f'{where}.{j} must be {{"type": "text", "text": ...}}: this model takes text only'
+            )
             raise InvalidRequest(message, f"{where}.{j}")
     return "".join(part["text"] for part in content)
 
@@ -315,7 +384,9 @@ def _parsed_arguments(calls: Any, where: str) -> list[dict[str, Any]]:
             try:
                 function = {**function, "arguments": json.loads(function["arguments"] or "{}")}
             except (ValueError, RecursionError):
-                raise InvalidRequest(f"{where}: the arguments of a call must be a string of valid JSON", where) from None
+                raise InvalidRequest(
+                    f"{where}: the arguments of a call must be a string of valid JSON", where
+                ) from None
             call = {**call, "function": function}
         parsed.append(call)
     return parsed
@@ -335,7 +406,10 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return [_plain(item, where, depth + 1) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value):
         return {key: _plain(item, where, depth + 1) for key, item in value.items()}
-    raise InvalidRequest(f"{where} must be made of strings, numbers, booleans, lists and objects, got {_kind(value)}", where)
+    raise InvalidRequest(
+        f"{where} must be made of strings, numbers, booleans, lists and objects, got {_kind(value)}",
+        where,
+    )
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -355,4 +429,6 @@ def _unused(value: Any) -> str:
     for char in _NONCHARACTERS:
         if char not in text and f"{ord(char):04x}" not in text.lower():
             return char
-    raise InvalidRequest("messages use every noncharacter from U+FDD0 to U+FDEF: leave one of them out", "messages")
+    raise InvalidRequest(
+        "messages use every noncharacter from U+FDD0 to U+FDEF: leave one of them out", "messages"
+    )

@@ -48,26 +48,46 @@ class Pieces(dict[int, bytes]):
         super().__init__()
         self.backend = backend
         self.added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
-        self.kind, self.meta, self.fallback, self.strip, self.bare_first = "other", "", False, 0, False
+        self.kind = "other"
+        self.meta = ""
+        self.fallback = False
+        self.strip = 0
+        self.bare_first = False
         state = b'{"type": ""}' if backend.decoder is None else backend.decoder.__getstate__()
         decoder: dict[str, Any] = json.loads(state)
-        steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        steps: list[dict[str, Any]] = (
+            decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        )
         types = [step["type"] for step in steps]
         if types == ["ByteLevel"]:
             self.kind = "bytes"
         elif types == ["Metaspace"]:
-            self.kind, self.meta = "meta", steps[0]["replacement"]
+            self.kind = "meta"
+            self.meta = steps[0]["replacement"]
             self.bare_first = steps[0].get("prepend_scheme", "always") != "never"
-        elif types in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        elif types in (
+            ["Replace", "ByteFallback", "Fuse"],
+            ["Replace", "ByteFallback", "Fuse", "Strip"],
+        ):
             replace = steps[0]
-            strip: dict[str, Any] = steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
-            if "String" in replace["pattern"] and replace["content"] == " " and strip["content"] == " " and strip["stop"] == 0:
-                self.kind, self.meta, self.fallback = "meta", replace["pattern"]["String"], True
+            strip: dict[str, Any] = (
+                steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
+            )
+            if (
+                "String" in replace["pattern"]
+                and replace["content"] == " "
+                and strip["content"] == " "
+                and strip["stop"] == 0
+            ):
+                self.kind = "meta"
+                self.meta = replace["pattern"]["String"]
+                self.fallback = True
                 self.strip = strip["start"]
 
     def __missing__(self, id: int) -> bytes:
         token = self.backend.id_to_token(id)
-        if token is None:  # a model's vocabulary may be padded past the tokenizer's: such ids have no text
+        # a model's vocabulary may be padded past the tokenizer's: such ids have no text
+        if token is None:
             piece = b""
         elif self.kind == "bytes":
             known = id not in self.added and all(c in BYTE_OF for c in token)
@@ -81,7 +101,11 @@ class Pieces(dict[int, bytes]):
 
     def first(self, id: int) -> bytes:
         """The piece of the token that opens a text."""
-        return (self.backend.id_to_token(id) or "").replace(self.meta, "").encode() if self.bare_first else self[id]
+        return (
+            (self.backend.id_to_token(id) or "").replace(self.meta, "").encode()
+            if self.bare_first
+            else self[id]
+        )
 
 
 class Detokenizer:
@@ -91,9 +115,12 @@ class Detokenizer:
     others, as a completion does from its prompt: then the first space is part of the text and stays.
     """
 
-    LONGEST_WAIT = 16  # tokens; where the library decodes: after so many, an unfinished character is shown as U+FFFD
+    # tokens; where the library decodes: after so many, an unfinished character is shown as U+FFFD
+    LONGEST_WAIT = 16
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continuing: bool = False):
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continuing: bool = False
+    ):
         self._pieces = tokenizer.pieces
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = _Utf8("replace")
@@ -131,7 +158,9 @@ class Detokenizer:
         """The library decodes the last shown tokens with and without the new ones: the difference is the new text."""
         self._window.append(id)
         text = self._new_text()
-        if not text or (text.endswith("\ufffd") and len(self._window) - self._shown < self.LONGEST_WAIT):
+        if not text or (
+            text.endswith("\ufffd") and len(self._window) - self._shown < self.LONGEST_WAIT
+        ):
             return ""
         del self._window[: self._shown]
         self._shown = len(self._window)
@@ -146,7 +175,8 @@ class StopChecker:
     """
 
     def __init__(self, stop: list[str], include: bool = False):
-        self._stop, self._include = stop, include
+        self._stop = stop
+        self._include = include
         self._borders = [_borders(s) for s in stop]
         self._have = [0] * len(stop)  # characters of each stop string that the text ends with
         self._held = ""
@@ -168,7 +198,8 @@ class StopChecker:
                     self.matched = s
                     break
             if self.matched is not None:
-                whole, self._held = self._held + text[: position + 1], ""
+                whole = self._held + text[: position + 1]
+                self._held = ""
                 return (whole if self._include else whole[: -len(self.matched)]), self.matched
         whole = self._held + text
         keep = len(whole) - (0 if self._include else max(self._have))
@@ -177,7 +208,8 @@ class StopChecker:
 
     def finish(self) -> str:
         """Nothing more comes: what was held back is text after all."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -196,13 +228,19 @@ def _borders(s: str) -> list[int]:
 class TextStream:
     """The text of one generated sequence, from its tokens as they come. Without a tokenizer the text stays empty."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, until: Callable[[str], bool] | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        until: Callable[[str], bool] | None = None,
+    ):
         """`until`: is told what is new, and says whether the text is over."""
         self._ids: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._ids = Detokenizer(tokenizer, params.skip_special_tokens, continuing=True)
         self._stops = StopChecker(list(params.stop or []), params.include_stop_str_in_output)
-        self._until, self._searching = until, bool(params.stop) or until is not None
+        self._until = until
+        self._searching = bool(params.stop) or until is not None
         self._min_tokens = params.min_tokens
         self._parts: list[str] = []
         self.over = False  # by a stop string, or `until` said so

@@ -13,12 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from octavo.errors import ModelError
 
 META = "\u2581"  # how SentencePiece spells a space
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+# tokenizer.ggml.token_type
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 
 # How text is cut into words, by the vocabulary's family. None: GPT-2's rule, which `tokenizers` has built in.
 LLAMA3 = (
@@ -26,7 +41,8 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = _WORDS.replace("@", "") + r"|\p{N}" + _REST
@@ -39,17 +55,21 @@ class Pre(NamedTuple):
     split: str | None = None  # None: GPT-2's rule
     digits: bool = False  # every digit is a word of its own
     nfc: bool = False
-    whole_words: bool = False  # a word that is in the vocabulary is taken as it is, whatever the merges say
+    # a word that is in the vocabulary is taken as it is, whatever the merges say
+    whole_words: bool = False
     add_bos: bool = False  # unless the file says
 
 
-_GPT2, _DIGITS = Pre(), Pre(digits=True)
+_GPT2 = Pre()
+_DIGITS = Pre(digits=True)
 _LLAMA3 = Pre(LLAMA3, whole_words=True, add_bos=True)
 PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "jais"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), _DIGITS),
     "command-r": Pre(digits=True, nfc=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Pre(LLAMA3)),
     "qwen2": Pre(QWEN2, nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), Pre(QWEN2)),
@@ -63,30 +83,45 @@ def from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, str], froz
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise ModelError("the GGUF file holds no vocabulary (tokenizer.ggml.tokens): use a file made with its tokenizer")
+        raise ModelError(
+            "the GGUF file holds no vocabulary (tokenizer.ggml.tokens): use a file made with its tokenizer"
+        )
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(f"the GGUF file is damaged: {len(tokens)} tokens but {len(types)} token types")
+        raise ModelError(
+            f"the GGUF file is damaged: {len(tokens)} tokens but {len(types)} token types"
+        )
     if kind == "gpt2":
         pre = _pre(metadata.get("tokenizer.ggml.pre", "default"))
         merges = metadata.get("tokenizer.ggml.merges")
         if merges is None:
-            raise ModelError("the GGUF file's byte-level vocabulary has no merges (tokenizer.ggml.merges): convert it again")
+            raise ModelError(
+                "the GGUF file's byte-level vocabulary has no merges (tokenizer.ggml.merges): convert it again"
+            )
         backend = byte_level(dict(zip(tokens, range(len(tokens)), strict=True)), merges, pre)
         add_bos = pre.add_bos
     elif kind == "llama":
         backend = _sentencepiece(metadata, tokens, types)
         add_bos = True
     else:
-        raise ModelError(f'unsupported tokenizer.ggml.model {kind!r}: "gpt2" and "llama" are supported; use the safetensors')
+        raise ModelError(
+            f'unsupported tokenizer.ggml.model {kind!r}: "gpt2" and "llama" are supported; use the safetensors'
+        )
 
     def token(key: str) -> str | None:
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if index is not None and not 0 <= index < len(tokens):
-            raise ModelError(f"the GGUF file is damaged: {key}_token_id is {index}, the vocabulary has {len(tokens)} tokens")
+            raise ModelError(
+                f"the GGUF file is damaged: {key}_token_id is {index}, the vocabulary has {len(tokens)} tokens"
+            )
         return None if index is None else tokens[index]
 
-    named = {"bos_token": token("bos"), "eos_token": token("eos"), "unk_token": token("unknown"), "pad_token": token("padding")}
+    named = {
+        "bos_token": token("bos"),
+        "eos_token": token("eos"),
+        "unk_token": token("unknown"),
+        "pad_token": token("padding"),
+    }
     names = {name: text for name, text in named.items() if text is not None}
     ends = [text for text in (token("eos"), token("eot"), token("eom")) if text is not None]
     control = [t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL]
@@ -116,7 +151,9 @@ def _pre(name: str) -> Pre:
     return PRE_TOKENIZERS[name]
 
 
-def byte_level(vocab: dict[str, int], merges: Iterable[str], pre: Pre, prefix_space: bool = False) -> Tokenizer:
+def byte_level(
+    vocab: dict[str, int], merges: Iterable[str], pre: Pre, prefix_space: bool = False
+) -> Tokenizer:
     """Byte-level BPE from a vocabulary and merges spelled "left right"."""
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
@@ -128,7 +165,9 @@ def byte_level(vocab: dict[str, int], merges: Iterable[str], pre: Pre, prefix_sp
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
     if pre.split is not None:
         steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=pre.split is None))
+    steps.append(
+        pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=pre.split is None)
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -146,24 +185,34 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
         by_id = str(metadata.get("general.architecture", "")).startswith("gemma")
         scores = None if by_id else metadata.get("tokenizer.ggml.scores")
         if scores is not None and len(scores) != len(tokens):
-            raise ModelError(f"the GGUF file is damaged: {len(tokens)} tokens but {len(scores)} scores")
+            raise ModelError(
+                f"the GGUF file is damaged: {len(tokens)} tokens but {len(scores)} scores"
+            )
         pairs = derive_merges(tokens, types, scores or [-float(i) for i in range(len(tokens))])
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     try:
         model = models.BPE(
-            vocab, pairs, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True
+            vocab,
+            pairs,
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
         )
     except Exception as error:
         raise ModelError(f"the GGUF file's merges do not fit its vocabulary: {error}") from error
     backend = Tokenizer(model)
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme="first" if prefix else "never", split=False)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        META, prepend_scheme="first" if prefix else "never", split=False
+    )
     steps: list[Any] = [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
 
 
-def derive_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+def derive_merges(
+    tokens: list[str], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
     """Every way to make a token of two others, best score first: what SentencePiece does without a list of merges.
 
     Only text takes part: plain characters must never merge into a control token or into the name of a byte.
@@ -173,7 +222,8 @@ def derive_merges(tokens: list[str], types: list[int], scores: list[float]) -> l
     for token, score in zip(tokens, scores, strict=True):
         if token in text:
             for i in range(1, len(token)):
-                left, right = token[:i], token[i:]
+                left = token[:i]
+                right = token[i:]
                 if left in text and right in text:
                     found.append((-score, -len(left), -len(right), left, right))
     found.sort(key=lambda merge: merge[:3])

@@ -27,21 +27,33 @@ from octavo.types import Guide, StructuredOutputs
 
 DEADLINE = 5.0  # seconds that one compilation may take
 THREADS = 2
-MOST_LOST = 6  # threads that took longer and were replaced; beyond that, what comes waits for one of them
+# threads that took longer and were replaced; beyond that, what comes waits for one of them
+MOST_LOST = 6
 CACHE_BYTES = 256 * 2**20
 # What a compiled grammar takes cannot be asked. Seen: up to 155 bytes for each character of its text, most far less. And it
 # grows: all copies share one lexer, which remembers every state that a text of theirs has met, some 700 bytes each. Most grammars
 # have few hundred; others meet new ones with each token, until the lexer is full and leads nobody any more. So it is replaced
 # after so many tokens, and at once when one of its texts has failed.
-COST, COST_PER_CHAR, COST_PER_TOKEN = 64 * 2**10, 160, 16 * 2**10
+COST = 64 * 2**10
+COST_PER_CHAR = 160
+COST_PER_TOKEN = 16 * 2**10
 WORN = 4096
 # Following a text takes the engine's own time, so it holds up everybody: what would take long fails instead. JSON takes 0.01
 # to 5 ms a token; grammars that can be read in very many ways take longer with each, seconds with the library's own limits.
 SLOW = 0.03  # seconds of CPU time for one token
-LIMITS = dict(step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=100_000, verbose_errors=False)
+LIMITS = dict(
+    step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=100_000, verbose_errors=False
+)
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-NAMES = {"json": "the JSON schema", "regex": "the regex", "choice": "the choice", "grammar": "the grammar", "json_object": "JSON"}
-PRINTABLE = set(range(0x20, 0x7F))  # bytes that a vocabulary must have as tokens; some lack a few control characters
+NAMES = {
+    "json": "the JSON schema",
+    "regex": "the regex",
+    "choice": "the choice",
+    "grammar": "the grammar",
+    "json_object": "JSON",
+}
+# bytes that a vocabulary must have as tokens; some lack a few control characters
+PRINTABLE = set(range(0x20, 0x7F))
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -49,11 +61,16 @@ class Guides:
     """Compiles for one model. `end_ids` end its texts; `vocab_size` is the model's: there may be more ids than tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]):
-        self.compiled, self.hits, self.seconds = 0, 0, 0.0
-        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, end_ids
+        self.compiled = 0
+        self.hits = 0
+        self.seconds = 0.0
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = end_ids
         self._vocabulary: Any = None  # llguidance's, once there is one
         self._building = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Compilation] = OrderedDict()  # the latest used last
+        # the latest used last
+        self._known: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
         self._lock = threading.Lock()  # of what threads write: the counts, and these
         self._jobs: deque[Compilation] = deque()
         self._running: set[Compilation] = set()
@@ -74,7 +91,9 @@ class Guides:
             self.hits += 1
             self._known[key] = work
             return work
-        work = self._known[key] = Compilation(spec, COST + COST_PER_CHAR * len(key[1]), self._relieve)
+        work = self._known[key] = Compilation(
+            spec, COST + COST_PER_CHAR * len(key[1]), self._relieve
+        )
         size = sum(one.size for one in self._known.values())
         while size > CACHE_BYTES and len(self._known) > 1:
             size -= self._known.popitem(last=False)[1].size
@@ -92,9 +111,12 @@ class Guides:
     def _relieve(self) -> None:
         """What takes too long, though a thread cannot be ended, gives its place to another, so that others' work goes on."""
         with self._lock:
-            for work in [work for work in self._running if work.late and not work.lost][: MOST_LOST - self._lost]:
+            for work in [work for work in self._running if work.late and not work.lost][
+                : MOST_LOST - self._lost
+            ]:
                 work.lost = True
-                self._lost, self._threads = self._lost + 1, self._threads - 1
+                self._lost = self._lost + 1
+                self._threads = self._threads - 1
             self._hire()
 
     def _work(self) -> None:
@@ -112,7 +134,9 @@ class Guides:
                 work.guide = build(vocabulary, work.spec, -(-self._vocab_size // 32) * 4)
             except InvalidRequest as error:
                 work.error = error
-            except BaseException as error:  # of the library, panics too: whatever it is, somebody waits for an answer
+            except (
+                BaseException
+            ) as error:  # of the library, panics too: whatever it is, somebody waits for an answer
                 work.error = refused(work.spec, str(error))
             with self._lock:
                 self.compiled += 1
@@ -134,7 +158,8 @@ class Compilation:
     """A guide on its way. Others than its thread only read it."""
 
     def __init__(self, spec: StructuredOutputs, cost: int, relieve: Callable[[], None]):
-        self.spec, self.cost = spec, cost
+        self.spec = spec
+        self.cost = cost
         self.started: float | None = None  # None: it waits for a thread
         self.lost = False  # its thread was given up
         self._relieve = relieve
@@ -185,7 +210,9 @@ class LLGuide:
     __slots__ = ("_matcher", "_size", "mask", "use")
 
     def __init__(self, matcher: Any, size: int, use: Use, mask: bytes | None = None):
-        self._matcher, self._size, self.use = matcher, size, use
+        self._matcher = matcher
+        self._size = size
+        self.use = use
         self.mask = self._compute() if mask is None else mask
 
     def _compute(self) -> bytes:
@@ -202,14 +229,18 @@ class LLGuide:
         self.mask = self._compute()
         if time.thread_time() - begun > SLOW:
             self.use.failed = True
-            raise GuideError("structured_outputs take too long to follow: the grammar can be read in too many ways, simplify it")
+            raise GuideError(
+                "structured_outputs take too long to follow: the grammar can be read in too many ways, simplify it"
+            )
 
     def copy(self) -> LLGuide:
         return LLGuide(self._matcher.deep_copy(), self._size, self.use, self.mask)
 
     def _error(self) -> GuideError:
         self.use.failed = True
-        return GuideError(f"the text can no longer be led along structured_outputs: {shorten(self._matcher.get_error())}")
+        return GuideError(
+            f"the text can no longer be led along structured_outputs: {shorten(self._matcher.get_error())}"
+        )
 
 
 # ---- compiling ----------------------------------------------------------------------------------------
@@ -238,7 +269,9 @@ def make_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple
             return LLTokenizer(vocabulary, eos_token=list(end_ids))  # type: ignore[arg-type]
         why = "this model's tokens cannot spell every character"
     raise InvalidRequest(
-        f"structured_outputs need a tokenizer that can write anything: {why}", "structured_outputs", "unsupported_parameter"
+        f"structured_outputs need a tokenizer that can write anything: {why}",
+        "structured_outputs",
+        "unsupported_parameter",
     )
 
 
@@ -251,8 +284,13 @@ class _Vocabulary:
         special = tokenizer.special_ids
         self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
         self.special_token_ids = sorted(id for id in special if id < vocab_size)
-        self.bos_token_id, self.eos_token_id = tokenizer.bos_id, end_id
-        self.bytes = {token[0]: id for id, token in enumerate(self.tokens) if len(token) == 1 and id not in special}
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = end_id
+        self.bytes = {
+            token[0]: id
+            for id, token in enumerate(self.tokens)
+            if len(token) == 1 and id not in special
+        }
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
@@ -261,9 +299,11 @@ class _Vocabulary:
         data = text.encode()
         for before in ("", "\x02"):  # a character that nothing merges with
             ids = self._encode(before + text, add_special_tokens=False)
-            extra, first = sum(len(self.tokens[id]) for id in ids) - len(data), 0
+            extra = sum(len(self.tokens[id]) for id in ids) - len(data)
+            first = 0
             while extra > 0:
-                extra, first = extra - len(self.tokens[ids[first]]), first + 1
+                extra = extra - len(self.tokens[ids[first]])
+                first = first + 1
             if b"".join(self.tokens[id] for id in ids[first:]) == data:
                 return ids[first:]
         return [self.bytes[byte] for byte in data if byte in self.bytes]
@@ -280,7 +320,9 @@ def build(vocabulary: Any, spec: StructuredOutputs, size: int) -> LLGuide:
         return LLGuide(matcher, size, Use())
     except GuideError:
         why = matcher.get_error()
-        raise refused(spec, "nothing can match it" if not why or "NoExtension" in why else why) from None
+        raise refused(
+            spec, "nothing can match it" if not why or "NoExtension" in why else why
+        ) from None
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
@@ -288,9 +330,13 @@ def grammar_of(spec: StructuredOutputs) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     if spec.json is not None or spec.json_object:
-        return LLMatcher.grammar_from_json_schema(str(spec.json or ANY_OBJECT), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(
+            str(spec.json or ANY_OBJECT),
+            overrides=JSON_OPTIONS,  # type: ignore[arg-type]
+        )
     if spec.regex is not None:
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.regex, 'dws')}/")  # \d is 0-9, not any script's digit
+        # \d is 0-9, not any script's digit
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.regex, 'dws')}/")
     if spec.choice is not None:  # a terminal, in capitals: thousands of choices are one automaton
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
@@ -299,7 +345,8 @@ def grammar_of(spec: StructuredOutputs) -> str:
 
 def compact(grammar: str) -> str:
     """Schemas within a grammar that say nothing of whitespace allow any amount of it, for ever: make them allow none."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
@@ -328,7 +375,9 @@ def refused(spec: StructuredOutputs, why: str) -> InvalidRequest:
     why = why.replace("Unimplemented keys:", "not supported:")
     at = f" (at {where})" if where else ""
     return InvalidRequest(
-        f"{NAMES[spec.kind]} cannot be used: {shorten(why)}{at}", "structured_outputs", "invalid_structured_output"
+        f"{NAMES[spec.kind]} cannot be used: {shorten(why)}{at}",
+        "structured_outputs",
+        "invalid_structured_output",
     )
 
 
@@ -345,15 +394,26 @@ def locate(schema: Any, error: str, path: str = "#", names: bool = False) -> str
     """JSON pointer to the first place in a schema that an error message speaks of, or nothing. `names`: the keys at this
     level are a client's names and no keywords."""
     if isinstance(schema, list):
-        return next((found for i, part in enumerate(schema) if (found := locate(part, error, f"{path}/{i}"))), "")
+        return next(
+            (
+                found
+                for i, part in enumerate(schema)
+                if (found := locate(part, error, f"{path}/{i}"))
+            ),
+            "",
+        )
     if not isinstance(schema, dict):
         return ""
     for name, value in schema.items() if not names else ():
-        if f'"{name}"' in error or (name in QUOTED and isinstance(value, str) and QUOTED[name].format(value) in error):
+        if f'"{name}"' in error or (
+            name in QUOTED and isinstance(value, str) and QUOTED[name].format(value) in error
+        ):
             return f"{path}/{name}"
     for name, value in schema.items():
         if names or name not in ("enum", "const", "default", "examples"):
             held = not names and name in ("properties", "patternProperties", "$defs", "definitions")
-            if found := locate(value, error, f"{path}/{name.replace('~', '~0').replace('/', '~1')}", held):
+            if found := locate(
+                value, error, f"{path}/{name.replace('~', '~0').replace('/', '~1')}", held
+            ):
                 return found
     return ""

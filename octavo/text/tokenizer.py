@@ -22,7 +22,15 @@ from octavo.errors import InvalidRequest, ModelError
 from octavo.text.detokenize import BYTE_OF, Detokenizer, Pieces
 from octavo.text.gguf_tokenizer import PRE_TOKENIZERS, byte_level, from_gguf, set_bos_eos
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 _CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 
 
@@ -48,9 +56,13 @@ class Tokenizer:
         self.backend = backend
         self.specials = specials or {}
         self.chat_templates = chat_templates or {}
-        self.bos_token, self.eos_token = self.specials.get("bos_token"), self.specials.get("eos_token")
+        self.bos_token, self.eos_token = (
+            self.specials.get("bos_token"),
+            self.specials.get("eos_token"),
+        )
         self.bos_id, self.eos_id = self._id("bos_token"), self._id("eos_token")
-        self.end_ids = end_ids or frozenset([] if self.eos_id is None else [self.eos_id])  # any of them ends a generation
+        # any of them ends a generation
+        self.end_ids = end_ids or frozenset([] if self.eos_id is None else [self.eos_id])
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = max([backend.get_vocab_size(), *(id + 1 for id in added)])
@@ -58,7 +70,9 @@ class Tokenizer:
         # Longest first: where several special tokens begin at one place, the longest is meant.
         texts = sorted((added[id].content for id in self.special_ids), key=len, reverse=True)
         self._special = "|".join(map(re.escape, texts)) or r"(?!)"
-        self._prefixes = {text[:n] for text in texts for n in range(1, len(text)) if not text[0].isalnum()}
+        self._prefixes = {
+            text[:n] for text in texts for n in range(1, len(text)) if not text[0].isalnum()
+        }
         self._longest = len(texts[0]) if texts else 0
         self._plain = _without_specials(backend)
         self._around = _around(backend, self.special_ids)
@@ -90,17 +104,26 @@ class Tokenizer:
 
     # ---- text to ids ------------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[int]:
         """`add_special_tokens` puts BOS and EOS around the text where the model wants them. `allow_special` takes special
         tokens written in the text for what they say; without it they are ordinary characters."""
         return self._whole(text, self._ids(self.backend, text), add_special_tokens, allow_special)
 
     def encode_many(self, asked: list[tuple[str, bool, bool]]) -> list[list[int]]:
         """What `encode` says of each (text, add_special_tokens, allow_special), in one call of the library."""
-        found = self.backend.encode_batch_fast([text for text, _, _ in asked], add_special_tokens=False)
-        return [self._whole(text, one.ids, add, allow) for (text, add, allow), one in zip(asked, found, strict=True)]
+        found = self.backend.encode_batch_fast(
+            [text for text, _, _ in asked], add_special_tokens=False
+        )
+        return [
+            self._whole(text, one.ids, add, allow)
+            for (text, add, allow), one in zip(asked, found, strict=True)
+        ]
 
-    def _whole(self, text: str, ids: list[int], add_special_tokens: bool, allow_special: bool) -> list[int]:
+    def _whole(
+        self, text: str, ids: list[int], add_special_tokens: bool, allow_special: bool
+    ) -> list[int]:
         if not allow_special and not self.special_ids.isdisjoint(ids):
             ids = self._plain_ids(text)
         if add_special_tokens:
@@ -113,13 +136,18 @@ class Tokenizer:
         if ids:
             return ids
         if self.bos_id is None:
-            raise InvalidRequest("the prompt is empty, and this model has no token that begins a text: give some", "prompt")
+            raise InvalidRequest(
+                "the prompt is empty, and this model has no token that begins a text: give some",
+                "prompt",
+            )
         return [self.bos_id]
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
         """Special tokens count as such but where `mark`, one character, stands right before them. Marks are left out."""
         stand_in = {mark: "", **self._plain.stand_in}
-        return self._plain_ids(re.sub(f"{mark}|(?<!{mark})(?:{self._special})", lambda found: stand_in[found[0]], text))
+        return self._plain_ids(
+            re.sub(f"{mark}|(?<!{mark})(?:{self._special})", lambda found: stand_in[found[0]], text)
+        )
 
     def protect(self, text: str, mark: str) -> str:
         """Put `mark` before every special token in the text, and before an unfinished one at its end, which what comes
@@ -141,7 +169,9 @@ class Tokenizer:
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         except (UnicodeEncodeError, TypeError):
-            raise InvalidRequest("the text must be a string of valid Unicode, without lone surrogates", "prompt") from None
+            raise InvalidRequest(
+                "the text must be a string of valid Unicode, without lone surrogates", "prompt"
+            ) from None
 
     def _plain_ids(self, text: str) -> list[int]:
         unknown = self._id("unk_token")
@@ -149,7 +179,9 @@ class Tokenizer:
         for id in self._ids(self._plain.backend, text):
             if id in self._plain.ids:
                 ids.append(self._plain.ids[id])
-            elif id in self.special_ids and id != unknown:  # a vocabulary whose merges spell a special token
+            elif (
+                id in self.special_ids and id != unknown
+            ):  # a vocabulary whose merges spell a special token
                 ids += self._spelled(id)
             else:
                 ids.append(id)
@@ -169,7 +201,11 @@ class Tokenizer:
     def from_gguf(cls, metadata: dict[str, Any]) -> Tokenizer:
         backend, specials, end_ids = from_gguf(metadata)
         key = "tokenizer.chat_template"
-        templates = {k[len(key) + 1 :] or "default": v for k, v in metadata.items() if k == key or k.startswith(f"{key}.")}
+        templates = {
+            k[len(key) + 1 :] or "default": v
+            for k, v in metadata.items()
+            if k == key or k.startswith(f"{key}.")
+        }
         return cls(backend, specials, templates, end_ids)
 
     @classmethod
@@ -186,10 +222,19 @@ class Tokenizer:
         elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
             lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
             merges = [line for line in lines if line and not line.startswith("#version")]
-            pre = PRE_TOKENIZERS["qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen") else "gpt-2"]
-            backend = byte_level(_read_json(path / "vocab.json"), merges, pre, bool(config.get("add_prefix_space", False)))
+            pre = PRE_TOKENIZERS[
+                "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen") else "gpt-2"
+            ]
+            backend = byte_level(
+                _read_json(path / "vocab.json"),
+                merges,
+                pre,
+                bool(config.get("add_prefix_space", False)),
+            )
             if "eos_token" not in named and backend.token_to_id("<|endoftext|>") is not None:
-                named.update(bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>")
+                named.update(
+                    bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
+                )
         elif (path / "tokenizer.model").is_file():
             raise ModelError(
                 f"{path} has only a SentencePiece tokenizer.model. Convert it once, in there: "
@@ -197,17 +242,29 @@ class Tokenizer:
                 "(needs: pip install transformers sentencepiece protobuf), which writes tokenizer.json"
             )
         else:
-            raise ModelError(f"{path} has no tokenizer: expected tokenizer.json, or vocab.json and merges.txt")
+            raise ModelError(
+                f"{path} has no tokenizer: expected tokenizer.json, or vocab.json and merges.txt"
+            )
         try:
             _add_missing(backend, config, named)
             specials = {name: _text(named[name]) for name in _NAMED if named.get(name)}
             extra = named.get("extra_special_tokens")
-            specials.update({name: _text(token) for name, token in extra.items()} if isinstance(extra, dict) else {})
+            specials.update(
+                {name: _text(token) for name, token in extra.items()}
+                if isinstance(extra, dict)
+                else {}
+            )
             templates = _chat_templates(path, config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ModelError(f"{path / 'tokenizer_config.json'} is not as it should be: {error!r}") from error
-        if backend.post_processor is None or isinstance(backend.post_processor, processors.ByteLevel):
-            set_bos_eos(  # the post-processor says nothing of them: others, if only that there are none, have the last word
+            raise ModelError(
+                f"{path / 'tokenizer_config.json'} is not as it should be: {error!r}"
+            ) from error
+        if backend.post_processor is None or isinstance(
+            backend.post_processor, processors.ByteLevel
+        ):
+            # the post-processor says nothing of them: others, if only that there are none, have
+            # the last word
+            set_bos_eos(
                 backend,
                 specials.get("bos_token") if config.get("add_bos_token") else None,
                 specials.get("eos_token") if config.get("add_eos_token") else None,
@@ -215,7 +272,9 @@ class Tokenizer:
         return cls(backend, specials, templates)
 
 
-def _around(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> tuple[list[int], list[int]]:
+def _around(
+    backend: tokenizers.Tokenizer, special_ids: frozenset[int]
+) -> tuple[list[int], list[int]]:
     """What the post-processor puts before and after a text: its mask tells."""
     text = backend.id_to_token(min(special_ids)) if special_ids else None
     if text is None:
@@ -236,7 +295,12 @@ def _without_specials(backend: tokenizers.Tokenizer) -> _Plain:
     stand_in = {token.content: f"\ufdd0{secret}{id}\ufdd1" for id, token in added if token.special}
     names = {stand_in.get(token.content, token.content): (id, token) for id, token in added}
     flags = ("single_word", "lstrip", "rstrip", "normalized")
-    plain.add_tokens([AddedToken(name, **{flag: getattr(t, flag) for flag in flags}) for name, (_, t) in names.items()])
+    plain.add_tokens(
+        [
+            AddedToken(name, **{flag: getattr(t, flag) for flag in flags})
+            for name, (_, t) in names.items()
+        ]
+    )
     ids = {plain.token_to_id(name): id for name, (id, _) in names.items()}
     return _Plain(plain, {here: real for here, real in ids.items() if here is not None}, stand_in)
 
@@ -259,28 +323,48 @@ def _text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _add_missing(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, Any]) -> None:
+def _add_missing(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, Any]
+) -> None:
     """Tokens that only the files beside tokenizer.json declare, or declare special."""
     have = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+    for _, token in sorted(
+        config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+    ):
         special = bool(token.get("special"))
         if have.get(token["content"]) != special:
-            flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            flags = {
+                name: bool(token.get(name))
+                for name in ("single_word", "lstrip", "rstrip", "normalized")
+            }
             add = backend.add_special_tokens if special else backend.add_tokens
             add([AddedToken(token["content"], special=special, **flags)])
             have[token["content"]] = special
     extra = named.get("additional_special_tokens") or named.get("extra_special_tokens") or []
-    wanted = [named[name] for name in _NAMED if named.get(name)] + list(extra.values() if isinstance(extra, dict) else extra)
+    wanted = [named[name] for name in _NAMED if named.get(name)] + list(
+        extra.values() if isinstance(extra, dict) else extra
+    )
     missing = [text for text in dict.fromkeys(map(_text, wanted)) if not have.get(text)]
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+    backend.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in missing]
+    )
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """By name; "default" is the one for ordinary chats, "tool_use" the one for chats with tools where there are two."""
     listed = config.get("chat_template") or []
-    templates = {"default": listed} if isinstance(listed, str) else {entry["name"]: entry["template"] for entry in listed}
-    files = [path / "chat_template.jinja", *sorted((path / "additional_chat_templates").glob("*.jinja"))]
+    templates = (
+        {"default": listed}
+        if isinstance(listed, str)
+        else {entry["name"]: entry["template"] for entry in listed}
+    )
+    files = [
+        path / "chat_template.jinja",
+        *sorted((path / "additional_chat_templates").glob("*.jinja")),
+    ]
     for file in files:
         if file.is_file():
-            templates["default" if file == files[0] else file.stem] = file.read_text(encoding="utf-8")
+            templates["default" if file == files[0] else file.stem] = file.read_text(
+                encoding="utf-8"
+            )
     return templates

@@ -21,7 +21,9 @@ To call one, write its name and its arguments as JSON between these tags, once f
 {close}"""
 
 
-def spell_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def spell_out(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
     """A conversation with tools for a template that knows nothing of them: the tools are described in the system message, calls
     and their results are written as models of the hermes kind write them."""
     spelled: list[dict[str, Any]] = []
@@ -29,7 +31,12 @@ def spell_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     for message in messages:
         if message["role"] == "assistant" and message.get("tool_calls"):
             text = HERMES.between.join(map(_written, message["tool_calls"]))
-            spelled.append({"role": "assistant", "content": "\n".join(filter(None, (message.get("content"), text)))})
+            spelled.append(
+                {
+                    "role": "assistant",
+                    "content": "\n".join(filter(None, (message.get("content"), text))),
+                }
+            )
         elif message["role"] in ("tool", "function"):
             text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
             if before in ("tool", "function"):
@@ -43,7 +50,10 @@ def spell_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         text = _INTRODUCTION.format(tools=lines, open=HERMES.open, close=HERMES.close)
         if spelled[0]["role"] in ("system", "developer"):
-            spelled[0] = {**spelled[0], "content": "\n\n".join(filter(None, (spelled[0].get("content"), text)))}
+            spelled[0] = {
+                **spelled[0],
+                "content": "\n\n".join(filter(None, (spelled[0].get("content"), text))),
+            }
         else:
             spelled.insert(0, {"role": "system", "content": text})
     return spelled
@@ -87,7 +97,11 @@ def call_grammar(
         rules += ["start: calls"]
     elif format.close:  # lazy: the first tag ends the text before it
         lazy = "" if format.open in special_ids else "[lazy]"
-        rules += ["start: called* text", f"called: opening {rest}", f"opening{lazy}: TEXT {tag(format.open)}"]
+        rules += [
+            "start: called* text",
+            f"called: opening {rest}",
+            f"opening{lazy}: TEXT {tag(format.open)}",
+        ]
         rules += ["text: TEXT", r"TEXT: /(.|\n)*/"]
     else:
         rules += ["start: calls | text", "text: TEXT?", r"TEXT: /[^{](.|\n)*/"]
@@ -95,7 +109,9 @@ def call_grammar(
         function = tool["function"]
         head = f'{{"name": {json.dumps(function["name"])}, "{format.arguments}": '
         loose = free and not function.get("strict")
-        schema = _literal(_schema({"additionalProperties": True} if loose else function.get("parameters")))
+        schema = _literal(
+            _schema({"additionalProperties": True} if loose else function.get("parameters"))
+        )
         rules.append(f'f{i}: {json.dumps(head)} %json {schema} "}}"')
     return "\n".join(rules)
 

@@ -69,7 +69,13 @@ _BETWEEN_CALLS = re.compile(r"[ \t\r\n,;\]]*+")
 _IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _NOT_STRUCTURE = re.compile(r'[^"{}\[\],<]*+')
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
-_MEMBERS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "type": "type", "id": "id"}
+_MEMBERS = {
+    "name": "name",
+    "arguments": "arguments",
+    "parameters": "arguments",
+    "type": "type",
+    "id": "id",
+}
 
 
 class ToolParser:
@@ -81,7 +87,9 @@ class ToolParser:
 
     def __init__(self, format: Format, names: Collection[str], parallel: bool = True):
         """`names`: of the tools there are. Without `parallel` the first call ends the reply, and what follows is left out."""
-        self._format, self._names, self._parallel = format, names, parallel
+        self._format = format
+        self._names = names
+        self._parallel = parallel
         self.calls = 0
         self.over = False  # nothing that comes matters any more
         self._tags = [tag for tag in (format.open, format.close) if tag]
@@ -99,14 +107,16 @@ class ToolParser:
 
     def push(self, text: str) -> list[str | CallDelta]:
         """What the text makes certain, in order: content, and news of calls."""
-        text, pos = self._rest + text, 0
+        text = self._rest + text
+        pos = 0
         while pos < len(text) and not self.over:
             before = self._state, pos
             pos = self._state(text, pos)
             if (self._state, pos) == before:
                 break
         self._rest = "" if self.over else text[pos:]
-        out, self._out = self._out, []
+        out = self._out
+        self._out = []
         return _joined(out) if len(out) > 1 else out
 
     def finish(self) -> list[str | CallDelta]:
@@ -127,7 +137,12 @@ class ToolParser:
         found = self._tag.search(text, pos)
         if found is None:
             end = len(text)
-            if self._ending and self._unclosed and self._quiet and self._format.close.startswith(text[pos:]):
+            if (
+                self._ending
+                and self._unclosed
+                and self._quiet
+                and self._format.close.startswith(text[pos:])
+            ):
                 return end  # all there is of the tag that closes a call
             if not self._ending:
                 last = text.rfind("<", pos)  # tags have one, their first character
@@ -138,7 +153,9 @@ class ToolParser:
         self._say(text[pos : found.start()])
         if found[0] == self._format.open:
             self._begin(found[0])
-            self._tagged, self._unclosed, self._state = True, False, self._before
+            self._tagged = True
+            self._unclosed = False
+            self._state = self._before
         elif self._unclosed:
             self._unclosed = False
         else:
@@ -154,7 +171,9 @@ class ToolParser:
         if words:
             whole = "".join(self._space) + words
             self._out.append(whole.lstrip() if self.calls and not self._said else whole)
-            self._space, self._said, self._quiet = [], True, False
+            self._space = []
+            self._said = True
+            self._quiet = False
         if len(words) < len(text):
             self._space.append(text[len(words) :])
 
@@ -265,7 +284,9 @@ class ToolParser:
             pos = self._hold(_BLANK, text, pos)
             if pos < len(text):
                 self._held = [] if self._begun else self._held
-                self._depth, self._in_string, self._state = 0, False, self._arguments
+                self._depth = 0
+                self._in_string = False
+                self._state = self._arguments
             return pos
         pos, found = self._expect(_BLANK, '"', text, pos)
         if found:
@@ -297,11 +318,16 @@ class ToolParser:
         self._argue("".join(self._early))
 
     def _end(self) -> None:
-        self._held, self._state, self.over = [], self._between, not self._parallel
+        self._held = []
+        self._state = self._between
+        self.over = not self._parallel
 
     def _arguments(self, text: str, pos: int) -> int:
         """A value of any kind: up to the bracket that closes it, a quote that does, or what cannot belong to a plain word."""
-        start, over, cut, close = pos, False, False, self._format.close
+        start = pos
+        over = False
+        cut = False
+        close = self._format.close
         while pos < len(text) and not over:
             found = (_IN_STRING if self._in_string else _NOT_STRUCTURE).match(text, pos)
             assert found is not None
@@ -352,7 +378,9 @@ class ToolParser:
 def _joined(out: list[str | CallDelta]) -> list[str | CallDelta]:
     """As few as say the same; a name comes alone."""
     joined: list[str | CallDelta] = []
-    for (call, name), group in groupby(out, lambda piece: (None, None) if isinstance(piece, str) else piece[:2]):
+    for (call, name), group in groupby(
+        out, lambda piece: (None, None) if isinstance(piece, str) else piece[:2]
+    ):
         text = "".join(piece if isinstance(piece, str) else piece.arguments for piece in group)
         joined.append(text if call is None else CallDelta(call, name, text))
     return joined

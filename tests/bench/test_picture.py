@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.picture import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Series, bars, points, svg
+from octavo.bench.picture import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Series,
+    bars,
+    points,
+    svg,
+)
 from octavo.errors import OctavoError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,12 +37,22 @@ def words(text: str) -> list[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(places, min_size=1, max_size=8), st.booleans(), st.booleans(), st.booleans())
-def test_all_points_and_ticks_lie_inside_the_plot(series: list[list[tuple[float, float]]], joined: bool, log: bool, zero: bool):
-    drawn = [Series(f"s{i}", points, [f"p{j}" for j in range(len(points))]) for i, points in enumerate(series)]
+def test_all_points_and_ticks_lie_inside_the_plot(
+    series: list[list[tuple[float, float]]], joined: bool, log: bool, zero: bool
+):
+    drawn = [
+        Series(f"s{i}", points, [f"p{j}" for j in range(len(points))])
+        for i, points in enumerate(series)
+    ]
     tree = ET.fromstring(svg(points("t", drawn, Axis("x"), Axis("y", log, zero), joined)))
-    marks = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle")][len(series) * (len(series) > 1) :]
+    marks = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle")][
+        len(series) * (len(series) > 1) :
+    ]
     assert len(marks) == sum(map(len, series))
-    lines = [[float(line.get(k, 0)) for k in ("x1", "y1", "x2", "y2")] for line in tree.iter(f"{SVG}line")]
+    lines = [
+        [float(line.get(k, 0)) for k in ("x1", "y1", "x2", "y2")]
+        for line in tree.iter(f"{SVG}line")
+    ]
     for x, y in [*marks, *((a, b) for a, b, _, _ in lines), *((c, d) for _, _, c, d in lines)]:
         assert LEFT - 0.1 <= x <= WIDTH - RIGHT + 0.1 and TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
     assert 3 <= len(lines) <= 24
@@ -39,19 +61,30 @@ def test_all_points_and_ticks_lie_inside_the_plot(series: list[list[tuple[float,
 
 def test_larger_is_further_right_and_further_up():
     tree = ET.fromstring(svg(points("t", [Series("", [(1, 10), (2, 20)])], Axis("x"), Axis("y"))))
-    (x1, y1), (x2, y2) = ((float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle"))
+    (x1, y1), (x2, y2) = (
+        (float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle")
+    )
     assert x1 < x2 and y1 > y2
 
 
 def test_a_log_axis_gives_equal_factors_equal_room():
-    tree = ET.fromstring(svg(points("t", [Series("", [(1, 1), (10, 1), (100, 1)])], Axis("x", log=True), Axis("y"))))
+    tree = ET.fromstring(
+        svg(points("t", [Series("", [(1, 1), (10, 1), (100, 1)])], Axis("x", log=True), Axis("y")))
+    )
     a, b, c = (float(c.get("cx", 0)) for c in tree.iter(f"{SVG}circle"))
     assert b - a == pytest.approx(c - b, abs=0.2)
 
 
 def test_text_is_escaped_and_complete():
     odd = '<b>&"x"'
-    text = svg(points(odd, [Series(odd, [(0, 1)], [odd]), Series("b", [(1, 2)])], Axis(odd + "x"), Axis(odd + "y")))
+    text = svg(
+        points(
+            odd,
+            [Series(odd, [(0, 1)], [odd]), Series("b", [(1, 2)])],
+            Axis(odd + "x"),
+            Axis(odd + "y"),
+        )
+    )
     assert {odd, odd + "x", odd + "y"} <= set(words(text))
     assert odd in words(svg(bars("t", [odd], {"a": [1.0]}, odd)))
 
@@ -71,11 +104,24 @@ def test_labels_of_points_near_each_other_do_not_cover_each_other():
 
 
 def test_bars_are_as_long_as_their_values_and_say_them():
-    text = svg(bars("speed", ["one", "two", "three"], {"a": [50.0, 100.0, None], "b": [25.0, 0.0, 1.0]}, "tok/s"))
+    text = svg(
+        bars(
+            "speed",
+            ["one", "two", "three"],
+            {"a": [50.0, 100.0, None], "b": [25.0, 0.0, 1.0]},
+            "tok/s",
+        )
+    )
     long = [float(r.get("width", 0)) for r in ET.fromstring(text).iter(f"{SVG}rect") if r.get("rx")]
     a1, b1, a2, b2, a3, _ = long
-    assert a2 == pytest.approx(2 * a1, abs=0.2) and a1 == pytest.approx(2 * b1, abs=0.2) and b2 == a3 == 0
-    assert {"speed, tok/s", "50", "100", "25", "–", "a", "b"} <= set(words(text)) and max(long) < WIDTH
+    assert (
+        a2 == pytest.approx(2 * a1, abs=0.2)
+        and a1 == pytest.approx(2 * b1, abs=0.2)
+        and b2 == a3 == 0
+    )
+    assert {"speed, tok/s", "50", "100", "25", "–", "a", "b"} <= set(words(text)) and max(
+        long
+    ) < WIDTH
 
 
 def test_panels_stand_side_by_side():
@@ -88,7 +134,9 @@ def test_panels_stand_side_by_side():
 
 def test_every_colour_is_there_in_both_themes():
     light, dark = svg(bars("t", ["a"], {"": [1.0]}, "s")).split("@media(prefers-color-scheme:dark)")
-    assert re.findall(r"\.[fs]\d|\.paper|\.grid|\.faint", light) == re.findall(r"\.[fs]\d|\.paper|\.grid|\.faint", dark)
+    assert re.findall(r"\.[fs]\d|\.paper|\.grid|\.faint", light) == re.findall(
+        r"\.[fs]\d|\.paper|\.grid|\.faint", dark
+    )
 
 
 @pytest.mark.parametrize("bad", [[], [(float("nan"), 1.0)], [(1.0, float("inf"))]])
@@ -102,7 +150,9 @@ def test_what_cannot_be_drawn_is_refused(bad: list[tuple[float, float]]):
             bars("t", ["a"], {"": values}, "s")
 
 
-@pytest.mark.parametrize(("picture", "first"), [("quant-cpu.svg", "none (float32)"), ("quant-h200.svg", "none (bf16)")])
+@pytest.mark.parametrize(
+    ("picture", "first"), [("quant-cpu.svg", "none (float32)"), ("quant-h200.svg", "none (bf16)")]
+)
 def test_the_pictures_in_the_docs_show_the_numbers_of_their_tables(picture: str, first: str):
     docs = Path(__file__).parents[2] / "docs"
     lines = (docs / "quantisation.md").read_text().splitlines()

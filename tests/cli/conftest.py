@@ -41,7 +41,9 @@ def write_model(folder: Path, template: str | None = TEMPLATE, **changes: Any) -
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|end|>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|end|>")]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     words: dict[str, Any] = {"eos_token": "<|im_end|>"}
     if template is not None:

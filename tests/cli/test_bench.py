@@ -27,22 +27,42 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "copy_bandwidth", lambda device: 1e10)
 
 
-def test_the_table_the_file_and_the_last_line_agree(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
-    result = octavo("bench", "batching", tiny, "--repeat", 2, "--max-tokens", 5, "--json", tmp_path / "r.json")
+def test_the_table_the_file_and_the_last_line_agree(
+    octavo: Octavo, tiny: str, tmp_path: Path
+) -> None:
+    result = octavo(
+        "bench", "batching", tiny, "--repeat", 2, "--max-tokens", 5, "--json", tmp_path / "r.json"
+    )
     assert result.exit_code == 0
     r = json.loads(result.stdout.splitlines()[-1])
     assert r == json.loads((tmp_path / "r.json").read_text())
-    assert r["requests"] == 4 and r["max_tokens"] == 5 and r["repeat"] == 2 and r["same_tokens"] is True
+    assert (
+        r["requests"] == 4
+        and r["max_tokens"] == 5
+        and r["repeat"] == 2
+        and r["same_tokens"] is True
+    )
     for side in ("sequential_tok_s", "batched_tok_s", "ratio"):
         assert 0 < r[side]["min"] <= r[side]["median"] <= r[side]["max"]
         assert f"{r[side]['median']:.2f}" in result.stdout
-    assert r["floor_batched_tok_s"] == 4 * r["floor_sequential_tok_s"] and r["prompt_tokens"] == [24, 33, 41, 35]
+    assert r["floor_batched_tok_s"] == 4 * r["floor_sequential_tok_s"] and r["prompt_tokens"] == [
+        24,
+        33,
+        41,
+        35,
+    ]
 
 
 def test_figures_from_a_busy_machine_are_marked(octavo: Octavo, tiny: str) -> None:
     assert batching.noise([10, 11, 10], [30, 33, 31], [3.0, 3.0, 3.1], 4) == []
-    assert "one after another varied 2.0-fold" in batching.noise([10, 20, 10], [30, 30, 30], [3.0, 1.5, 3.0], 4)[0]
-    assert "more than 4 requests can gain" in batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
+    assert (
+        "one after another varied 2.0-fold"
+        in batching.noise([10, 20, 10], [30, 30, 30], [3.0, 1.5, 3.0], 4)[0]
+    )
+    assert (
+        "more than 4 requests can gain"
+        in batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
+    )
     result = octavo("bench", "batching", tiny, "--repeat", 1, "--max-tokens", 2)
     assert "not to be trusted: 1 repeats show no spread" in result.stdout
     assert json.loads(result.stdout.splitlines()[-1])["noise"]
@@ -71,8 +91,13 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
         parameters, load = parameter_count(llm.model), Workload([[1] * 9] * 3, [4] * 3)
         return floor_seconds(load, llm.config, parameters, batching.bytes_per_step(llm), 4, machine)
 
-    computes, reads = Machine(bytes_per_second=1e30, flops_per_second=1e9), Machine(bytes_per_second=1e9, flops_per_second=1e30)
-    assert floor(plain, computes) == floor(small, computes) and floor(small, reads) < 0.6 * floor(plain, reads)
+    computes, reads = (
+        Machine(bytes_per_second=1e30, flops_per_second=1e9),
+        Machine(bytes_per_second=1e9, flops_per_second=1e30),
+    )
+    assert floor(plain, computes) == floor(small, computes) and floor(small, reads) < 0.6 * floor(
+        plain, reads
+    )
 
 
 def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +125,20 @@ def test_a_bench_that_fails_is_an_error(octavo: Octavo, tiny: str) -> None:
 
 
 def test_attention_is_measured_over_every_kind_of_kv(octavo: Octavo, tmp_path: Path) -> None:
-    flags = ["--device", "cpu", "--heads", 4, "--kv-heads", 2, "--dim", 32, "--repeat", 2, "--shapes", "2x40,1x1K"]
+    flags = [
+        "--device",
+        "cpu",
+        "--heads",
+        4,
+        "--kv-heads",
+        2,
+        "--dim",
+        32,
+        "--repeat",
+        2,
+        "--shapes",
+        "2x40,1x1K",
+    ]
     result = octavo("bench", "attention", *flags, "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.stderr
     r = json.loads(result.stdout.splitlines()[-1])
@@ -114,36 +152,87 @@ def test_attention_is_measured_over_every_kind_of_kv(octavo: Octavo, tmp_path: P
 
 
 def test_kv_formats_are_compared_with_auto(octavo: Octavo, tiny: str) -> None:
-    result = octavo("bench", "kv", tiny, "--passages", 1, "--length", 40, "--repeat", 1, "--formats", "int8,float16")
+    result = octavo(
+        "bench",
+        "kv",
+        tiny,
+        "--passages",
+        1,
+        "--length",
+        40,
+        "--repeat",
+        1,
+        "--formats",
+        "int8,float16",
+    )
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])["formats"]
     assert [r["format"] for r in rows] == ["auto", "int8", "float16"]
     assert (
-        rows[0]["perplexity_ratio"] == 1 and rows[0]["logprob_error"] == 0 < rows[2]["logprob_error"] < rows[1]["logprob_error"]
+        rows[0]["perplexity_ratio"] == 1
+        and rows[0]["logprob_error"] == 0 < rows[2]["logprob_error"] < rows[1]["logprob_error"]
     )
-    assert rows[2]["kv_bytes_per_token"] * 2 == rows[0]["kv_bytes_per_token"] > rows[1]["kv_bytes_per_token"] * 2
+    assert (
+        rows[2]["kv_bytes_per_token"] * 2
+        == rows[0]["kv_bytes_per_token"]
+        > rows[1]["kv_bytes_per_token"] * 2
+    )
 
 
-def test_an_evicted_prompt_is_timed_from_each_tier(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
-    args = ["--tokens", 200, "--repeat", 2, "--kv-host-gib", 0.01, "--kv-disk", tmp_path, "--kv-disk-gib", 0.5]
+def test_an_evicted_prompt_is_timed_from_each_tier(
+    octavo: Octavo, tiny: str, tmp_path: Path
+) -> None:
+    args = [
+        "--tokens",
+        200,
+        "--repeat",
+        2,
+        "--kv-host-gib",
+        0.01,
+        "--kv-disk",
+        tmp_path,
+        "--kv-disk-gib",
+        0.5,
+    ]
     result = octavo("bench", "tiers", tiny, *args)
     assert result.exit_code == 0
     r = json.loads(result.stdout.splitlines()[-1])
     assert r["same_tokens"] is True and r["disk_misses"] == {}
     assert r["host_cached_tokens"] == r["disk_cached_tokens"] == r["paged_cached_tokens"] == 192
-    assert r["load_bytes"] > 0 and r["host_ttft_s"]["min"] > 0 and r["disk_ttft_s"]["min"] > 0 and r["disk_records"] > 24
-    assert r["parts_s"]["paged"]["read"] > 0 == r["parts_s"]["host"]["read"] and r["busy_readers"]["paged"] > 0
-    assert sum(r["parts_s"]["device"].values()) <= r["device_ttft_s"]["max"] and r["read_alone_bytes_s"]["1"] > 0
+    assert (
+        r["load_bytes"] > 0
+        and r["host_ttft_s"]["min"] > 0
+        and r["disk_ttft_s"]["min"] > 0
+        and r["disk_records"] > 24
+    )
+    assert (
+        r["parts_s"]["paged"]["read"] > 0 == r["parts_s"]["host"]["read"]
+        and r["busy_readers"]["paged"] > 0
+    )
+    assert (
+        sum(r["parts_s"]["device"].values()) <= r["device_ttft_s"]["max"]
+        and r["read_alone_bytes_s"]["1"] > 0
+    )
     assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout
-    assert "of that, in ms" in result.stdout and "blocks loaded while others were read" in result.stdout
+    assert (
+        "of that, in ms" in result.stdout
+        and "blocks loaded while others were read" in result.stdout
+    )
 
 
-def test_weight_formats_as_a_table_and_as_a_picture(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+def test_weight_formats_as_a_table_and_as_a_picture(
+    octavo: Octavo, tiny: str, tmp_path: Path
+) -> None:
     small = ("--passages", 1, "--length", 40, "--repeat", 1, "--formats", "int8,int4-g32")
     result = octavo("bench", "quant", tiny, *small, "--picture", tmp_path / "q.svg")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout.splitlines()[-1])["formats"]
     assert [r["format"] for r in rows] == ["none", "int8", "int4-g32"]
     assert rows[0]["bytes_per_weight"] > rows[1]["bytes_per_weight"] > 1
-    shown = [node.text for node in ET.fromstring((tmp_path / "q.svg").read_text()).iter("{http://www.w3.org/2000/svg}text")]
+    shown = [
+        node.text
+        for node in ET.fromstring((tmp_path / "q.svg").read_text()).iter(
+            "{http://www.w3.org/2000/svg}text"
+        )
+    ]
     assert [shown.count(r["format"]) for r in rows] == [3, 3, 3]  # a point, and a bar in two charts

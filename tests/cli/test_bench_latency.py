@@ -24,13 +24,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_percentiles_and_floors_of_each_batch(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
-    result = octavo("bench", "latency", tiny, *SMALL, "--batches", "1,3", "--json", tmp_path / "r.json")
+    result = octavo(
+        "bench", "latency", tiny, *SMALL, "--batches", "1,3", "--json", tmp_path / "r.json"
+    )
     assert result.exit_code == 0, result.output
     r = json.loads(result.stdout.splitlines()[-1])
-    assert r == json.loads((tmp_path / "r.json").read_text()) and [one["requests"] for one in r["results"]] == [1, 3]
+    assert r == json.loads((tmp_path / "r.json").read_text()) and [
+        one["requests"] for one in r["results"]
+    ] == [1, 3]
     for one in r["results"]:
         for name in ("ttft", "itl"):
-            assert 0 < one[f"{name}_floor_ms"] < one[f"{name}_p50_ms"] <= one[f"{name}_p90_ms"] <= one[f"{name}_p99_ms"]
+            assert (
+                0
+                < one[f"{name}_floor_ms"]
+                < one[f"{name}_p50_ms"]
+                <= one[f"{name}_p90_ms"]
+                <= one[f"{name}_p99_ms"]
+            )
             assert 0 < one[f"{name}_of_floor"] < 1
     assert "TTFT" in result.stdout and "ITL" in result.stdout
 
@@ -46,18 +56,30 @@ def test_what_warms_up_does_not_count(tiny: str, monkeypatch: pytest.MonkeyPatch
     def play(llm: LLM, trace: list[object], schedule: object) -> Report:
         played.append(len(trace))
         slow = 100.0 if len(played) == 1 else 1.0
-        return Report(seconds=slow, first={f"{i}": slow * (i + 1) for i in range(len(trace))}, gaps=[slow, slow * 2])
+        return Report(
+            seconds=slow,
+            first={f"{i}": slow * (i + 1) for i in range(len(trace))},
+            gaps=[slow, slow * 2],
+        )
 
     monkeypatch.setattr(latency, "play", play)
     (r,) = latency.measure(llm, [2], prompt=8, output=3, repeat=2)
     assert played == [2, 2, 2]
-    assert (r["ttft_p50_ms"], r["ttft_p99_ms"], r["itl_p50_ms"], r["itl_p99_ms"], r["tok_s"]) == (1e3, 2e3, 1e3, 2e3, 6.0)
+    assert (r["ttft_p50_ms"], r["ttft_p99_ms"], r["itl_p50_ms"], r["itl_p99_ms"], r["tok_s"]) == (
+        1e3,
+        2e3,
+        1e3,
+        2e3,
+        6.0,
+    )
 
 
 def test_the_floor_reads_weights_and_kv_and_makes_products(tiny: str) -> None:
     llm = LLM(tiny, max_model_len=64, progress=False)
     reads, computes = Machine(1e9, 1e30), Machine(1e30, 1e9)
     weights = latency.bytes_per_step(llm)
-    assert latency.floors(llm, 1, 20, 6, reads) == pytest.approx((weights / 1e9, (weights + 23 * llm.memory.kv_per_token) / 1e9))
+    assert latency.floors(llm, 1, 20, 6, reads) == pytest.approx(
+        (weights / 1e9, (weights + 23 * llm.memory.kv_per_token) / 1e9)
+    )
     one, four = (latency.floors(llm, batch, 20, 6, computes) for batch in (1, 4))
     assert four[0] == pytest.approx(2 * one[0]) and four[1] == pytest.approx(4 * one[1])

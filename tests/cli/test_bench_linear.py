@@ -53,7 +53,9 @@ def test_tuning_leaves_out_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "candidates", lambda form, rows: [bad, wrong, good])
     monkeypatch.setattr(tune, "THREADS", 1)  # the interpreter is for one
     real, lines = quant.linear, []
-    monkeypatch.setattr(quant, "linear", lambda x, w, how: real(x, w, how=how) * (2 if how == wrong else 1))
+    monkeypatch.setattr(
+        quant, "linear", lambda x, w, how: real(x, w, how=how) * (2 if how == wrong else 1)
+    )
     best = tune.tune(SMALL, ("int4-g128",), (3,), lines.append, "cpu")
     assert len(best) == 1 and best[0]["how"] not in (str(bad), str(wrong))
     assert any(str(bad) in line and ": no " in line for line in lines)

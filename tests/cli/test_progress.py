@@ -24,7 +24,11 @@ def shown(patch: pytest.MonkeyPatch, terminal: bool) -> str:
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(monkeypatch, terminal=False).splitlines() == ["   0 s  loading", "   0 s  measuring 0 of 3"]  # no other was due
+    # no other was due
+    assert shown(monkeypatch, terminal=False).splitlines() == [
+        "   0 s  loading",
+        "   0 s  measuring 0 of 3",
+    ]
     monkeypatch.setattr(progress, "EVERY", 0.0)
     lines = shown(monkeypatch, terminal=False).splitlines()
     assert [f"   0 s  measuring {i} of 3" for i in range(4)] == list(dict.fromkeys(lines))[1:]

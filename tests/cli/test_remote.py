@@ -41,15 +41,24 @@ def guarded(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield found
 
 
-def test_a_server_says_what_the_model_says_here(octavo: Octavo, tiny: str, serving: Running) -> None:
+def test_a_server_says_what_the_model_says_here(
+    octavo: Octavo, tiny: str, serving: Running
+) -> None:
     lines = "Hi\nMore\n/system Be brief.\nHi\n/history\n/reset\n/history\nHi\n"
-    here, there = octavo("chat", tiny, *GREEDY, stdin=lines), octavo("chat", "--url", serving.url, *GREEDY, stdin=lines)
+    here, there = (
+        octavo("chat", tiny, *GREEDY, stdin=lines),
+        octavo("chat", "--url", serving.url, *GREEDY, stdin=lines),
+    )
     assert (there.exit_code, there.stdout) == (0, here.stdout)
-    assert there.stderr.startswith(f"{NAME} at {serving.url}, context 1K; /help, or Ctrl-D to leave\n")
+    assert there.stderr.startswith(
+        f"{NAME} at {serving.url}, context 1K; /help, or Ctrl-D to leave\n"
+    )
 
 
 @pytest.mark.parametrize("form", ["{}/v1", "{}/", "{}/v1/"])
-def test_an_address_may_be_written_in_several_ways(octavo: Octavo, serving: Running, form: str) -> None:
+def test_an_address_may_be_written_in_several_ways(
+    octavo: Octavo, serving: Running, form: str
+) -> None:
     assert octavo("chat", NAME, "--url", form.format(serving.url)).exit_code == 0
     assert octavo("chat", "--url", form.format(serving.url.removeprefix("http://"))).exit_code == 0
 
@@ -67,9 +76,13 @@ def test_seeds_are_heard(octavo: Octavo, serving: Running) -> None:
 def test_stats(octavo: Octavo, serving: Running) -> None:
     said = "Hello there, my friend\n/reset\nHello there, my friend\n/stats\n"
     out = octavo("chat", "--url", serving.url, *GREEDY, "--seed", 7, stdin=said).stdout
-    found = dict(re.findall(r"^(speed|last reply|prompt|KV blocks|sampling) +(.*)$", out, re.MULTILINE))
+    found = dict(
+        re.findall(r"^(speed|last reply|prompt|KV blocks|sampling) +(.*)$", out, re.MULTILINE)
+    )
     assert re.fullmatch(r"[\d.]+ tokens/s, first token after \d+ ms", found["speed"])
-    assert found["last reply"].startswith("8 tokens in ") and found["prompt"].startswith("41 tokens, 32 of them cached")
+    assert found["last reply"].startswith("8 tokens in ") and found["prompt"].startswith(
+        "41 tokens, 32 of them cached"
+    )
     assert re.fullmatch(r"\d+ used, \d+ cached, \d+ free", found["KV blocks"])
     assert found["sampling"] == "temperature 0, top_p 0.9, seed 7"
 
@@ -78,10 +91,18 @@ def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, servin
     lines = [f"message number {i}, of some length: {'x' * 80}" for i in range(9)]
     result = octavo("chat", "--url", serving.url, *GREEDY, stdin="\n".join([*lines, "/history"]))
     assert result.exit_code == 0 and "error" not in result.stderr
-    assert re.search(r"\(the context of 1,024 tokens is full: the oldest \d+ of \d+ exchanges were dropped\)", result.stderr)
+    assert re.search(
+        r"\(the context of 1,024 tokens is full: the oldest \d+ of \d+ exchanges were dropped\)",
+        result.stderr,
+    )
     too_long = octavo("chat", "--url", serving.url, *GREEDY, stdin=f"{'x' * 2000}\nHi\n")
-    assert "the server says 400: the prompt has" in too_long.stderr or "this message makes a prompt of" in too_long.stderr
-    assert too_long.exit_code == 0 and len(too_long.stdout.splitlines()) == 1, "the next message is answered"
+    assert (
+        "the server says 400: the prompt has" in too_long.stderr
+        or "this message makes a prompt of" in too_long.stderr
+    )
+    assert too_long.exit_code == 0 and len(too_long.stdout.splitlines()) == 1, (
+        "the next message is answered"
+    )
 
 
 # ---- when it cannot answer ---------------------------------------------------------------------------
@@ -91,13 +112,21 @@ def test_nobody_there(octavo: Octavo) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     result = octavo("chat", "--url", url)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"error: no server answers at {url} (Connection refused): `octavo serve` starts one\n"
+    assert (
+        result.stderr
+        == f"error: no server answers at {url} (Connection refused): `octavo serve` starts one\n"
+    )
 
 
-@pytest.mark.parametrize("url", ["", "http://", "ftp://127.0.0.1", "http://127.0.0.1:port", "http:///v1"])
+@pytest.mark.parametrize(
+    "url", ["", "http://", "ftp://127.0.0.1", "http://127.0.0.1:port", "http:///v1"]
+)
 def test_no_address(octavo: Octavo, url: str) -> None:
     result = octavo("chat", "--url", url)
-    assert result.exit_code == 2 and "is no server's address: give something like http://127.0.0.1:8000" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "is no server's address: give something like http://127.0.0.1:8000" in result.stderr
+    )
 
 
 def test_another_kind_of_server(octavo: Octavo) -> None:
@@ -117,31 +146,52 @@ def test_another_kind_of_server(octavo: Octavo) -> None:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         result = octavo("chat", "--url", f"127.0.0.1:{other.server_port}")
         other.shutdown()
-    assert result.exit_code == 2 and "does not answer as a server of this kind does" in result.stderr
+    assert (
+        result.exit_code == 2 and "does not answer as a server of this kind does" in result.stderr
+    )
 
 
 def test_a_server_that_is_loading(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
     with server(tmp_path, ready=False, model=tiny, program="tests.serve.late_engine") as starting:
         result = octavo("chat", "--url", starting.url)
         assert result.exit_code == 2
-        assert re.fullmatch(r"error: the server is not ready: starting \(\w+.*\)\. Try again soon\n", result.stderr)
+        assert re.fullmatch(
+            r"error: the server is not ready: starting \(\w+.*\)\. Try again soon\n", result.stderr
+        )
 
 
 def test_keys(octavo: Octavo, guarded: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     none = octavo("chat", "--url", guarded.url)
-    assert none.stderr == f"error: {guarded.url} wants an API key: give --api-key, or set OCTAVO_API_KEY\n"
+    assert (
+        none.stderr
+        == f"error: {guarded.url} wants an API key: give --api-key, or set OCTAVO_API_KEY\n"
+    )
     wrong = octavo("chat", "--url", guarded.url, "--api-key", "guessed-at-random")
     assert wrong.stderr == f"error: {guarded.url} does not take this API key\n"
     assert none.exit_code == wrong.exit_code == 2
-    assert octavo("chat", "--url", guarded.url, "--api-key", "open-sesame-open", *GREEDY, stdin="Hi\n").stdout
+    assert octavo(
+        "chat", "--url", guarded.url, "--api-key", "open-sesame-open", *GREEDY, stdin="Hi\n"
+    ).stdout
     monkeypatch.setenv("OCTAVO_API_KEY", "open-sesame-open")
     assert octavo("chat", "--url", guarded.url, *GREEDY, stdin="Hi\n").stdout
 
 
-def test_a_busy_server_is_told_of_and_the_conversation_goes_on(octavo: Octavo, guarded: Running) -> None:
-    result = octavo("chat", "--url", guarded.url, "--api-key", "once-a-minute-key", *GREEDY, stdin="Hi\nMore\n/history\n")
+def test_a_busy_server_is_told_of_and_the_conversation_goes_on(
+    octavo: Octavo, guarded: Running
+) -> None:
+    result = octavo(
+        "chat",
+        "--url",
+        guarded.url,
+        "--api-key",
+        "once-a-minute-key",
+        *GREEDY,
+        stdin="Hi\nMore\n/history\n",
+    )
     assert re.search(r"error: the server is busy, try again in \d+ s: ", result.stderr)
-    assert re.fullmatch(r"(\w+)\nuser: Hi\nassistant: \1\n", result.stdout), "the second message is taken back"
+    assert re.fullmatch(r"(\w+)\nuser: Hi\nassistant: \1\n", result.stdout), (
+        "the second message is taken back"
+    )
 
 
 def test_a_model_that_the_server_does_not_have(octavo: Octavo, serving: Running) -> None:
@@ -151,13 +201,21 @@ def test_a_model_that_the_server_does_not_have(octavo: Octavo, serving: Running)
 
 def test_options_of_a_model_that_is_loaded_here(octavo: Octavo, serving: Running) -> None:
     result = octavo("chat", "--url", serving.url, "--max-model-len", "512")
-    assert result.exit_code == 2 and "--max-model-len is for a model that is loaded here" in result.stderr
-    assert "error: --quant is for a model" in octavo("chat", "--url", serving.url, "--quant", "int8").stderr
+    assert (
+        result.exit_code == 2
+        and "--max-model-len is for a model that is loaded here" in result.stderr
+    )
+    assert (
+        "error: --quant is for a model"
+        in octavo("chat", "--url", serving.url, "--quant", "int8").stderr
+    )
 
 
 def test_a_server_that_dies_takes_the_message_back(tiny: str, tmp_path: Path) -> None:
     with server(tmp_path, model=tiny) as mortal:
-        talk = Chat(Remote(mortal.url, None, None, 1), SamplingOptions(temperature=0, max_tokens=900))
+        talk = Chat(
+            Remote(mortal.url, None, None, 1), SamplingOptions(temperature=0, max_tokens=900)
+        )
         prompt, _ = talk.make_room("Hi")
         with pytest.raises(ServerError, match="broke off|does not answer"):
             for _ in talk.reply("Hi", prompt):
@@ -189,7 +247,18 @@ def test_stopping_closes_the_stream_and_keeps_what_was_said(serving: Running) ->
 
 
 def test_ctrl_c_at_a_terminal(serving: Running) -> None:
-    program = Terminal(sys.executable, "-m", "octavo", "chat", "--url", serving.url, "--max-tokens", "900", "--temperature", "0")
+    program = Terminal(
+        sys.executable,
+        "-m",
+        "octavo",
+        "chat",
+        "--url",
+        serving.url,
+        "--max-tokens",
+        "900",
+        "--temperature",
+        "0",
+    )
     try:
         program.expect("> ")
         program.send("Hi\r")

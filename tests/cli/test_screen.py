@@ -76,9 +76,26 @@ def test_a_pipe_gets_the_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_numbers_for_people() -> None:
-    assert [in_bytes(n) for n in (0, 2048, 5 * 2**20, 3 * 2**30, -(2**31))] == ["0 B", "2 KiB", "5 MiB", "3.00 GiB", "-2.00 GiB"]
-    assert [short(n) for n in (12, 35_168, 134_515_008, 1_100_048_384)] == ["12", "35.2K", "135M", "1.1B"]
-    assert [tokens(n) for n in (97, 1000, 1024, 131072, 5000)] == ["97", "1,000", "1K", "128K", "5,000"]
+    assert [in_bytes(n) for n in (0, 2048, 5 * 2**20, 3 * 2**30, -(2**31))] == [
+        "0 B",
+        "2 KiB",
+        "5 MiB",
+        "3.00 GiB",
+        "-2.00 GiB",
+    ]
+    assert [short(n) for n in (12, 35_168, 134_515_008, 1_100_048_384)] == [
+        "12",
+        "35.2K",
+        "135M",
+        "1.1B",
+    ]
+    assert [tokens(n) for n in (97, 1000, 1024, 131072, 5000)] == [
+        "97",
+        "1,000",
+        "1K",
+        "128K",
+        "5,000",
+    ]
 
 
 CASES = {
@@ -93,14 +110,21 @@ CASES = {
 
 
 def merged(pieces: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
-    return [(kind, "".join(text for _, text in run)) for kind, run in itertools.groupby(pieces, key=lambda p: p[0])]
+    return [
+        (kind, "".join(text for _, text in run))
+        for kind, run in itertools.groupby(pieces, key=lambda p: p[0])
+    ]
 
 
 @pytest.mark.parametrize("text", CASES)
 def test_thoughts_are_told_from_the_answer_however_the_text_is_split(text: str) -> None:
     for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         thinking = Thinking()
-        pieces = [p for part in (text[:first], text[first:second], text[second:]) for p in thinking.push(part)]
+        pieces = [
+            p
+            for part in (text[:first], text[first:second], text[second:])
+            for p in thinking.push(part)
+        ]
         assert merged(pieces + thinking.finish()) == CASES[text], (first, second)
 
 

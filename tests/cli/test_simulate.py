@@ -23,7 +23,16 @@ def last(result: Result) -> dict:  # type: ignore[type-arg]
 
 
 def test_policies_and_modes_are_compared(octavo: Octavo, tmp_path: Path) -> None:
-    args = ["--policy", "fcfs", "--policy", "priority", "--batching", "continuous", "--batching", "static"]
+    args = [
+        "--policy",
+        "fcfs",
+        "--policy",
+        "priority",
+        "--batching",
+        "continuous",
+        "--batching",
+        "static",
+    ]
     result = octavo("simulate", TRACE, *args, "--max-num-seqs", 2, "--json", tmp_path / "r.json")
     r = last(result)
     assert r == json.loads((tmp_path / "r.json").read_text())
@@ -31,9 +40,21 @@ def test_policies_and_modes_are_compared(octavo: Octavo, tmp_path: Path) -> None
     assert [(one["policy"], one["batching"]) for one in r["results"]] == asked
     assert all(one["requests"] == 12 for one in r["results"])
     assert all(
-        name in result.stdout for name in ("TTFT p50", "ITL p50", "E2E p50", "tok/s", "preempted", "cache hits", "priority -1")
+        name in result.stdout
+        for name in (
+            "TTFT p50",
+            "ITL p50",
+            "E2E p50",
+            "tok/s",
+            "preempted",
+            "cache hits",
+            "priority -1",
+        )
     )
-    assert last(octavo("simulate", TRACE, *args, "--max-num-seqs", 2))["results"][0]["tok_s"] == r["results"][0]["tok_s"]
+    assert (
+        last(octavo("simulate", TRACE, *args, "--max-num-seqs", 2))["results"][0]["tok_s"]
+        == r["results"][0]["tok_s"]
+    )
 
 
 def test_costs_come_from_a_real_run_and_are_compared_with_one(
@@ -43,13 +64,21 @@ def test_costs_come_from_a_real_run_and_are_compared_with_one(
     costs = tmp_path / "costs.json"
     result = octavo("simulate", TRACE, "--calibrate", tiny, "--out", costs, "--max-num-seqs", 4, "--max-model-len", 256,
                     "--picture", tmp_path / "p.svg")  # fmt: skip
-    assert all(name in (tmp_path / "p.svg").read_text() for name in ("calibrated", "another", "predicted, ms"))
+    assert all(
+        name in (tmp_path / "p.svg").read_text()
+        for name in ("calibrated", "another", "predicted, ms")
+    )
     r = last(result)
     assert json.loads(costs.read_text()) == r and r["model"] == tiny
-    assert all(value >= 0 for value in r["costs"].values()) and r["errors"]["calibrated"]["predicted_s"] > 0
+    assert (
+        all(value >= 0 for value in r["costs"].values())
+        and r["errors"]["calibrated"]["predicted_s"] > 0
+    )
     assert "calibrated:" in result.stdout and "another:" in result.stdout
     sizes = ["--max-num-seqs", 4, "--max-model-len", 256]
-    result = octavo("simulate", TRACE, "--costs", costs, "--verify", tiny, "--policy", "priority", *sizes)
+    result = octavo(
+        "simulate", TRACE, "--costs", costs, "--verify", tiny, "--policy", "priority", *sizes
+    )
     r = last(result)
     assert r["verify"]["real"]["requests"] == 12 and r["verify"]["real"]["policy"] == "priority"
     assert "this trace:" in result.stdout and "median" in result.stdout
@@ -57,12 +86,19 @@ def test_costs_come_from_a_real_run_and_are_compared_with_one(
 
 def test_the_fit_finds_the_line() -> None:
     costs = Costs(step=0.003, prefill=0.0004, row=0.001, kv=3e-6, pairs=0.0)
-    found = [(1.0, p, r, r * k, p * p / 2) for p in (0, 3, 50, 200) for r in (1, 4, 9) for k in (10, 300)]
+    found = [
+        (1.0, p, r, r * k, p * p / 2) for p in (0, 3, 50, 200) for r in (1, 4, 9) for k in (10, 300)
+    ]
     steps = [Step(f, costs.seconds(f)) for f in found]
     steps += [Step(found[0], 0.5), Step(found[5], 0.9)]  # something else held these up
     line = fit(steps)
-    assert line.row == pytest.approx(0.001, rel=1e-3) and line.prefill == pytest.approx(0.0004, rel=1e-3)
-    assert errors(line, steps[:-2])["median_step_error"] < 1e-6 and abs(errors(line, steps[:-2])["total_error"]) < 1e-6
+    assert line.row == pytest.approx(0.001, rel=1e-3) and line.prefill == pytest.approx(
+        0.0004, rel=1e-3
+    )
+    assert (
+        errors(line, steps[:-2])["median_step_error"] < 1e-6
+        and abs(errors(line, steps[:-2])["total_error"]) < 1e-6
+    )
 
 
 def test_no_feature_makes_a_step_shorter() -> None:

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: run `make test-clients`")
+pytest.importorskip(
+    "langchain_openai", reason="langchain-openai is not installed: run `make test-clients`"
+)
 
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
@@ -24,14 +32,23 @@ QUESTION = "Is it raining in Paris?"
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     engine = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 16}
-    with server(tmp_path_factory.mktemp("langchain"), model=None, name="smollm2", engine=engine) as found:
+    with server(
+        tmp_path_factory.mktemp("langchain"), model=None, name="smollm2", engine=engine
+    ) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def chat(serving: Running) -> ChatOpenAI:
     url = f"{serving.url}/v1"
-    return ChatOpenAI(model="smollm2", base_url=url, api_key="unused", temperature=0, max_tokens=120, max_retries=0)
+    return ChatOpenAI(
+        model="smollm2",
+        base_url=url,
+        api_key="unused",
+        temperature=0,
+        max_tokens=120,
+        max_retries=0,
+    )
 
 
 @tool
@@ -59,7 +76,9 @@ class Trip(BaseModel):
 
 
 def test_a_chat(chat: ChatOpenAI) -> None:
-    reply = chat.invoke([SystemMessage("Answer in one word."), HumanMessage("What is the capital of France?")])
+    reply = chat.invoke(
+        [SystemMessage("Answer in one word."), HumanMessage("What is the capital of France?")]
+    )
     assert "Paris" in reply.text and reply.response_metadata["finish_reason"] == "stop"
     assert reply.usage_metadata is not None and reply.usage_metadata["output_tokens"] > 0
 
@@ -81,7 +100,9 @@ def test_many_at_once(chat: ChatOpenAI) -> None:
 
 
 def test_completions(serving: Running) -> None:
-    model = OpenAI(model="smollm2", base_url=f"{serving.url}/v1", api_key="unused", temperature=0, max_tokens=8)
+    model = OpenAI(
+        model="smollm2", base_url=f"{serving.url}/v1", api_key="unused", temperature=0, max_tokens=8
+    )
     assert "Paris" in model.invoke("The capital of France is")
 
 
@@ -93,7 +114,11 @@ def test_tools_that_must_be_called(chat: ChatOpenAI, choice: str | bool) -> None
     assert {call["name"] for call in reply.tool_calls} <= {"get_weather", "get_time"}
     for call in reply.tool_calls:
         found = {"get_weather": get_weather, "get_time": get_time}[call["name"]].invoke(call)
-        assert isinstance(found, ToolMessage) and found.tool_call_id == call["id"] and found.status == "success"
+        assert (
+            isinstance(found, ToolMessage)
+            and found.tool_call_id == call["id"]
+            and found.status == "success"
+        )
 
 
 def test_a_streamed_call_joins_to_the_whole_one(chat: ChatOpenAI) -> None:
@@ -104,7 +129,9 @@ def test_a_streamed_call_joins_to_the_whole_one(chat: ChatOpenAI) -> None:
         pieces += len(chunk.tool_call_chunks)
         joined = chunk if joined is None else joined + chunk
     assert joined is not None and pieces > 3
-    assert [(c["name"], c["args"]) for c in joined.tool_calls] == [(c["name"], c["args"]) for c in whole.tool_calls]
+    assert [(c["name"], c["args"]) for c in joined.tool_calls] == [
+        (c["name"], c["args"]) for c in whole.tool_calls
+    ]
 
 
 def test_tools_that_may_be_called_and_results_that_come_back(chat: ChatOpenAI) -> None:
@@ -112,7 +139,11 @@ def test_tools_that_may_be_called_and_results_that_come_back(chat: ChatOpenAI) -
     reply = bound.invoke(QUESTION)
     assert reply.text or reply.tool_calls
     forced = chat.bind_tools([get_weather], tool_choice="get_weather").invoke(QUESTION)
-    messages = [HumanMessage(QUESTION), forced, *(get_weather.invoke(call) for call in forced.tool_calls)]
+    messages = [
+        HumanMessage(QUESTION),
+        forced,
+        *(get_weather.invoke(call) for call in forced.tool_calls),
+    ]
     answer = bound.invoke(messages)
     assert isinstance(answer, AIMessage) and answer.text
     assert answer.usage_metadata["input_tokens"] > reply.usage_metadata["input_tokens"]  # type: ignore[index]
@@ -126,8 +157,12 @@ def test_strict_tools(chat: ChatOpenAI) -> None:
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_structured_output(chat: ChatOpenAI, method: str) -> None:
     if method == "json_mode":
-        found = chat.with_structured_output(None, method="json_mode").invoke("A city as JSON with the keys name and country.")
+        found = chat.with_structured_output(None, method="json_mode").invoke(
+            "A city as JSON with the keys name and country."
+        )
         assert isinstance(found, dict)
     else:
-        found = chat.with_structured_output(Trip, method=method).invoke("Plan a trip that starts in Paris, France.")
+        found = chat.with_structured_output(Trip, method=method).invoke(
+            "Plan a trip that starts in Paris, France."
+        )
         assert isinstance(found, Trip) and 1 <= found.days <= 30

@@ -21,7 +21,11 @@ from tests.text.builders import SENTENCES, byte_level
 pytestmark = pytest.mark.slow
 
 QUESTIONS = [
-    {"question": "The quick brown fox jumps over", "choices": [" the lazy dog", " a fence", "x"], "answer": 0},
+    {
+        "question": "The quick brown fox jumps over",
+        "choices": [" the lazy dog", " a fence", "x"],
+        "answer": 0,
+    },
     {"question": "Numbers: 3.14159,", "choices": [" 1,000,000", " and 0xFF"], "answer": 1},
     {"question": "Größe, naïve", "choices": [" café", " 你好", " there is the thing"], "answer": 0},
 ]
@@ -67,7 +71,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def serving(model: tuple[Path, Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def serving(
+    model: tuple[Path, Any, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     with server(tmp_path_factory.mktemp("serve"), model=str(model[0])) as found:
         yield found
 
@@ -80,13 +86,17 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = texts if name == "tiny_rolling" else QUESTIONS
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         data = {"data_files": {"test": str(folder / f"{name}.jsonl")}}
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **COMMON, **task, "dataset_kwargs": data}))
+        (folder / f"{name}.yaml").write_text(
+            json.dumps({"task": name, **COMMON, **task, "dataset_kwargs": data})
+        )
     return folder
 
 
 @torch.no_grad()
 def loglikelihood(weights: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    logits = weights(torch.tensor([context + continuation]), use_cache=False).logits[0].log_softmax(-1)
+    logits = (
+        weights(torch.tensor([context + continuation]), use_cache=False).logits[0].log_softmax(-1)
+    )
     at = logits[len(context) - 1 : -1]
     chosen = at[range(len(continuation)), continuation]
     return float(chosen.sum()), bool((at.argmax(-1) == torch.tensor(continuation)).all())
@@ -116,7 +126,13 @@ def test_the_numbers_are_those_of_transformers(
     model: tuple[Path, Any, Any], serving: Running, tasks: Path, options: dict[str, Any]
 ) -> None:
     folder, weights, tokenizer = model
-    arguments = {"model": NAME, "base_url": f"{serving.url}/v1/completions", "max_length": 512, "max_retries": 1, **options}
+    arguments = {
+        "model": NAME,
+        "base_url": f"{serving.url}/v1/completions",
+        "max_length": 512,
+        "max_retries": 1,
+        **options,
+    }
     if options["tokenizer_backend"] == "huggingface":
         arguments["tokenizer"] = str(folder)
     found = lm_eval.simple_evaluate(
@@ -132,14 +148,18 @@ def test_the_numbers_are_those_of_transformers(
 
     compared = 0
     for sample in found["tiny_choice"]:
-        for (context, continuation), ((value, is_greedy),) in zip(sample["arguments"], sample["resps"], strict=True):
+        for (context, continuation), ((value, is_greedy),) in zip(
+            sample["arguments"], sample["resps"], strict=True
+        ):
             before, whole = encode(context), encode(context + continuation)
             want = loglikelihood(weights, before, whole[len(before) :])
             assert (value, is_greedy) == (pytest.approx(want[0], abs=1e-3), want[1])
             compared += 1
     for sample in found["tiny_rolling"]:
         (text,), (value,) = sample["arguments"][0], sample["resps"][0]
-        assert value == pytest.approx(loglikelihood(weights, [tokenizer.eos_token_id], encode(text))[0], abs=1e-3)
+        assert value == pytest.approx(
+            loglikelihood(weights, [tokenizer.eos_token_id], encode(text))[0], abs=1e-3
+        )
         compared += 1
     for sample in found["tiny_generate"]:
         prompt, said = sample["arguments"][0][0], sample["resps"][0][0]

@@ -28,9 +28,11 @@ positive_data_acceptance.expected-statuses = ["2xx", "400", "401", "403", "404",
 # Requests that are good field by field and refused all the same: by code or message.
 WHY = re.compile(
     "|".join((
-        "^context_length_exceeded", "^invalid_structured_output", "^structured_output_failed",  # what is in the text
+        # what is in the text
+        "^context_length_exceeded", "^invalid_structured_output", "^structured_output_failed",
         "beyond 64 bits", "logit_bias names token",
-        "expected integer, got number", "^None token ids are integers",  # 1.0 is an integer to a schema
+        # 1.0 is an integer to a schema
+        "expected integer, got number", "^None token ids are integers",
         "the chat template has no option", "chat_template_kwargs may not name",  # the model's own
         # fields that do not go together
         "are for stream: true", "are not streamed", "cannot be streamed", "needs logprobs: true", "is for requests with tools",
@@ -57,7 +59,14 @@ def test_requests_made_from_the_description(tmp_path: Path, mode: str) -> None:
             "--report": "har",
             "--report-har-path": str(report),
         }
-        program = [sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json", "--continue-on-failure"]
+        program = [
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "run",
+            f"{running.url}/openapi.json",
+            "--continue-on-failure",
+        ]
         program += [part for pair in options.items() for part in pair]
         done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
         running.wait(seconds=5)
@@ -77,4 +86,7 @@ def check(entry: dict[str, Any], mode: str) -> None:
     assert status < 400 or entry["time"] < 1000, f"{entry['time']} ms to say no: {entry['request']}"
     if mode == "positive" and status == 400:
         error = json.loads(text)["error"]
-        assert WHY.search(f"{error['code']} {error['message']}"), (error, entry["request"]["postData"]["text"][:2000])
+        assert WHY.search(f"{error['code']} {error['message']}"), (
+            error,
+            entry["request"]["postData"]["text"][:2000],
+        )

@@ -17,7 +17,9 @@ from tests.workloads import Clock, make_engine
 
 def make(batching: str, **options: Any) -> tuple[Engine, Clock]:
     clock = Clock()
-    return make_engine(200, 4, rows=16, budget=64, depth=1, clock=clock, batching=batching, **options), clock
+    return make_engine(
+        200, 4, rows=16, budget=64, depth=1, clock=clock, batching=batching, **options
+    ), clock
 
 
 def running(engine: Engine) -> set[str]:
@@ -68,7 +70,9 @@ def test_a_window_closes_when_it_is_full() -> None:
 
 def test_the_next_batch_waits_for_rows_for_all_of_it() -> None:
     clock = Clock()
-    engine = make_engine(200, 4, rows=2, budget=64, depth=1, clock=clock, batching="window", max_batch=2, window=0.02)
+    engine = make_engine(
+        200, 4, rows=2, budget=64, depth=1, clock=clock, batching="window", max_batch=2, window=0.02
+    )
     ask(engine, "short", max_tokens=2)
     ask(engine, "long", max_tokens=20)
     engine.step()
@@ -114,7 +118,9 @@ def test_a_static_batch_waits_to_be_full_but_not_for_ever() -> None:
 
 def test_a_batch_that_does_not_fit_at_once_begins_as_there_is_room() -> None:
     clock = Clock()
-    engine = make_engine(200, 4, rows=16, budget=16, depth=1, clock=clock, batching="static", max_batch=4)
+    engine = make_engine(
+        200, 4, rows=16, budget=16, depth=1, clock=clock, batching="static", max_batch=4
+    )
     for name in "abcd":
         ask(engine, name, 12, max_tokens=12)
     engine.step()
@@ -155,7 +161,10 @@ def test_batches_form_in_the_policys_order() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="unknown batching mode 'magic': use continuous, adaptive, window, static, none"):
+    with pytest.raises(
+        InvalidRequest,
+        match="unknown batching mode 'magic': use continuous, adaptive, window, static, none",
+    ):
         make("magic")
 
 
@@ -167,7 +176,9 @@ def step_of(prefill: int, decode: int) -> Plan:
     return Plan(1, items=items + ([Item(99, 0, 99, 0, prefill, True, prefill)] if prefill else []))
 
 
-def settle(pace: Pace, choose: Callable[[], int], cost: Callable[[int], float], steps: int = 60) -> list[int]:
+def settle(
+    pace: Pace, choose: Callable[[], int], cost: Callable[[int], float], steps: int = 60
+) -> list[int]:
     """The sizes that it comes to, if steps take what `cost` says of their prompt tokens."""
     sizes = []
     for _ in range(steps):
@@ -180,16 +191,23 @@ def settle(pace: Pace, choose: Callable[[], int], cost: Callable[[int], float], 
 def test_the_chunk_is_what_fits_the_target() -> None:
     pace = Pace(target=0.050)
     sizes = settle(pace, lambda: pace.chunk(1000), lambda n: 0.010 + 0.0002 * n)
-    assert sizes[:4] == [16, 24, 32, 48], "little, as long as nothing is known, and one size more each time"
+    assert sizes[:4] == [16, 24, 32, 48], (
+        "little, as long as nothing is known, and one size more each time"
+    )
     assert max(sizes) == sizes[-1] == 192, "10 ms, and 0.2 ms for each token: 200 would fit"
     assert pace.chunk(64) == 64
-    assert settle(pace, lambda: pace.chunk(1000), lambda n: 0.060)[-1] == 16, "the target is out of reach, but prompts get on"
+    assert settle(pace, lambda: pace.chunk(1000), lambda n: 0.060)[-1] == 16, (
+        "the target is out of reach, but prompts get on"
+    )
 
 
 def test_the_pace_follows_a_machine_that_changes() -> None:
     pace = Pace(target=0.050)
     for each, size in ((0.0001, 384), (0.001, 32), (0.0001, 384)):
-        assert settle(pace, lambda: pace.chunk(1000), lambda n, each=each: 0.010 + each * n, 300)[-1] == size  # type: ignore[misc]
+        assert (
+            settle(pace, lambda: pace.chunk(1000), lambda n, each=each: 0.010 + each * n, 300)[-1]
+            == size
+        )  # type: ignore[misc]
 
 
 def test_one_slow_step_changes_nothing() -> None:
@@ -203,7 +221,17 @@ def test_one_slow_step_changes_nothing() -> None:
 def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
     """A runner that takes 5 ms a step, 1 ms a row and 1 ms a prompt token; the budget alone would allow steps of 250 ms."""
     clock = Clock()
-    engine = make_engine(500, 4, rows=16, budget=256, depth=depth, max_len=400, clock=clock, batching="adaptive", target=0.060)
+    engine = make_engine(
+        500,
+        4,
+        rows=16,
+        budget=256,
+        depth=depth,
+        max_len=400,
+        clock=clock,
+        batching="adaptive",
+        target=0.060,
+    )
     launch, free = engine.runner.launch, 0.0
 
     def timed(plan: Plan) -> Any:
@@ -246,13 +274,19 @@ def paced(seconds: float) -> Pace:
 
 def test_before_anything_is_known_chunks_are_half_of_a_usual_prompt() -> None:
     pace = Pace(target=0.050)
-    assert pace.polite(1000, 1) == Pace.NOMINAL and pace.polite(1000, 2) == Pace.NOMINAL // 2 and pace.polite(50, 1) == 50
+    assert (
+        pace.polite(1000, 1) == Pace.NOMINAL
+        and pace.polite(1000, 2) == Pace.NOMINAL // 2
+        and pace.polite(50, 1) == 50
+    )
 
 
 def test_a_chunk_is_what_an_urgent_request_may_wait_for() -> None:
     pace = paced(0.060)
     sizes = settle(pace, lambda: pace.polite(1000, 1), lambda n: 0.010 + 0.0002 * n)
-    assert max(sizes) == sizes[-1] == 96, "half of what it takes itself: 30 ms, in which 100 tokens are computed"
+    assert max(sizes) == sizes[-1] == 96, (
+        "half of what it takes itself: 30 ms, in which 100 tokens are computed"
+    )
     assert pace.polite(1000, 2) == 24, "less when two steps are in flight: 15 ms, in which 25 are"
 
 
@@ -277,9 +311,13 @@ def test_a_size_that_costs_a_jump_more_is_tried_again_but_rarely() -> None:
 # ---- riding along ---------------------------------------------------------------------------------------
 
 
-def rides(replies: list[int], prompt: int = 8, patient: bool = True, rows: int = 64, **options: Any) -> tuple[Engine, list[int]]:
+def rides(
+    replies: list[int], prompt: int = 8, patient: bool = True, rows: int = 64, **options: Any
+) -> tuple[Engine, list[int]]:
     """All of them at once, run to their end: tokens of each step."""
-    engine = make_engine(2000, 4, rows=rows, budget=256, depth=1, max_len=300, **{"ride": 24, **options})
+    engine = make_engine(
+        2000, 4, rows=rows, budget=256, depth=1, max_len=300, **{"ride": 24, **options}
+    )
     for i, reply in enumerate(replies):
         ask(engine, f"r{i}", length=prompt, max_tokens=reply, patient=patient)
     launch, sizes = engine.runner.launch, list[int]()
@@ -297,7 +335,8 @@ def test_prompts_ride_along_and_all_end_with_the_longest() -> None:
     replies = list(range(200, 8, -4))
     _, hurried = rides(replies, patient=False)
     _, spread = rides(replies, ride=56)
-    assert max(hurried) == 256 and spread[:10] == [56] * 10 and max(spread) <= 56 + 8  # a prompt that is due comes whole
+    # a prompt that is due comes whole
+    assert max(hurried) == 256 and spread[:10] == [56] * 10 and max(spread) <= 56 + 8
     assert len(spread) <= 202
     assert sum(spread) == sum(hurried) == sum(8 + n - 1 for n in replies)
 
@@ -333,7 +372,10 @@ def test_where_more_decode_than_ride_nobody_is_held_back() -> None:
     assert max(rides(replies)[1]) >= 30 * 8
 
 
-@pytest.mark.parametrize("options", [{"ride": 0}, {"policy": "priority"}, {"batching": "static"}, {"batching": "adaptive"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"ride": 0}, {"policy": "priority"}, {"batching": "static"}, {"batching": "adaptive"}],
+)
 def test_prompts_ride_along_only_where_batching_is_continuous(options: dict[str, Any]) -> None:
     engine = make_engine(200, 4, rows=16, budget=64, depth=1, **{"ride": 8, **options})
     assert engine.scheduler.ride is None

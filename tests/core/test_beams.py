@@ -20,11 +20,15 @@ from tests.workloads import check_beams, make_engine
 
 def request(name: str, width: int = 4, length: int = 8, prompt: int = 6, **options: Any) -> Request:
     fields = {"n": 2, "best_of": width, "use_beam_search": True, "max_tokens": length, **options}
-    return Request(name, [ord(name[0]) % oracle.VOCAB + 1, *range(1, prompt)], SamplingParams(**fields))
+    return Request(
+        name, [ord(name[0]) % oracle.VOCAB + 1, *range(1, prompt)], SamplingParams(**fields)
+    )
 
 
 def plain(name: str, length: int = 8, **options: Any) -> Request:
-    return Request(name, [9, 8, 7], SamplingParams(max_tokens=length, ignore_eos=True, seed=1, **options))
+    return Request(
+        name, [9, 8, 7], SamplingParams(max_tokens=length, ignore_eos=True, seed=1, **options)
+    )
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
@@ -66,10 +70,18 @@ def test_forks_share_blocks_and_copy_the_one_they_write() -> None:
     engine.add(request("a", width=4, length=4, prompt=10, ignore_eos=True))
     engine.step()
     beams = engine.scheduler.decoding
-    assert len(beams) == 4 and len({tuple(s.table) for s in beams}) == 1 and engine.scheduler.pool.refs[beams[0].table[0]] == 4
+    assert (
+        len(beams) == 4
+        and len({tuple(s.table) for s in beams}) == 1
+        and engine.scheduler.pool.refs[beams[0].table[0]] == 4
+    )
     engine.step()
-    assert engine.scheduler.count.copies == 3, "10 tokens end in the middle of the third block, and one keeps it"
-    assert len({tuple(s.table[:2]) for s in engine.scheduler.decoding}) == 1, "what was full is shared for good"
+    assert engine.scheduler.count.copies == 3, (
+        "10 tokens end in the middle of the third block, and one keeps it"
+    )
+    assert len({tuple(s.table[:2]) for s in engine.scheduler.decoding}) == 1, (
+        "what was full is shared for good"
+    )
 
 
 def test_a_row_is_written_anew_only_where_the_device_chose_otherwise() -> None:
@@ -80,14 +92,21 @@ def test_a_row_is_written_anew_only_where_the_device_chose_otherwise() -> None:
         plan = engine.scheduler.plan()
         rows.append(len(plan.rows))
         engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
-    assert rows == [1] + [0] * 9, "one beam always takes the likeliest token, which the device has taken too"
+    assert rows == [1] + [0] * 9, (
+        "one beam always takes the likeliest token, which the device has taken too"
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize(("blocks", "rows"), [(60, 1), (60, 2), (60, 3), (8, 8), (5, 8), (4, 8), (4, 1)])
+@pytest.mark.parametrize(
+    ("blocks", "rows"), [(60, 1), (60, 2), (60, 3), (8, 8), (5, 8), (4, 8), (4, 1)]
+)
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_search_that_does_not_fit_at_once_goes_through_in_turns(depth: int, blocks: int, rows: int, caching: bool) -> None:
-    asked = request("a", width=5, length=11, ignore_eos=True)  # 16 tokens are computed: 4 blocks, one sequence's worth
+def test_a_search_that_does_not_fit_at_once_goes_through_in_turns(
+    depth: int, blocks: int, rows: int, caching: bool
+) -> None:
+    # 16 tokens are computed: 4 blocks, one sequence's worth
+    asked = request("a", width=5, length=11, ignore_eos=True)
     engine = make_engine(blocks, 4, rows=rows, budget=8, depth=depth, caching=caching)
     found = run(engine, asked, plain("later", 10))
     check_beams(asked, found["a"])
@@ -107,7 +126,10 @@ def test_an_aborted_search_ends_as_often_as_it_was_asked_for(steps: int, depth: 
     engine.add(request("a", width=5, length=12, ignore_eos=True))
     for _ in range(steps):
         assert engine.step() == []
-    assert [(out.index, out.finish_reason) for out in engine.abort("a")] == [(0, "abort"), (1, "abort")]
+    assert [(out.index, out.finish_reason) for out in engine.abort("a")] == [
+        (0, "abort"),
+        (1, "abort"),
+    ]
     while not engine.idle:
         assert engine.step() == []
     engine.scheduler.check()
@@ -171,4 +193,8 @@ def test_what_cannot_go_on_in_so_many_ways_is_refused(fields: dict[str, Any]) ->
     engine = make_engine(60, 4, rows=8, budget=16, depth=1)
     with pytest.raises(InvalidRequest, match="4 beams are not possible") as caught:
         engine.add(asked)
-    assert caught.value.code == "unsupported_parameter" and engine.idle and not engine.scheduler.families.searches
+    assert (
+        caught.value.code == "unsupported_parameter"
+        and engine.idle
+        and not engine.scheduler.families.searches
+    )

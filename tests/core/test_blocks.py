@@ -94,7 +94,9 @@ def test_a_flood_takes_nothing_from_who_keeps_to_a_fair_share() -> None:
     fill(pool, "small", *range(4))
     fill(pool, "flood", *range(100, 200))
     assert all(has(pool, "small", t) for t in range(4))
-    assert all(has(pool, "flood", t) for t in range(194, 200)) and not has(pool, "flood", 193), "the flood's own oldest went"
+    assert all(has(pool, "flood", t) for t in range(194, 200)) and not has(pool, "flood", 193), (
+        "the flood's own oldest went"
+    )
     pool.check([])
 
 
@@ -104,7 +106,11 @@ def test_who_has_more_than_the_share_gives_way_to_others() -> None:
     fill(pool, "second", *range(100, 105))
     assert [has(pool, "first", t) for t in range(10)] == [False] * 5 + [True] * 5
     fill(pool, "third", *range(200, 203))
-    assert {owner: len(mine) for owner, mine in pool.shares.blocks.items()} == {"first": 3, "second": 4, "third": 3}
+    assert {owner: len(mine) for owner, mine in pool.shares.blocks.items()} == {
+        "first": 3,
+        "second": 4,
+        "third": 3,
+    }
     pool.check([])
 
 
@@ -132,7 +138,11 @@ def test_forgotten_blocks_have_no_owner() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_nobody_within_the_share_ever_loses_a_block_to_another(seed: int) -> None:
     g = random.Random(seed)
-    pool, owners, held = BlockPool(g.randrange(4, 40), 2), ["a", "b", "c", "d"][: g.randrange(2, 5)], list[int]()
+    pool, owners, held = (
+        BlockPool(g.randrange(4, 40), 2),
+        ["a", "b", "c", "d"][: g.randrange(2, 5)],
+        list[int](),
+    )
     for step in range(600):
         owner = g.choices(owners, range(1, len(owners) + 1))[0]
         if held and (g.random() < 0.3 or len(held) == pool.num_blocks):
@@ -144,7 +154,9 @@ def test_nobody_within_the_share_ever_loses_a_block_to_another(seed: int) -> Non
             blank = any(pool.hash[b] is None for b in pool.free)
             held.append(block := pool.take())
             lost = [o for o, n in before.items() if len(pool.shares.blocks.get(o, ())) < n]
-            assert not (blank and lost) and all(before[o] * len(before) >= sum(before.values()) for o in lost)
+            assert not (blank and lost) and all(
+                before[o] * len(before) >= sum(before.values()) for o in lost
+            )
             content = array("i", [step, step])
             pool.publish(block, chain(b"", content), content, b"", owner)
         pool.check([held])

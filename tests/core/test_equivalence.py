@@ -29,7 +29,9 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_in_every_batching_mode_equals_the_oracle(policy: str, batching: str) -> None:
     total = [trial(seed, policy, batching, beams=seed % 4 == 0) for seed in range(20_000, 20_012)]
-    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(t.sequences for t in total) > 60
+    assert {t.settings["depth"] for t in total} == {1, 2, 3} and sum(
+        t.sequences for t in total
+    ) > 60
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -42,7 +44,9 @@ def test_guided_workloads_equal_the_oracle(part: int) -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_workloads_with_bounded_caches_equal_the_oracle(part: int) -> None:
-    total = [trial(seed, guided=seed % 4 == 3, evict=True) for seed in range(part * 50, part * 50 + 50)]
+    total = [
+        trial(seed, guided=seed % 4 == 3, evict=True) for seed in range(part * 50, part * 50 + 50)
+    ]
     assert sum(t.dropped for t in total) > 1000, "the workloads no longer exercise eviction"
     assert sum(t.preemptions for t in total) > 100, "the workloads no longer exercise preemption"
     assert sum(t.copies for t in total) > 30, "the workloads no longer exercise copy on write"
@@ -51,7 +55,9 @@ def test_workloads_with_bounded_caches_equal_the_oracle(part: int) -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_workloads_with_beams_equal_the_oracle(part: int) -> None:
-    total = [trial(seed, guided=seed % 5 == 0, beams=True) for seed in range(part, TRIALS // 3, PARTS)]
+    total = [
+        trial(seed, guided=seed % 5 == 0, beams=True) for seed in range(part, TRIALS // 3, PARTS)
+    ]
     assert sum(t.beams for t in total) > 50
     assert sum(t.preemptions for t in total) > 50 and sum(t.copies for t in total) > 100
     assert {t.settings["depth"] for t in total if t.beams} == {1, 2, 3}

@@ -37,7 +37,8 @@ def test_a_block_leaves_tokens_limit_and_prompt() -> None:
 def test_of_the_middle_the_least_attended_leaves() -> None:
     seq = sequence(33)
     assert eviction.pick(seq, CACHE) == 1, "as long as nobody has looked, the oldest"
-    seq.mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]  # the first stays, and so do the latest four
+    # the first stays, and so do the latest four
+    seq.mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]
     assert eviction.pick(seq, CACHE) == 3
     assert eviction.pick(seq, replace(CACHE, eviction="sinks")) == 1
     eviction.drop(seq, 3, SIZE)
@@ -76,7 +77,10 @@ def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]
         entries = [(t, p) for p, t in enumerate(kept)]
         if n > 0 and len(kept) % (SIZE // eviction.LOOKS) == 0:  # the first comes with the prompt
             found = oracle.attention(entries, SIZE)
-            mass = [eviction.DECAY * m + (found[j] if j < len(found) else 0.0) for j, m in enumerate(mass)]
+            mass = [
+                eviction.DECAY * m + (found[j] if j < len(found) else 0.0)
+                for j, m in enumerate(mass)
+            ]
         said.append(oracle.model(entries, seed, at=len(prompt) + n))
         kept.append(said[-1])
     return said, left

@@ -50,15 +50,22 @@ def test_a_guide_that_fails_ends_its_request_alone(depth: int, n: int) -> None:
     found = run(depth, neighbour, request("bad", Fixed(list(range(1, 50)), left=3), n=n))
     for index in range(n):
         *_, last = found["bad", index]
-        assert (last.finish_reason, last.error, last.code) == ("error", "too complex", "structured_output_failed")
+        assert (last.finish_reason, last.error, last.code) == (
+            "error",
+            "too complex",
+            "structured_output_failed",
+        )
         assert [out.finish_reason for out in found["bad", index]].count("error") == 1
     told = [t for out in found["other", 0] for t in out.tokens]
-    assert told == oracle.generate(neighbour.prompt, neighbour.params, 1, max_model_len=60, guide=neighbour.guide)
+    assert told == oracle.generate(
+        neighbour.prompt, neighbour.params, 1, max_model_len=60, guide=neighbour.guide
+    )
 
 
 def test_a_token_that_was_not_allowed_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = oracle.model
-    monkeypatch.setattr(oracle, "model", lambda entries, seed, *_: model(entries, seed) % 40 + 5)  # hears of no mask
+    # hears of no mask
+    monkeypatch.setattr(oracle, "model", lambda entries, seed, *_: model(entries, seed) % 40 + 5)
     (out,) = run(1, request("bad", Fixed([1])))["bad", 0]
     assert out.finish_reason == "error" and out.tokens == [] and "not allow" in (out.error or "")
 

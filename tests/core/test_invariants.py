@@ -74,7 +74,9 @@ def test_what_is_broken_is_noticed(name: str) -> None:
         scheduler.check()
 
 
-@pytest.mark.parametrize("values", [dict(table=[1] * 6), dict(dropped=3), dict(dropped=4, tokens=[1] * 30)])
+@pytest.mark.parametrize(
+    "values", [dict(table=[1] * 6), dict(dropped=3), dict(dropped=4, tokens=[1] * 30)]
+)
 def test_more_than_a_budget_is_noticed(values: dict[str, object]) -> None:
     scheduler = busy(keep=(1, 5))
     if "table" in values:

@@ -18,12 +18,19 @@ from tests.workloads import Clock, make_engine
 
 
 def ask(
-    engine: Engine, name: str, length: int = 4, max_tokens: int = 4, prompt: list[int] | None = None, **fields: Any
+    engine: Engine,
+    name: str,
+    length: int = 4,
+    max_tokens: int = 4,
+    prompt: list[int] | None = None,
+    **fields: Any,
 ) -> Request:
     """Queue a request that arrives now."""
     g = random.Random(name)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
-    request = Request(name, prompt or [g.randrange(1, oracle.VOCAB) for _ in range(length)], params, **fields)
+    request = Request(
+        name, prompt or [g.randrange(1, oracle.VOCAB) for _ in range(length)], params, **fields
+    )
     request.arrival = engine.scheduler.clock()
     engine.add(request)
     return request
@@ -49,7 +56,9 @@ def drain(engine: Engine, limit: int = 2000) -> list[str]:
 
 
 def one_row(policy: str, clock: Clock | None = None, **options: Any) -> Engine:
-    return make_engine(100, 4, rows=1, budget=64, depth=1, max_len=200, clock=clock, policy=policy, **options)
+    return make_engine(
+        100, 4, rows=1, budget=64, depth=1, max_len=200, clock=clock, policy=policy, **options
+    )
 
 
 # ---- orders -------------------------------------------------------------------------------------------------
@@ -93,7 +102,13 @@ def test_short_prompts_come_first_unless_a_long_one_has_waited() -> None:
 
 def test_the_earliest_deadline_comes_first_and_none_is_a_minute_away() -> None:
     engine = one_row("deadline")
-    for name, deadline in (("none", None), ("late", 100.0), ("soon", 5.0), ("sooner", 1.0), ("past", -7.0)):
+    for name, deadline in (
+        ("none", None),
+        ("late", 100.0),
+        ("soon", 5.0),
+        ("sooner", 1.0),
+        ("past", -7.0),
+    ):
         ask(engine, name, deadline=deadline)
     assert drain(engine) == ["past", "sooner", "soon", "none", "late"]
 
@@ -117,7 +132,9 @@ def test_fair_shares_count_tokens_and_not_requests() -> None:
         ask(engine, f"long {i}", 60, max_tokens=20, key="long")
         ask(engine, f"short {i}", 6, max_tokens=2, key="short")
     order = drain(engine)
-    assert order.index("short 7") <= order.index("long 2"), "eight short ones are less than one long one"
+    assert order.index("short 7") <= order.index("long 2"), (
+        "eight short ones are less than one long one"
+    )
 
 
 def test_idle_time_earns_a_key_nothing() -> None:
@@ -130,7 +147,9 @@ def test_idle_time_earns_a_key_nothing() -> None:
     for i in range(3):
         ask(engine, f"newcomer {i}", key="new")
     order = drain(engine)
-    assert order.index("busy again 0") <= 1 and order.index("busy again 1") <= 3, "it is not made to wait for what it had before"
+    assert order.index("busy again 0") <= 1 and order.index("busy again 1") <= 3, (
+        "it is not made to wait for what it had before"
+    )
 
 
 def test_a_key_pays_for_what_it_was_given_and_for_a_shared_prompt_once() -> None:
@@ -141,7 +160,11 @@ def test_a_key_pays_for_what_it_was_given_and_for_a_shared_prompt_once() -> None
     engine.abort("gave up waiting")
     drain(engine)
     assert engine.scheduler.policy.served == {"a": 15, "b": 0}  # type: ignore[attr-defined]
-    engine.add(Request("three", [1] * 20, SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1), key="c"))
+    engine.add(
+        Request(
+            "three", [1] * 20, SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1), key="c"
+        )
+    )
     while not engine.idle:
         engine.step()
     assert engine.scheduler.policy.served["c"] - 15 == 20 + 3 * 4  # type: ignore[attr-defined]
@@ -252,7 +275,9 @@ def test_requests_that_share_a_prompt_come_together() -> None:
         for name, prompt in groups.items():
             ask(engine, f"{name}{i}", prompt=[*prompt, 1 + i], max_tokens=2)
     drain(engine)
-    assert cached > engine.scheduler.count.cached_tokens, "in order of arrival they push each other out"
+    assert cached > engine.scheduler.count.cached_tokens, (
+        "in order of arrival they push each other out"
+    )
 
 
 # ---- pausing ------------------------------------------------------------------------------------------------
@@ -268,7 +293,9 @@ def test_a_high_priority_request_takes_a_row(depth: int) -> None:
     ask(engine, "high", max_tokens=3)
     plan = engine.scheduler.plan()
     assert {s.request.id for s in engine.scheduler.running} == {"low", "high"}
-    assert [row.seq for row in plan.rows] == [3] and len(plan.items) == 1, "it begins in the very plan that made room for it"
+    assert [row.seq for row in plan.rows] == [3] and len(plan.items) == 1, (
+        "it begins in the very plan that made room for it"
+    )
     assert engine.scheduler.count.preemptions == 1
     engine.scheduler.check()
 
@@ -282,7 +309,9 @@ def test_a_high_priority_request_takes_blocks_and_no_more_than_it_needs() -> Non
     ask(engine, "high", 20, max_tokens=2)
     engine.step()
     assert "high" in {s.request.id for s in engine.scheduler.running}
-    assert engine.scheduler.count.preemptions == 1, "five blocks are needed, four are free; the others stand aside"
+    assert engine.scheduler.count.preemptions == 1, (
+        "five blocks are needed, four are free; the others stand aside"
+    )
     drain(engine)
 
 
@@ -314,7 +343,9 @@ def test_nobody_is_paused_where_it_would_not_help() -> None:
     engine.step()
     ask(engine, "high", 30, max_tokens=2)
     engine.step()
-    assert engine.scheduler.count.preemptions == 0, "without the first one's blocks there is no room for it"
+    assert engine.scheduler.count.preemptions == 0, (
+        "without the first one's blocks there is no room for it"
+    )
     drain(engine)
 
 
@@ -324,7 +355,9 @@ def test_an_urgent_prompt_does_not_wait_for_a_long_one_being_computed() -> None:
     engine.step()
     ask(engine, "urgent", 8)
     plan = engine.scheduler.plan()
-    assert [(item.num, item.sample) for item in plan.items] == [(8, True)], "the whole budget is the urgent one's"
+    assert [(item.num, item.sample) for item in plan.items] == [(8, True)], (
+        "the whole budget is the urgent one's"
+    )
     assert engine.scheduler.count.preemptions == 0, "there was room: nobody had to be paused"
 
 
@@ -349,7 +382,9 @@ def test_what_is_computed_again_is_counted() -> None:
     ask(engine, "high", 4, max_tokens=1)
     drain(engine)
     count = engine.scheduler.count
-    assert count.preemptions == 1 and count.recomputed_tokens == 1, "13 positions, of which three blocks of four stay findable"
+    assert count.preemptions == 1 and count.recomputed_tokens == 1, (
+        "13 positions, of which three blocks of four stay findable"
+    )
     assert count.computed_tokens == 10 + 19 + 4 + 1
 
 
@@ -361,7 +396,9 @@ def names(engine: Engine, plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were(depth: int) -> None:
+def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were(
+    depth: int,
+) -> None:
     engine = make_engine(100, 4, rows=8, budget=32, depth=depth, max_len=200, policy="priority")
     plans: list[Plan] = []
     launch = engine.runner.launch
@@ -374,7 +411,12 @@ def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were
     name = {s[0].id: id for id, s in engine.scheduler.requests.items()}
     drain(engine)  # compares tokens with the oracle's
     steps = [[name[item.seq] for item in plan.items] for plan in plans]
-    assert steps[:4] == [["talks", "reads"], ["urgent"], ["urgent"], ["urgent", "talks", "waits", "reads"]]
+    assert steps[:4] == [
+        ["talks", "reads"],
+        ["urgent"],
+        ["urgent"],
+        ["urgent", "talks", "waits", "reads"],
+    ]
     assert [plan.urgent for plan in plans[:4]] == [False, True, True, False]
     assert engine.scheduler.count.preemptions == 0 and engine.scheduler.count.aside == 4
 
@@ -422,7 +464,10 @@ def test_what_has_a_deadline_is_ahead_of_what_has_none_and_not_of_others_that_ha
     for _ in range(2):
         engine.step()
     ask(engine, "soon", 40, deadline=5.0)
-    assert [names(engine, engine.scheduler.plan()) for _ in range(2)] == [["soon"], ["late", "soon"]]
+    assert [names(engine, engine.scheduler.plan()) for _ in range(2)] == [
+        ["soon"],
+        ["late", "soon"],
+    ]
 
 
 def test_nobody_stands_aside_for_who_cannot_begin() -> None:
@@ -452,7 +497,9 @@ def test_an_urgent_request_that_waits_for_one_that_stands_aside_stops_nothing() 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("blocks", [16, 40], ids=["one sequence's worth", "room"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(policy: str, blocks: int, depth: int) -> None:
+def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(
+    policy: str, blocks: int, depth: int
+) -> None:
     clock = Clock()
     engine = make_engine(blocks, 4, rows=3, budget=16, depth=depth, clock=clock, policy=policy)
     names, alive = iter(range(100_000)), 0
@@ -462,7 +509,14 @@ def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(policy
     ask(engine, "unloved", 50, max_tokens=10, priority=1, key="greedy")
     for step in range(4000):
         while alive < 6:
-            ask(engine, f"{next(names)}", prompt=favoured, max_tokens=5, deadline=clock.now + 1, key=f"new {step}")
+            ask(
+                engine,
+                f"{next(names)}",
+                prompt=favoured,
+                max_tokens=5,
+                deadline=clock.now + 1,
+                key=f"new {step}",
+            )
             alive += 1
         for out in engine.step():
             alive -= out.finish_reason is not None
@@ -507,7 +561,9 @@ class Fickle(Inverted):
 def test_any_policy_gets_through_a_finite_workload(name: str, depth: int) -> None:
     for seed in range(30):
         g = random.Random(seed)
-        engine = make_engine(g.choice([15, 17, 30]), 4, g.choice([2, 4]), 4, depth, policy=f"{__name__}:{name}")
+        engine = make_engine(
+            g.choice([15, 17, 30]), 4, g.choice([2, 4]), 4, depth, policy=f"{__name__}:{name}"
+        )
         for i in range(12):
             ask(engine, f"{i}", g.randrange(1, 40), g.randrange(1, 20))
             if i % 4 == 0:
@@ -538,7 +594,10 @@ def test_what_is_no_policy_is_said_to_be_none(name: str, says: str) -> None:
         find_policy(name)
 
 
-@pytest.mark.parametrize("fields", [{"priority": 2**31}, {"priority": 1.5}, {"priority": True}, {"deadline": float("nan")}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"priority": 2**31}, {"priority": 1.5}, {"priority": True}, {"deadline": float("nan")}],
+)
 def test_bad_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(fields))):
         ask(one_row("priority"), "x", **fields)

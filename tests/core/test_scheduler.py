@@ -63,7 +63,11 @@ def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
     "asked,error,says",
     [
         (request("x", 60), ContextLengthExceeded, "60 tokens, but the context holds 60"),
-        (request("x", 50, max_tokens=10), KVCapacityExceeded, "'x' needs 15 KV blocks of 4.*pool has 10.*lower max_tokens to 0"),
+        (
+            request("x", 50, max_tokens=10),
+            KVCapacityExceeded,
+            "'x' needs 15 KV blocks of 4.*pool has 10.*lower max_tokens to 0",
+        ),
         (request("x", 30, max_tokens=20), KVCapacityExceeded, "lower max_tokens to 11"),
         (Request("x", [], SamplingParams()), InvalidRequest, "empty"),
         (Request("x", [oracle.VOCAB], SamplingParams()), InvalidRequest, "token id 50"),
@@ -89,7 +93,8 @@ def test_a_running_id_cannot_be_used_again() -> None:
 
 
 def test_exactly_as_many_blocks_as_it_needs_are_enough() -> None:
-    asked = request("x", 9, max_tokens=8)  # 17 tokens, the last never computed: 16 positions in 4 blocks of 4
+    # 17 tokens, the last never computed: 16 positions in 4 blocks of 4
+    asked = request("x", 9, max_tokens=8)
     for depth in (1, 2, 3):
         engine = make_engine(4, 4, rows=2, budget=8, depth=depth)
         engine.add(asked)
@@ -111,7 +116,9 @@ def test_a_finished_request_serves_the_next_one() -> None:
     for name in "xy":
         engine.add(Request(name, asked.prompt, asked.params))
         drain(engine)
-    assert engine.scheduler.count.cached_tokens == 12, "three of four blocks: one token must be computed"
+    assert engine.scheduler.count.cached_tokens == 12, (
+        "three of four blocks: one token must be computed"
+    )
     engine.add(Request("z", asked.prompt, asked.params, cache_salt="somebody else"))
     drain(engine)
     assert engine.scheduler.count.cached_tokens == 12
@@ -126,11 +133,15 @@ def test_a_prompt_that_several_ask_for_at_once_is_computed_once(depth: int) -> N
     engine.add(other := request("other", 30, max_tokens=4))
     first = engine.step()
     running = {seq.request.id for seq in engine.scheduler.running}
-    assert running == {"x0", "other"}, "the like wait for the first, the others do not wait for them"
+    assert running == {"x0", "other"}, (
+        "the like wait for the first, the others do not wait for them"
+    )
     got = drain(engine)
     for out in first:
         got[out.request_id, 0] = out.tokens + got[out.request_id, 0]
-    assert engine.scheduler.count.computed_tokens == 40 + 4 * 4 + 30 + 6 * 3, "the others computed only their last block"
+    assert engine.scheduler.count.computed_tokens == 40 + 4 * 4 + 30 + 6 * 3, (
+        "the others computed only their last block"
+    )
     assert {tuple(t) for (name, _), t in got.items() if name != "other"} == {
         tuple(oracle.generate(asked.prompt, asked.params, 1))
     }
@@ -190,11 +201,15 @@ class Failing:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("when", ["at_launch", "at_wait"])
-def test_a_failing_step_ends_its_requests_and_the_rest_go_on(depth: int, when: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_step_ends_its_requests_and_the_rest_go_on(
+    depth: int, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = [request(f"r{i}", 12, max_tokens=6, n=1 + i % 2) for i in range(6)]
     for step in range(1, 14):
         engine = make_engine(30, 4, rows=2, budget=12, depth=depth)
-        engine.runner = Failing(engine.runner, **{"at_launch": set(), "at_wait": set(), when: {step}})  # type: ignore[assignment]
+        engine.runner = Failing(
+            engine.runner, **{"at_launch": set(), "at_wait": set(), when: {step}}
+        )  # type: ignore[assignment]
         for r in asked:
             engine.add(r)
         ends: dict[tuple[str, int], Output] = {}
@@ -212,7 +227,9 @@ def test_a_failing_step_ends_its_requests_and_the_rest_go_on(depth: int, when: s
         failed = {key for key, out in ends.items() if out.finish_reason == "error"}
         assert failed and len(failed) < 9
         for (name, index), tokens in got.items():
-            want = oracle.generate(asked[int(name[1:])].prompt, asked[int(name[1:])].params, 1, index)
+            want = oracle.generate(
+                asked[int(name[1:])].prompt, asked[int(name[1:])].params, 1, index
+            )
             assert tokens == (want if (name, index) not in failed else want[: len(tokens)])
 
 
@@ -225,7 +242,11 @@ def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int)
     for r in asked:
         engine.add(r)
     got = drain(engine)
-    assert got == {(r.id, k): oracle.generate(r.prompt, r.params, 1, k) for r in asked for k in range(r.params.width)}
+    assert got == {
+        (r.id, k): oracle.generate(r.prompt, r.params, 1, k)
+        for r in asked
+        for k in range(r.params.width)
+    }
     count = engine.scheduler.count
     assert 0 < count.shrunk < 10 and engine.scheduler.cap <= 12
     engine.runner.memory = 1000  # type: ignore[attr-defined]
@@ -244,7 +265,9 @@ def test_what_is_too_large_alone_is_tried_once_more_and_then_ends() -> None:
     assert out.finish_reason == "error" and out.code == "out_of_memory"
     assert engine.idle and len(engine.scheduler.pool.free) == 60
     engine.add(request("small", 2, max_tokens=5))
-    assert drain(engine) == {("small", 0): oracle.generate(request("small", 2).prompt, request("small", 2, 5).params, 1)}
+    assert drain(engine) == {
+        ("small", 0): oracle.generate(request("small", 2).prompt, request("small", 2, 5).params, 1)
+    }
 
 
 def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
@@ -265,7 +288,9 @@ def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
         if engine.idle:
             break
     took = {name: first[name] - when for name, when in came.items()}
-    return sorted(t for n, t in took.items() if n.startswith("short")), [took[f"long{i}"] for i in range(3)]
+    return sorted(t for n, t in took.items() if n.startswith("short")), [
+        took[f"long{i}"] for i in range(3)
+    ]
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
@@ -278,7 +303,9 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("host", [0, 20])
-def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_all_hashes_collide_every_token_is_right(
+    depth: int, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens are compared: what another prompt left under the same hash is a miss."""
     monkeypatch.setattr("octavo.core.prefix.chain", lambda parent, tokens: b"the same for all")
     engine = make_engine(20, 4, rows=3, budget=24, depth=depth, host=host)
@@ -286,7 +313,9 @@ def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, mon
     for i, r in enumerate(asked):
         engine.add(Request(f"{r.id} {i}", r.prompt, r.params))
     got = drain(engine)
-    assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [oracle.generate(r.prompt, r.params, 1) for r in asked]
+    assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [
+        oracle.generate(r.prompt, r.params, 1) for r in asked
+    ]
     assert engine.scheduler.count.cached_tokens < 15 * 4, "next to nothing can be found"
 
 
@@ -294,7 +323,9 @@ def test_when_all_hashes_collide_every_token_is_right(depth: int, host: int, mon
 def test_a_request_does_not_count_its_own_prompt_as_cached(rows: int) -> None:
     """With one row, the second completion begins when the first has ended, and finds the prompt."""
     engine = make_engine(60, 4, rows, 64, 1)
-    engine.add(Request("r", list(range(1, 42)), SamplingParams(n=3, max_tokens=3, ignore_eos=True, seed=1)))
+    engine.add(
+        Request("r", list(range(1, 42)), SamplingParams(n=3, max_tokens=3, ignore_eos=True, seed=1))
+    )
     cached = 0
     while not engine.idle:
         cached = max([cached, *(out.cached_tokens for out in engine.step())])
@@ -338,7 +369,11 @@ def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: in
 def test_full_is_who_waits_for_more_than_the_budget() -> None:
     engine = make_engine(8, 4, 4, 16, 1)
     for name in "abc":
-        engine.add(Request(name, [ord(name) - 96] * 12, SamplingParams(max_tokens=4, ignore_eos=True, seed=1)))
+        engine.add(
+            Request(
+                name, [ord(name) - 96] * 12, SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
+            )
+        )
     found = []
     for _ in range(3):
         engine.step()

@@ -12,7 +12,15 @@ import pytest
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core import trace
-from octavo.core.simulate import EMBEDDED_CPU, FEATURES, Costs, features, percentile, requests_of, simulate
+from octavo.core.simulate import (
+    EMBEDDED_CPU,
+    FEATURES,
+    Costs,
+    features,
+    percentile,
+    requests_of,
+    simulate,
+)
 from octavo.core.trace import BLOCK, Entry, Recorder
 from octavo.errors import InvalidRequest
 from octavo.types import Item, Plan, Request, SamplingParams, Sequence
@@ -39,7 +47,9 @@ def test_a_request_takes_what_its_steps_cost() -> None:
 
 def test_two_at_once_share_the_steps() -> None:
     found = play([Entry(0.0, 10, 5), Entry(0.0, 10, 5)])
-    assert found["ttft_p99_ms"] == pytest.approx(10 + 20 + 4) and found["itl_p50_ms"] == pytest.approx(14)
+    assert found["ttft_p99_ms"] == pytest.approx(10 + 20 + 4) and found[
+        "itl_p50_ms"
+    ] == pytest.approx(14)
 
 
 def test_time_passes_while_nobody_asks() -> None:
@@ -62,16 +72,25 @@ def test_a_prefix_that_is_shared_is_computed_once() -> None:
 
 def test_a_reply_that_comes_back_in_the_next_prompt_is_found_too() -> None:
     turns = [Entry(0.0, 24, 24, [1, 2, 3]), Entry(10.0, 56, 8, [1, 2, 3, 4])]
-    assert play(turns)["cache_hits"] == pytest.approx(32 / 80), "two of three blocks: the last of a reply is never computed"
+    assert play(turns)["cache_hits"] == pytest.approx(32 / 80), (
+        "two of three blocks: the last of a reply is never computed"
+    )
 
 
 def test_policies_and_modes_change_what_they_should() -> None:
     entries = trace.read("poisson:rate=20,n=80,prompt=20-60,output=20-60,urgent=0.2,seed=3")
-    urgent = {p: play(entries, policy=p)["ttft_p99_ms_by_priority"]["-1"] for p in ("fcfs", "priority")}  # type: ignore[index]
+    urgent = {
+        p: play(entries, policy=p)["ttft_p99_ms_by_priority"]["-1"] for p in ("fcfs", "priority")
+    }  # type: ignore[index]
     assert urgent["priority"] < urgent["fcfs"] / 3
-    speed = {mode: play(entries, batching=mode)["tok_s"] for mode in ("continuous", "static", "none")}
+    speed = {
+        mode: play(entries, batching=mode)["tok_s"] for mode in ("continuous", "static", "none")
+    }
     assert speed["continuous"] > speed["static"] > speed["none"]
-    adaptive, continuous = (play(entries, batching=mode, target=0.05)["itl_p99_ms"] for mode in ("adaptive", "continuous"))
+    adaptive, continuous = (
+        play(entries, batching=mode, target=0.05)["itl_p99_ms"]
+        for mode in ("adaptive", "continuous")
+    )
     assert adaptive < 60 < continuous
 
 
@@ -80,56 +99,106 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_features_tell_prompts_from_rows() -> None:
-    plan = Plan(1, items=[Item(1, 0, 0, None, 1, True, 100), Item(2, 0, 1, 10, 5, False, 15), Item(3, 0, 2, 0, 4, True, 4)])
-    assert dict(zip(FEATURES, features(plan), strict=True)) == {"step": 1, "prefill": 9, "row": 2, "kv": 100, "pairs": 62 + 8}
+    plan = Plan(
+        1,
+        items=[
+            Item(1, 0, 0, None, 1, True, 100),
+            Item(2, 0, 1, 10, 5, False, 15),
+            Item(3, 0, 2, 0, 4, True, 4),
+        ],
+    )
+    assert dict(zip(FEATURES, features(plan), strict=True)) == {
+        "step": 1,
+        "prefill": 9,
+        "row": 2,
+        "kv": 100,
+        "pairs": 62 + 8,
+    }
 
 
 # ---- traces -------------------------------------------------------------------------------------------------
 
 
 def ended(request: Request, output: list[int]) -> Sequence:
-    return Sequence(1, request, 0, array("i", request.prompt + output), len(request.prompt), 10**6, 0, frozenset())
+    return Sequence(
+        1,
+        request,
+        0,
+        array("i", request.prompt + output),
+        len(request.prompt),
+        10**6,
+        0,
+        frozenset(),
+    )
 
 
 def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     recorder = Recorder(file)
     common, params = list(range(500, 540)), SamplingParams()
-    for i, (prompt, salt) in enumerate([([*common, 1], ""), ([*common, 2], ""), ([*common, 3], "other")]):
-        recorder.ended(ended(Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, key="k"), [7] * 10))
+    for i, (prompt, salt) in enumerate(
+        [([*common, 1], ""), ([*common, 2], ""), ([*common, 3], "other")]
+    ):
+        recorder.ended(
+            ended(Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, key="k"), [7] * 10)
+        )
     recorder.ended(ended(Request("canary", common, params), [7]))
     recorder.ended(ended(Request("aborted", common, params, 9.0), []))
     found = trace.read(str(file))
-    assert [(e.arrival, e.prompt, e.output, e.priority, e.key) for e in found] == [(float(i), 41, 10, i, "k") for i in range(3)]
+    assert [(e.arrival, e.prompt, e.output, e.priority, e.key) for e in found] == [
+        (float(i), 41, 10, i, "k") for i in range(3)
+    ]
     assert found[0].blocks[:2] == found[1].blocks[:2] and found[0].blocks[2] != found[1].blocks[2]
-    assert not set(found[0].blocks) & set(found[2].blocks), "who may not share blocks does not share numbers"
+    assert not set(found[0].blocks) & set(found[2].blocks), (
+        "who may not share blocks does not share numbers"
+    )
     Recorder(tmp_path / "again").ended(ended(Request("0", [*common, 1], params, 1.0), [7] * 10))
-    assert json.loads((tmp_path / "again").read_text())["blocks"] != found[0].blocks, "numbers mean nothing outside of one run"
+    assert json.loads((tmp_path / "again").read_text())["blocks"] != found[0].blocks, (
+        "numbers mean nothing outside of one run"
+    )
 
 
 def test_tokens_are_equal_where_the_trace_says_so() -> None:
     (a, b), _ = requests_of([Entry(0.0, 40, 5, [1, 2]), Entry(0.0, 40, 5, [1, 3])], 1000)
-    assert a.prompt[:16] == b.prompt[:16] and a.prompt[16:32] != b.prompt[16:32] and a.prompt[32:] != b.prompt[32:]
+    assert (
+        a.prompt[:16] == b.prompt[:16]
+        and a.prompt[16:32] != b.prompt[16:32]
+        and a.prompt[32:] != b.prompt[32:]
+    )
     assert len(a.prompt) == 40 and max(a.prompt) < 1000
 
 
 def test_made_up_traces_are_what_they_are_asked_to_be() -> None:
-    found = trace.read("poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4")
+    found = trace.read(
+        "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4"
+    )
     assert len(found) == 500 and found[0].arrival == 0 and 40 < found[-1].arrival < 60
     assert {e.prompt for e in found} == set(range(37, 42)) and {e.output for e in found} == {3}
     assert len({tuple(e.blocks[:2]) for e in found}) == 2 and len({e.key for e in found}) == 4
     assert 200 < sum(e.priority == -1 for e in found) < 300
-    assert found == trace.read("poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4")
+    assert found == trace.read(
+        "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4"
+    )
 
 
-@pytest.mark.parametrize("spec", ["poisson:rate=0", "poisson:wat=1", "poisson:n=x", "poisson:prompt=0"])
+@pytest.mark.parametrize(
+    "spec", ["poisson:rate=0", "poisson:wat=1", "poisson:n=x", "poisson:prompt=0"]
+)
 def test_a_made_up_trace_that_makes_no_sense_is_refused(spec: str) -> None:
     with pytest.raises(InvalidRequest):
         trace.read(spec)
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "{}", '{"arrival": 0, "prompt": 0, "output": 1}', '{"arrival": NaN, "prompt": 1, "output": 1}', '"x"']
+    "line",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"arrival": 0, "prompt": 0, "output": 1}',
+        '{"arrival": NaN, "prompt": 1, "output": 1}',
+        '"x"',
+    ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "t"
@@ -158,7 +227,9 @@ class Graphs(Costs):
         _, prefill, rows, kv, _ = found
         tokens = prefill + rows - (prefill > 0)  # a prompt's last token is the row that samples
         eager = max(self.eager, self.prefill * tokens)
-        return next((seconds for size, seconds in self.graphs if tokens <= size), eager) + self.kv * kv
+        return (
+            next((seconds for size, seconds in self.graphs if tokens <= size), eager) + self.kv * kv
+        )
 
 
 def graphs(prefill: float, kv: float, eager: float, *ms: float) -> Graphs:
@@ -166,7 +237,8 @@ def graphs(prefill: float, kv: float, eager: float, *ms: float) -> Graphs:
     return Graphs(0.0, prefill, 0.0, kv, 0.0, tuple(sizes), eager)
 
 
-MACHINES = {  # the second and the third as measured on one H200, of the last all steps with prompts are alike
+# the second and the third as measured on one H200, of the last all steps with prompts are alike
+MACHINES = {
     "a CPU": EMBEDDED_CPU,
     "8B on a GPU": graphs(2.7e-5, 3e-8, 0.012, 4.7, 4.8, 4.9, 5.2, 6.5, 8.0, 11.0, 14.0),
     "0.6B on a GPU": graphs(4e-6, 1e-8, 0.010, 1.3, 1.6, 1.6, 1.7, 2.0, 2.4, 2.8, 3.2),
@@ -178,36 +250,58 @@ MACHINES = {  # the second and the third as measured on one H200, of the last al
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_urgent_request_has_its_first_token_within_twice_its_time(machine: str) -> None:
     """A hundred of 256 tokens, among others with prompts of up to 1,024 that want every row."""
-    costs, cache, schedule = MACHINES[machine], CacheConfig(16, 20_000, prefix_caching=False), ScheduleConfig(16, 2048, 2048)
+    costs, cache, schedule = (
+        MACHINES[machine],
+        CacheConfig(16, 20_000, prefix_caching=False),
+        ScheduleConfig(16, 2048, 2048),
+    )
     idle = simulate([Entry(0.0, 256, 8)], costs, cache, schedule).first["0"]
     g, n = random.Random(1), 160
     low = [Entry(0.0, g.choice([32, 100, 300, 1024]), g.randint(32, 128)) for _ in range(n)]
     urgent = [Entry(idle * (1 + 3 * i + g.random()), 256, 8, priority=-100) for i in range(100)]
-    fcfs, ranked = (simulate(low + urgent, costs, cache, replace(schedule, policy=p)) for p in ("fcfs", "priority"))
+    fcfs, ranked = (
+        simulate(low + urgent, costs, cache, replace(schedule, policy=p))
+        for p in ("fcfs", "priority")
+    )
     first = [ranked.first[f"{n + i}"] / idle for i in range(100)]
     assert percentile(first, 99) < (1.9 if machine != "all alike" else 2.0)
-    assert sum(ranked.last[f"{i}"] > urgent[-1].arrival for i in range(n)) > 16, "every row was wanted to the end"
+    assert sum(ranked.last[f"{i}"] > urgent[-1].arrival for i in range(n)) > 16, (
+        "every row was wanted to the end"
+    )
     ends = [max(report.last[f"{i}"] for i in range(n)) for report in (fcfs, ranked)]
-    assert ends[1] < ends[0] / 0.55 and len(ranked.last) == n + 100, "the others finish, at more than half of their speed"
+    assert ends[1] < ends[0] / 0.55 and len(ranked.last) == n + 100, (
+        "the others finish, at more than half of their speed"
+    )
 
 
 def test_a_trace_that_is_not_there_is_refused_with_what_may_be_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"nowhere.jsonl cannot be read \(No such file or directory\): name a file"):
+    with pytest.raises(
+        InvalidRequest,
+        match=r"nowhere.jsonl cannot be read \(No such file or directory\): name a file",
+    ):
         trace.read("nowhere.jsonl")
 
 
-def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = make_engine(20, 4, 2, 16, 1)
     engine.scheduler.recorder = Recorder("/dev/full")
     for name in "ab":
-        engine.add(Request(name, [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=1), arrival=1.0))
+        engine.add(
+            Request(
+                name, [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=1), arrival=1.0
+            )
+        )
     ended = []
     while not engine.idle:
         ended += [out.request_id for out in engine.step() if out.finish_reason == "length"]
     assert sorted(ended) == ["a", "b"] and caplog.text.count("no more requests are recorded") == 1
 
 
-def test_a_trace_that_breaks_off_is_read_as_far_as_it_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_breaks_off_is_read_as_far_as_it_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     line = json.dumps({"arrival": 1.0, "prompt": 3, "output": 2})
     (tmp_path / "t").write_text(f"{line}\n{line[:20]}")
     assert len(trace.read(str(tmp_path / "t"))) == 1 and "breaks off in line 2" in caplog.text

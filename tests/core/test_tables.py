@@ -15,8 +15,15 @@ SIZE = 4
 def sequence(pool: BlockPool, tokens: int, blocks: int) -> Sequence:
     """All of its tokens are planned."""
     ids = list(range(1, tokens + 1))
-    seq = Sequence(1, Request("r", ids, SamplingParams()), 0, array("i", ids), tokens, 100, 0, frozenset())
-    seq.table, seq.computed, seq.planned, seq.row = [pool.take() for _ in range(blocks)], tokens, tokens, 0
+    seq = Sequence(
+        1, Request("r", ids, SamplingParams()), 0, array("i", ids), tokens, 100, 0, frozenset()
+    )
+    seq.table, seq.computed, seq.planned, seq.row = (
+        [pool.take() for _ in range(blocks)],
+        tokens,
+        tokens,
+        0,
+    )
     return seq
 
 
@@ -68,7 +75,11 @@ def test_forks_stop_one_token_short() -> None:
 def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:
     """A cache of three blocks is full, and so many others are free."""
     pool = BlockPool(3 + spare, SIZE)
-    return pool, CacheConfig(SIZE, 3 + spare, eviction="sinks", sinks=1, budget=12), sequence(pool, 13, 3)
+    return (
+        pool,
+        CacheConfig(SIZE, 3 + spare, eviction="sinks", sinks=1, budget=12),
+        sequence(pool, 13, 3),
+    )
 
 
 def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
@@ -76,8 +87,14 @@ def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
     seq.planned = seq.computed = 12
     plan = Plan(1)
     assert evict(pool, cache, seq, plan)
-    assert seq.table == [1, 3, 2] and plan.shifts == [(3, SIZE)], "block 2 left, and is the one to write to"
-    assert seq.planned == seq.computed == 8 and list(seq.tokens) == [1, 2, 3, 4, 9, 10, 11, 12, 13] and seq.published == NEVER
+    assert seq.table == [1, 3, 2] and plan.shifts == [(3, SIZE)], (
+        "block 2 left, and is the one to write to"
+    )
+    assert (
+        seq.planned == seq.computed == 8
+        and list(seq.tokens) == [1, 2, 3, 4, 9, 10, 11, 12, 13]
+        and seq.published == NEVER
+    )
     pool.check([seq.table])
 
 
@@ -87,7 +104,9 @@ def test_what_others_see_is_copied_or_withdrawn() -> None:
     h = chain(b"", seq.tokens[8:12])
     pool.publish(3, h, seq.tokens[8:12])
     plan = Plan(1)
-    assert evict(pool, cache, seq, plan) and h not in pool.index, "moved in place: nobody may find it"
+    assert evict(pool, cache, seq, plan) and h not in pool.index, (
+        "moved in place: nobody may find it"
+    )
     pool, cache, seq = full(spare=1)
     seq.planned = seq.computed = 12
     other, plan = [pool.share(3)], Plan(1)
@@ -99,5 +118,7 @@ def test_without_room_for_the_copies_nothing_leaves() -> None:
     pool, cache, seq = full(spare=0)
     seq.planned = seq.computed = 12
     other = [pool.share(b) for b in seq.table]
-    assert not evict(pool, cache, seq, plan := Plan(1)) and seq.table == [1, 2, 3] and not plan.shifts
+    assert (
+        not evict(pool, cache, seq, plan := Plan(1)) and seq.table == [1, 2, 3] and not plan.shifts
+    )
     pool.check([seq.table, other])

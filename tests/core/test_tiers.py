@@ -37,7 +37,11 @@ names = count()
 
 def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
     """(tokens, how many of the prompt were cached)"""
-    engine.add(Request(f"{asked.id} {next(names)}", asked.prompt, asked.params, cache_salt=asked.cache_salt))
+    engine.add(
+        Request(
+            f"{asked.id} {next(names)}", asked.prompt, asked.params, cache_salt=asked.cache_salt
+        )
+    )
     tokens, cached = [], 0
     for _ in range(500):
         for out in engine.step():
@@ -60,8 +64,12 @@ def test_an_evicted_prompt_is_loaded_instead_of_computed(depth: int) -> None:
     assert answer(engine, a)[1] == 0
     answer(engine, b)
     before = engine.scheduler.count.computed_tokens
-    assert answer(engine, a)[1] == 16, "all of the prompt's full blocks: some from the device, the rest from host memory"
-    assert engine.scheduler.count.computed_tokens - before == 1 + 1, "the prompt's last token, and the first generated one"
+    assert answer(engine, a)[1] == 16, (
+        "all of the prompt's full blocks: some from the device, the rest from host memory"
+    )
+    assert engine.scheduler.count.computed_tokens - before == 1 + 1, (
+        "the prompt's last token, and the first generated one"
+    )
     tiers = engine.scheduler.count.tiers
     assert tiers.loads > 0 and tiers.host_tokens == tiers.loads * SIZE
 
@@ -147,7 +155,11 @@ def test_a_step_that_fails_leaves_nothing_to_be_found(when: str) -> None:
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
     engine.add(Request("failing", a.prompt, a.params))
-    runner.failing, runner.failures, runner.dice = 1.0, 1, random.Random(10 if when == "launch" else 1)
+    runner.failing, runner.failures, runner.dice = (
+        1.0,
+        1,
+        random.Random(10 if when == "launch" else 1),
+    )
     (out,) = engine.step()
     assert out.finish_reason == "error" and out.error == f"Planted: {when}"
     engine.scheduler.check()
@@ -205,7 +217,14 @@ def test_others_go_on_while_one_waits_for_the_disk() -> None:
     disk.never = 1.0
     again = make_engine(30, SIZE, rows=4, budget=64, depth=1, host=20, disk=disk)
     again.add(request("a"))
-    again.add(Request("like a", [*request("a").prompt[:8], 1, 2, 3, 4, 5, 6], request("a").params, cache_salt="x"))
+    again.add(
+        Request(
+            "like a",
+            [*request("a").prompt[:8], 1, 2, 3, 4, 5, 6],
+            request("a").params,
+            cache_salt="x",
+        )
+    )
     again.add(request("other"))
     order = [out.request_id for _ in range(60) for out in again.step() if out.finish_reason]
     assert order == ["like a", "other", "a"], "the disk never answers: computed in the end"
@@ -277,7 +296,9 @@ def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free) == 6, "cached, and nobody's"
     scheduler.commit(ahead, fetched(third))
     plan = scheduler.plan()
-    assert not plan.items and len(plan.loads) == 1, "nobody reads what came from disk before it was found whole"
+    assert not plan.items and len(plan.loads) == 1, (
+        "nobody reads what came from disk before it was found whole"
+    )
     scheduler.commit(plan, StepResult([]))
     plan = scheduler.plan()
     assert [item.num for item in plan.items] == [1] and not plan.loads and seq.cached == 16
@@ -290,7 +311,10 @@ def test_what_is_spoilt_is_computed() -> None:
     plan = scheduler.plan()
     assert len(plan.loads) == 4 and scheduler.tiers is not None
     scheduler.commit(plan, StepResult([], spoilt={plan.loads[2][0]}))
-    assert scheduler.tiers.find(seq.hashes[2], seq.tokens[8:12]) is None and seq.hashes[2] not in scheduler.tiers.on_disk
+    assert (
+        scheduler.tiers.find(seq.hashes[2], seq.tokens[8:12]) is None
+        and seq.hashes[2] not in scheduler.tiers.on_disk
+    )
     assert scheduler.tiers.count.misses == {"corrupt": 1}
     plan = scheduler.plan()
     assert [item.num for item in plan.items] == [9] and seq.cached == 8, "all that follows the gap"
@@ -340,7 +364,9 @@ def test_what_was_to_go_up_is_given_back(how: str) -> None:
         scheduler.check()
         scheduler.commit(plan, StepResult([]))
     assert scheduler.pool.num_cached == (how == "abort"), "what was aborted is still what it is"
-    assert scheduler.tiers is not None and not scheduler.tiers.rising and len(scheduler.pool.free) == 6
+    assert (
+        scheduler.tiers is not None and not scheduler.tiers.rising and len(scheduler.pool.free) == 6
+    )
     scheduler.check()
 
 
@@ -353,13 +379,17 @@ def prefill(tokens: int) -> Plan:
 
 def test_what_is_sooner_computed_is_not_loaded() -> None:
     links = Links(SIZE, load=0.1, fetch=1.0)
-    assert links.pays() and links.pays(disk=True), "nothing was measured: loading is the better guess"
+    assert links.pays() and links.pays(disk=True), (
+        "nothing was measured: loading is the better guess"
+    )
     links.learn(prefill(100), StepResult([], seconds=10.0))
     assert links.pays() and not links.pays(disk=True), "0.4 s to compute a block"
     for _ in range(20):
         links.learn(prefill(100), StepResult([], seconds=1.0))
     assert not links.pays(), "0.04 s"
-    assert [links.try_it() for _ in range(PROBE)].count(True) == 1, "now and then, to see whether it is still so"
+    assert [links.try_it() for _ in range(PROBE)].count(True) == 1, (
+        "now and then, to see whether it is still so"
+    )
     for _ in range(30):
         links.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
     assert links.pays() and links.in_tokens(10) == 1
@@ -391,7 +421,9 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     plan = again.scheduler.plan()
     assert not plan.items and len(plan.loads) == 1, "the one that came goes up"
     again.scheduler.commit(plan, StepResult([]))
-    assert [item.num for item in again.scheduler.plan().items] == [13] and seq.asked == 0, "the rest is computed"
+    assert [item.num for item in again.scheduler.plan().items] == [13] and seq.asked == 0, (
+        "the rest is computed"
+    )
 
 
 # ---- the index itself -------------------------------------------------------------------------------
@@ -404,7 +436,9 @@ def test_a_colliding_hash_is_a_miss_here_too() -> None:
     pool.drop(block)
     pool.take()
     tiers.demote(pool, plan)
-    assert plan.stores == [(1, 1)] and tiers.find(b"h", a) is None, "not before the step is committed"
+    assert plan.stores == [(1, 1)] and tiers.find(b"h", a) is None, (
+        "not before the step is committed"
+    )
     tiers.commit(plan, StepResult([]))
     assert tiers.find(b"h", a) == 1 and tiers.find(b"h", b) is None
     tiers.check()

@@ -23,7 +23,15 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-U_FO
 class EmulatedKernel:
     """As driver.Kernel, but for the compiler. Threads are run in an order drawn from `seed`."""
 
-    def __init__(self, source: Path, constants: Mapping[str, int | str], name: str, shared: int, folder: Path, seed: int = 1):
+    def __init__(
+        self,
+        source: Path,
+        constants: Mapping[str, int | str],
+        name: str,
+        shared: int,
+        folder: Path,
+        seed: int = 1,
+    ):
         compiler = shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
             pytest.skip("no C++ compiler: kernels cannot be emulated")
@@ -36,13 +44,19 @@ class EmulatedKernel:
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.argtypes = [c_void_p, c_int, c_int, c_int, c_uint64, c_char_p, c_int]
 
-    def launch(self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device) -> None:
+    def launch(
+        self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device
+    ) -> None:
         error = ctypes.create_string_buffer(500)
-        if self._launch(ctypes.addressof(argument), blocks, threads, self.shared, self.seed, error, len(error)):
+        if self._launch(
+            ctypes.addressof(argument), blocks, threads, self.shared, self.seed, error, len(error)
+        ):
             raise CudaError(error.value.decode())
 
 
 def emulated_map(weight: Tensor, halves: int, columns: int) -> bytes:
     """As driver.tensor_map; the Map of hopper.h."""
     words = [weight.data_ptr(), *weight.shape, halves, columns]
-    return b"".join(word.to_bytes(8, "little") for word in [*words, *[0] * (MAP_WORDS - len(words))])
+    return b"".join(
+        word.to_bytes(8, "little") for word in [*words, *[0] * (MAP_WORDS - len(words))]
+    )

@@ -17,7 +17,9 @@ from octavo.model.load import load_model, open_checkpoint
 from octavo.ops import ForwardBatch, Span
 from octavo.ops.reference import ReferenceOps
 
-installed = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
+installed = pytest.mark.skipif(
+    embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL
+)
 PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 
 
@@ -41,7 +43,9 @@ def test_absence_tells_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -
         open_checkpoint("smollm2")
 
 
-def test_another_file_of_that_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_of_that_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / embedded.FILE).write_bytes(b"GGUF of somebody else")
     pretend(monkeypatch, tmp_path)
     with pytest.raises(CheckpointError, match="damaged or not the file"):
@@ -50,16 +54,35 @@ def test_another_file_of_that_name_is_refused(tmp_path: Path, monkeypatch: pytes
 
 @installed
 def test_it_is_found_under_its_name_and_by_default() -> None:
-    assert open_checkpoint("smollm2").source == open_checkpoint(None).source == str(embedded.embedded_path())
+    assert (
+        open_checkpoint("smollm2").source
+        == open_checkpoint(None).source
+        == str(embedded.embedded_path())
+    )
 
 
 @installed
 def test_its_config_is_smollm2s() -> None:
     config = open_checkpoint(None).config
-    want = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-    want |= {"intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "rope_theta": 100000.0}
+    want = {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    }
+    want |= {
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+    }
     assert {key: config[key] for key in want} == want
-    assert config["tie_word_embeddings"] and config["eos_token_id"] == [2] and config["bos_token_id"] == 1
+    assert (
+        config["tie_word_embeddings"]
+        and config["eos_token_id"] == [2]
+        and config["bos_token_id"] == 1
+    )
 
 
 @installed
@@ -113,12 +136,19 @@ def agree(ours: torch.Tensor, theirs: Any) -> None:
 def test_logits_are_transformers_own(loaded: tuple[CausalLM, Checkpoint]) -> None:
     transformers = pytest.importorskip("transformers")
     model, checkpoint = loaded
-    config = {key: value for key, value in checkpoint.config.items() if key not in ("torch_dtype", "rope_scaling")}
+    config = {
+        key: value
+        for key, value in checkpoint.config.items()
+        if key not in ("torch_dtype", "rope_scaling")
+    }
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     theirs.to_empty(device="cpu")
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)  # its buffers are computed, not stored
-    theirs.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors}, strict=False)
+    # its buffers are computed, not stored
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    theirs.load_state_dict(
+        {name: checkpoint.read(name) for name in checkpoint.tensors}, strict=False
+    )
     theirs.tie_weights()
     agree(our_logits(model, PROMPT), theirs.eval())
 
@@ -126,10 +156,14 @@ def test_logits_are_transformers_own(loaded: tuple[CausalLM, Checkpoint]) -> Non
 @installed
 @pytest.mark.slow
 @pytest.mark.parity
-def test_logits_are_those_of_transformers_own_gguf_reader(loaded: tuple[CausalLM, Checkpoint]) -> None:
+def test_logits_are_those_of_transformers_own_gguf_reader(
+    loaded: tuple[CausalLM, Checkpoint],
+) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # that reader wants it
     model, checkpoint = loaded
     path = Path(checkpoint.source)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     agree(our_logits(model, PROMPT), theirs.eval())

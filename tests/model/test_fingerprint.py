@@ -20,7 +20,12 @@ def make(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
 
 def test_it_is_of_the_weights_and_of_what_is_added() -> None:
     assert fingerprint(make(), "x") == fingerprint(make(), "x") and len(fingerprint(make())) == 16
-    prints = [fingerprint(make()), fingerprint(make(), "x"), fingerprint(make(2)), fingerprint(make(dtype=torch.float32))]
+    prints = [
+        fingerprint(make()),
+        fingerprint(make(), "x"),
+        fingerprint(make(2)),
+        fingerprint(make(dtype=torch.float32)),
+    ]
     assert len(set(prints)) == 4
 
 
@@ -38,7 +43,9 @@ def test_one_bit_of_one_weight_makes_another_model() -> None:
 def test_sums_notice_a_changed_moved_or_missing_byte() -> None:
     """What a GPU computes, here on the CPU."""
     for size in (1, 4095, 4096, 3 * 4096 + 5):
-        data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+        data = torch.randint(
+            0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+        )
         found = {_sums(data), _sums(data[:-1])}
         for at in (0, size // 2, size - 1):
             changed = data.clone()

@@ -26,7 +26,8 @@ MATRICES = {
     "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64), "self_attn.o_proj": (64, 64),
     "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
 }  # fmt: skip
-AWQ_POSITIONS = [0, 2, 4, 6, 1, 3, 5, 7]  # which of eight outputs the i-th four bits of an int32 are
+# which of eight outputs the i-th four bits of an int32 are
+AWQ_POSITIONS = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed(codes: Tensor, order: list[int] | None = None) -> Tensor:
@@ -47,7 +48,11 @@ class Made:
         self.group, self.inputs = group, inputs
         self.codes = torch.randint(0, 16, (outputs, inputs), generator=g)
         # GPTQ's first version cannot say that a zero is 0. compressed-tensors has bfloat16 scales.
-        self.zeros = torch.full((outputs, groups), 8) if symmetric else torch.randint(1, 16, (outputs, groups), generator=g)
+        self.zeros = (
+            torch.full((outputs, groups), 8)
+            if symmetric
+            else torch.randint(1, 16, (outputs, groups), generator=g)
+        )
         self.scale = (torch.rand(outputs, groups, generator=g) * 0.01 + 0.001).half()
         if symmetric:
             self.scale = self.scale.bfloat16().half()
@@ -71,7 +76,11 @@ class Made:
 
     def compressed(self) -> dict[str, Tensor]:
         shape = torch.tensor(self.codes.shape)
-        return {"weight_packed": packed(self.codes), "weight_scale": self.scale.bfloat16(), "weight_shape": shape}
+        return {
+            "weight_packed": packed(self.codes),
+            "weight_scale": self.scale.bfloat16(),
+            "weight_shape": shape,
+        }
 
 
 COMPRESSED = {
@@ -82,7 +91,14 @@ COMPRESSED = {
         "group_0": {
             "targets": ["Linear"],
             "input_activations": None,
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None},
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "actorder": None,
+            },
         }
     },
 }
@@ -91,15 +107,27 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 CASES: dict[str, tuple[dict[str, Any], bool, Callable[[Made], dict[str, Tensor]]]] = {
     "gptq": (GPTQ, True, Made.gptq),
     "gptq-asym": (GPTQ | {"sym": False}, False, Made.gptq),
-    "gptq-v2": (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, False, lambda made: made.gptq(add=0)),
+    "gptq-v2": (
+        GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+        False,
+        lambda made: made.gptq(add=0),
+    ),
     "awq": (AWQ, False, Made.awq),
     "compressed-tensors": (COMPRESSED, True, Made.compressed),
 }
 
 
-def write(path: Path, about: dict[str, Any], symmetric: bool, store: Callable[[Made], dict[str, Tensor]]) -> dict[str, Made]:
-    tensors = {f"{LAYER}{n}.weight": torch.ones(64) for n in ("input_layernorm", "post_attention_layernorm")}
-    tensors |= {"model.norm.weight": torch.ones(64), "model.embed_tokens.weight": torch.randn(40, 64)}
+def write(
+    path: Path, about: dict[str, Any], symmetric: bool, store: Callable[[Made], dict[str, Tensor]]
+) -> dict[str, Made]:
+    tensors = {
+        f"{LAYER}{n}.weight": torch.ones(64)
+        for n in ("input_layernorm", "post_attention_layernorm")
+    }
+    tensors |= {
+        "model.norm.weight": torch.ones(64),
+        "model.embed_tokens.weight": torch.randn(40, 64),
+    }
     tensors["lm_head.weight"] = torch.randn(40, 64)
     made = {}
     for seed, (name, shape) in enumerate(MATRICES.items()):
@@ -137,19 +165,37 @@ def test_as_codes_they_lose_nothing_or_next_to_nothing(case: str, tmp_path: Path
 @pytest.mark.parametrize("case", CASES)
 def test_models_run_from_the_codes(case: str, tmp_path: Path) -> None:
     made = write(tmp_path, *CASES[case])
-    model, _ = load_model(tmp_path, ops=ReferenceOps(), device="cpu", dtype="float32", quantization="auto", progress=False)
+    model, _ = load_model(
+        tmp_path,
+        ops=ReferenceOps(),
+        device="cpu",
+        dtype="float32",
+        quantization="auto",
+        progress=False,
+    )
     forms = {str(m.form) for m in model.modules() if isinstance(m, QuantWeight)}
     if forms:  # where this machine has kernels for them
         assert forms == {"int4-g32" if CASES[case][1] else "int4-g32-asym"}
         values = model.layers[0].down.weight.dequantize()
         assert (values - made["mlp.down_proj"].values).abs().max() < 1e-4
-    plain, _ = load_model(tmp_path, ops=ReferenceOps(), device="cpu", dtype="float32", quantization="none", progress=False)
+    plain, _ = load_model(
+        tmp_path,
+        ops=ReferenceOps(),
+        device="cpu",
+        dtype="float32",
+        quantization="none",
+        progress=False,
+    )
     assert torch.equal(plain.layers[0].down.weight, made["mlp.down_proj"].values)
 
 
 def changed(about: dict[str, Any], **fields: Any) -> dict[str, Any]:
     about = json.loads(json.dumps(about))
-    target = about["config_groups"]["group_0"]["weights"] if "config_groups" in about and "format" not in fields else about
+    target = (
+        about["config_groups"]["group_0"]["weights"]
+        if "config_groups" in about and "format" not in fields
+        else about
+    )
     return (target.update(fields) or about) if fields else about
 
 
@@ -162,14 +208,32 @@ def changed(about: dict[str, Any], **fields: Any) -> dict[str, Any]:
         ("gptq", changed(GPTQ, checkpoint_format="marlin"), "has checkpoint_format 'marlin'"),
         ("awq", changed(AWQ, version="gemv"), "has version 'gemv', and only 'gemm' is read"),
         ("compressed-tensors", changed(COMPRESSED, symmetric=False), "has symmetric False"),
-        ("compressed-tensors", changed(COMPRESSED, actorder="group"), "has actorder 'group', and only None"),
+        (
+            "compressed-tensors",
+            changed(COMPRESSED, actorder="group"),
+            "has actorder 'group', and only None",
+        ),
         ("compressed-tensors", changed(COMPRESSED, num_bits=8), "has num_bits 8"),
-        ("compressed-tensors", changed(COMPRESSED, format="float-quantized"), "has format 'float-quantized'"),
-        ("compressed-tensors", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "must hold one way"),
-        ("awq", {"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not read; known are octavo, gptq, awq"),
+        (
+            "compressed-tensors",
+            changed(COMPRESSED, format="float-quantized"),
+            "has format 'float-quantized'",
+        ),
+        (
+            "compressed-tensors",
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "must hold one way",
+        ),
+        (
+            "awq",
+            {"quant_method": "bitsandbytes"},
+            "quantised by 'bitsandbytes' are not read; known are octavo, gptq, awq",
+        ),
     ],
 )
-def test_what_is_not_read_is_told(case: str, about: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_is_not_read_is_told(
+    case: str, about: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write(tmp_path, about, *CASES[case][1:])
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
@@ -180,7 +244,9 @@ def spoil(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
 
     tensors = load_file(path / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
 
 
 Q = f"{LAYER}self_attn.q_proj"
@@ -189,10 +255,19 @@ Q = f"{LAYER}self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0)), "in another order than they have"),
+        (
+            lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0)),
+            "in another order than they have",
+        ),
         (lambda t: t[f"{Q}.qzeros"].fill_(0), "zeros that are not 8"),
-        (lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].float() / 3}), "scales that float16 cannot hold"),
-        (lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:1]}), "is not 64 x 64 in groups of 32"),
+        (
+            lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].float() / 3}),
+            "scales that float16 cannot hold",
+        ),
+        (
+            lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:1]}),
+            "is not 64 x 64 in groups of 32",
+        ),
     ],
 )
 def test_tensors_that_contradict_the_config_are_told(

@@ -30,7 +30,12 @@ def write(path: Path, architecture: str, metadata: Metadata, tensors: dict[str, 
     """By the library that belongs to llama.cpp."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         add[type(value)](key, value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(tensor.numpy()))
@@ -51,7 +56,11 @@ def test_block_sizes_are_the_librarys(kind: int) -> None:
     assert (library.name, gguf.GGML_QUANT_SIZES[library]) == (form.name, (form.values, form.nbytes))
 
 
-BY_LIBRARY = [kind for kind, form in FORMATS.items() if form.plain in (None, torch.float32, torch.float16, torch.bfloat16)]
+BY_LIBRARY = [
+    kind
+    for kind, form in FORMATS.items()
+    if form.plain in (None, torch.float32, torch.float16, torch.bfloat16)
+]
 
 
 def test_every_format_the_library_unpacks_is_known() -> None:
@@ -67,14 +76,20 @@ def test_random_blocks_unpack_to_the_librarys_bits(kind: int) -> None:
     rng = np.random.default_rng(kind)
     for count in (1, 3, 2 * CHUNK // form.values + 5):  # the last one unpacks in three chunks
         blocks = rng.integers(0, 256, (count, form.nbytes), dtype=np.uint8)
-        want = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind)).astype(np.float32).ravel()
+        want = (
+            gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind))
+            .astype(np.float32)
+            .ravel()
+        )
         got = dequantize(torch.from_numpy(blocks).flatten(), kind).float().numpy()
         nan = np.isnan(want)
         assert np.array_equal(np.isnan(got), nan)
         assert np.array_equal(got.view(np.int32)[~nan], want.view(np.int32)[~nan])
 
 
-def test_rare_formats_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_formats_without_the_library_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = builtins.__import__
 
     def no_gguf(name: str, *rest: Any, **more: Any) -> Any:
@@ -85,7 +100,8 @@ def test_rare_formats_without_the_library_say_what_to_install(monkeypatch: pytes
     monkeypatch.setattr(builtins, "__import__", no_gguf)
     with pytest.raises(CheckpointError, match="IQ4_NL.*pip install gguf"):
         dequantize(torch.zeros(18, dtype=torch.uint8), 20)
-    assert dequantize(torch.zeros(18, dtype=torch.uint8), 2).tolist() == [0] * 32  # the common ones do without
+    # the common ones do without
+    assert dequantize(torch.zeros(18, dtype=torch.uint8), 2).tolist() == [0] * 32
 
 
 # ---- each architecture, against the model it was made from --------------------------------------------------
@@ -94,12 +110,27 @@ def test_rare_formats_without_the_library_say_what_to_install(monkeypatch: pytes
 def interleave(weight: Tensor, heads: int) -> Tensor:
     """llama.cpp's order of q and k rows: row i and row i + dim/2 of a head become neighbours."""
     dim = weight.shape[0] // heads
-    order = [head * dim + half * dim // 2 + i for head in range(heads) for i in range(dim // 2) for half in (0, 1)]
+    order = [
+        head * dim + half * dim // 2 + i
+        for head in range(heads)
+        for i in range(dim // 2)
+        for half in (0, 1)
+    ]
     return weight[order]
 
 
-ATTENTION = {"hidden_size": 32, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES = ATTENTION | {"head_dim": 16, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 128}
+ATTENTION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES = ATTENTION | {
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 COMMON = {
     "embedding_length": 32,
@@ -175,15 +206,22 @@ def family(architecture: str, tied: bool) -> tuple[Any, Metadata]:
         return transformers.LlamaConfig(**sizes, **rope), COMMON | {"rope.dimension_count": 16}
     if architecture == "qwen2":
         small = sizes | {"head_dim": 8}  # the config has no such field: always hidden / heads
-        return transformers.Qwen2Config(**small, **rope), {k: v for k, v in COMMON.items() if k != "attention.key_length"}
+        return transformers.Qwen2Config(**small, **rope), {
+            k: v for k, v in COMMON.items() if k != "attention.key_length"
+        }
     if architecture == "qwen3":
         return transformers.Qwen3Config(**sizes, **rope), COMMON
     if architecture == "gemma3":
         more = {"sliding_window": 8, "query_pre_attn_scalar": 16, "rope_local_base_freq": 10000.0}
-        return transformers.Gemma3TextConfig(**sizes, **more), COMMON | {"attention.sliding_window": 8}
+        return transformers.Gemma3TextConfig(**sizes, **more), COMMON | {
+            "attention.sliding_window": 8
+        }
     sizes = {"n_embd": 32, "n_layer": 7, "n_head": 4, "n_positions": 128, "vocab_size": 64}
     sizes |= {"n_inner": 128, "layer_norm_epsilon": 2.0**-16}
-    metadata = {key: COMMON[key] for key in ("embedding_length", "block_count", "attention.head_count", "context_length")}
+    metadata = {
+        key: COMMON[key]
+        for key in ("embedding_length", "block_count", "attention.head_count", "context_length")
+    }
     metadata |= {"feed_forward_length": 128, "attention.layer_norm_epsilon": 2.0**-16}
     return transformers.GPT2Config(**sizes, **TOKENS, tie_word_embeddings=tied), metadata
 
@@ -195,20 +233,33 @@ def make(architecture: str, path: Path, tied: bool = True) -> tuple[Any, Path]:
     config, metadata = family(architecture, tied)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
-    for parameter in model.parameters():  # values that survive + 1 - 1; every bias and norm distinct
+    # values that survive + 1 - 1; every bias and norm distinct
+    for parameter in model.parameters():
         parameter.data = torch.randint(-64, 64, parameter.shape).float() / 256
-    tensors = dict(to_gguf(name, t, architecture) for name, t in model.state_dict().items() if not (tied and "lm_head" in name))
+    tensors = dict(
+        to_gguf(name, t, architecture)
+        for name, t in model.state_dict().items()
+        if not (tied and "lm_head" in name)
+    )
     keyed = {f"{architecture}.{key}": value for key, value in metadata.items()}
-    tokens = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5}
+    tokens = {
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
     return model, write(path / f"{architecture}.gguf", architecture, keyed | tokens, tensors)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "gpt2"])
-def test_tensors_come_back_as_transformers_has_them(architecture: str, tied: bool, tmp_path: Path) -> None:
+def test_tensors_come_back_as_transformers_has_them(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
     model, path = make(architecture, tmp_path, tied)
     found = open_checkpoint(str(path))
-    want = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    want = {
+        name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")
+    }
     assert found.shapes == {name: tuple(t.shape) for name, t in want.items()}
     for name, tensor in want.items():
         assert torch.equal(found.read(name), tensor), name
@@ -220,20 +271,29 @@ def test_tensors_come_back_as_transformers_has_them(architecture: str, tied: boo
 def test_config_is_that_of_the_original(architecture: str, tmp_path: Path) -> None:
     model, path = make(architecture, tmp_path)
     config = open_gguf(path).config
-    assert config["eos_token_id"] == [2, 5] and config["bos_token_id"] == 1  # end of turn ends generation too
+    # end of turn ends generation too
+    assert config["eos_token_id"] == [2, 5] and config["bos_token_id"] == 1
     original = model.config.to_dict()
-    shared = {key for key in config if key in original} - {"eos_token_id", "architectures", "torch_dtype"}
+    shared = {key for key in config if key in original} - {
+        "eos_token_id",
+        "architectures",
+        "torch_dtype",
+    }
     assert len(shared) >= 8
     assert {key: config[key] for key in shared} == {key: original[key] for key in shared}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "gpt2"])
-def test_a_model_is_the_same_from_gguf_and_from_safetensors(architecture: str, tmp_path: Path) -> None:
+def test_a_model_is_the_same_from_gguf_and_from_safetensors(
+    architecture: str, tmp_path: Path
+) -> None:
     original, path = make(architecture, tmp_path)
     original.save_pretrained(tmp_path / "saved")
     ours, _ = load_model(path, ops=ReferenceOps(), dtype="float32", progress=False)
     theirs, _ = load_model(tmp_path / "saved", ops=ReferenceOps(), dtype="float32", progress=False)
-    same = dataclasses.replace(ours.config, eos_ids=theirs.config.eos_ids, dtype=theirs.config.dtype)
+    same = dataclasses.replace(
+        ours.config, eos_ids=theirs.config.eos_ids, dtype=theirs.config.dtype
+    )
     assert same == theirs.config
     want = dict(theirs.named_parameters())
     assert {name for name, _ in ours.named_parameters()} == set(want)
@@ -254,13 +314,21 @@ def test_head_size_falls_back_to_rotary_size_then_to_the_quotient(tmp_path: Path
 
 def llama_with(tmp_path: Path, more: Metadata, tensors: dict[str, Tensor] | None = None) -> Path:
     keys = {f"llama.{key}": value for key, value in COMMON.items()} | more
-    return write(tmp_path / "x.gguf", "llama", keys, {"token_embd.weight": torch.zeros(64, 32)} | (tensors or {}))
+    return write(
+        tmp_path / "x.gguf",
+        "llama",
+        keys,
+        {"token_embd.weight": torch.zeros(64, 32)} | (tensors or {}),
+    )
 
 
 def test_rope_factors_reach_the_config(tmp_path: Path) -> None:
     path = llama_with(tmp_path, {}, {"rope_freqs.weight": torch.arange(1.0, 9.0)})
     found = open_gguf(path)
-    assert found.config["rope_scaling"] == {"rope_type": "custom", "factors": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]}
+    assert found.config["rope_scaling"] == {
+        "rope_type": "custom",
+        "factors": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+    }
     assert "rope_freqs.weight" not in found.tensors
 
 
@@ -271,8 +339,14 @@ def test_rope_factors_of_the_wrong_length_are_refused(tmp_path: Path) -> None:
 
 def test_rope_scaling_is_translated(tmp_path: Path) -> None:
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    assert open_gguf(llama_with(tmp_path, linear)).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    yarn = linear | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 32}
+    assert open_gguf(llama_with(tmp_path, linear)).config["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
+    yarn = linear | {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.original_context_length": 32,
+    }
     want = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert open_gguf(llama_with(tmp_path, yarn)).config["rope_scaling"] == want
     with pytest.raises(CheckpointError, match="longrope"):
@@ -294,7 +368,9 @@ def test_unknown_tensors_keep_their_names_for_the_loader_to_report() -> None:
         ({"split.count": 3}, "one of 3 parts"),
     ],
 )
-def test_metadata_that_makes_no_model_is_refused_by_key(tmp_path: Path, more: Metadata, message: str) -> None:
+def test_metadata_that_makes_no_model_is_refused_by_key(
+    tmp_path: Path, more: Metadata, message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_gguf(llama_with(tmp_path, more))
 
@@ -306,7 +382,11 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model of type \['llama'\]"):
-        open_gguf(raw_file(tmp_path / "x.gguf", [array("general.architecture", 8, 1, string("llama"))], []))
+        open_gguf(
+            raw_file(
+                tmp_path / "x.gguf", [array("general.architecture", 8, 1, string("llama"))], []
+            )
+        )
 
 
 def test_a_directory_that_holds_one_gguf_file_stands_for_it(tmp_path: Path) -> None:
@@ -330,9 +410,18 @@ def info(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
     return string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
 
-def raw_file(path: Path, keys: list[bytes], infos: list[bytes], data: bytes = b"", version: int = 3, **counts: int) -> Path:
+def raw_file(
+    path: Path,
+    keys: list[bytes],
+    infos: list[bytes],
+    data: bytes = b"",
+    version: int = 3,
+    **counts: int,
+) -> Path:
     """A GGUF file of any pieces whatever."""
-    head = b"GGUF" + struct.pack("<IQQ", version, counts.get("num_tensors", len(infos)), counts.get("num_keys", len(keys)))
+    head = b"GGUF" + struct.pack(
+        "<IQQ", version, counts.get("num_tensors", len(infos)), counts.get("num_keys", len(keys))
+    )
     head += b"".join(keys) + b"".join(infos)
     path.write_bytes(head + bytes(-len(head) % 32) + data)
     return path
@@ -343,12 +432,33 @@ def array(key: str, kind: int, count: int, items: bytes = b"") -> bytes:
 
 
 def test_every_type_of_value_is_read(tmp_path: Path) -> None:
-    values = {0: ("<B", 200), 1: ("<b", -5), 2: ("<H", 60000), 3: ("<h", -5), 4: ("<I", 2**31), 5: ("<i", -5), 6: ("<f", 0.5)}
+    values = {
+        0: ("<B", 200),
+        1: ("<b", -5),
+        2: ("<H", 60000),
+        3: ("<h", -5),
+        4: ("<I", 2**31),
+        5: ("<i", -5),
+        6: ("<f", 0.5),
+    }
     values |= {7: ("<?", True), 10: ("<Q", 2**63), 11: ("<q", -5), 12: ("<d", 0.1)}
-    keys = [string(str(kind)) + struct.pack("<I", kind) + struct.pack(*value) for kind, value in values.items()]
-    keys += [array(f"list {kind}", kind, 2, struct.pack(layout, value) * 2) for kind, (layout, value) in values.items()]
+    keys = [
+        string(str(kind)) + struct.pack("<I", kind) + struct.pack(*value)
+        for kind, value in values.items()
+    ]
+    keys += [
+        array(f"list {kind}", kind, 2, struct.pack(layout, value) * 2)
+        for kind, (layout, value) in values.items()
+    ]
     keys.append(array("strings", 8, 3, string("a") + string("") + string("ü")))
-    keys.append(array("nested", 9, 2, struct.pack("<IQBB", 0, 2, 1, 2) + struct.pack("<IQ", 8, 1) + string("x")))
+    keys.append(
+        array(
+            "nested",
+            9,
+            2,
+            struct.pack("<IQBB", 0, 2, 1, 2) + struct.pack("<IQ", 8, 1) + string("x"),
+        )
+    )
     metadata, _ = read_header(raw_file(tmp_path / "x.gguf", keys, [], version=2))
     for kind, (_, value) in values.items():
         assert metadata[str(kind)] == value and metadata[f"list {kind}"] == [value, value]
@@ -362,18 +472,24 @@ BAD: dict[str, Callable[[Path], Path]] = {
     "keys without end": lambda p: raw_file(p, [], [], num_keys=2**63),
     "tensors without end": lambda p: raw_file(p, [], [], num_tensors=2**63),
     "key twice": lambda p: raw_file(p, [number("a", 1), number("a", 1)], []),
-    "key that is not UTF-8": lambda p: raw_file(p, [string(b"\xff") + struct.pack("<II", 4, 1)], []),
+    "key that is not UTF-8": lambda p: raw_file(
+        p, [string(b"\xff") + struct.pack("<II", 4, 1)], []
+    ),
     "string longer than the file": lambda p: raw_file(p, [struct.pack("<Q", 2**64 - 1)], []),
     "unknown value type": lambda p: raw_file(p, [string("a") + struct.pack("<I", 13)], []),
     "array longer than the file": lambda p: raw_file(p, [array("a", 4, 2**24)], []),
     "array without end": lambda p: raw_file(p, [array("a", 0, 2**62)], []),
     "array of unknown type": lambda p: raw_file(p, [array("a", 99, 1)], []),
     "strings that end early": lambda p: raw_file(p, [array("a", 8, 9, string("x"))], []),
-    "strings that are not UTF-8": lambda p: raw_file(p, [array("a", 8, 2, string("x") + string(b"\xff"))], []),
+    "strings that are not UTF-8": lambda p: raw_file(
+        p, [array("a", 8, 2, string("x") + string(b"\xff"))], []
+    ),
     "deep nesting": lambda p: raw_file(p, [array("a", 9, 1, struct.pack("<IQ", 9, 1) * 1000)], []),
     "alignment 0": lambda p: raw_file(p, [number("general.alignment", 0)], []),
     "alignment 24": lambda p: raw_file(p, [number("general.alignment", 24)], []),
-    "alignment as text": lambda p: raw_file(p, [string("general.alignment") + struct.pack("<I", 8) + string("32")], []),
+    "alignment as text": lambda p: raw_file(
+        p, [string("general.alignment") + struct.pack("<I", 8) + string("32")], []
+    ),
     "tensor twice": lambda p: raw_file(p, [], [info("t", [8]), info("t", [8])], bytes(64)),
     "no dimensions": lambda p: raw_file(p, [], [info("t", [])], bytes(64)),
     "five dimensions": lambda p: raw_file(p, [], [info("t", [1] * 5)], bytes(64)),
@@ -384,7 +500,9 @@ BAD: dict[str, Callable[[Path], Path]] = {
     "offset unaligned": lambda p: raw_file(p, [], [info("t", [2], offset=4)], bytes(64)),
     "overlap": lambda p: raw_file(p, [], [info("t", [16]), info("u", [8], offset=32)], bytes(96)),
     "unknown format": lambda p: raw_file(p, [], [info("t", [8], kind=99)], bytes(64)),
-    "rows that are no whole blocks": lambda p: raw_file(p, [], [info("t", [33, 32], kind=2)], bytes(6400)),
+    "rows that are no whole blocks": lambda p: raw_file(
+        p, [], [info("t", [33, 32], kind=2)], bytes(6400)
+    ),
 }
 
 
@@ -408,8 +526,15 @@ def test_other_files_are_refused(tmp_path: Path, raw: bytes) -> None:
 
 
 def small_file(tmp_path: Path) -> bytes:
-    more = {"tokenizer.ggml.tokens": ["a", "bc", "def"], "tokenizer.ggml.scores": [0.5, 1.5], "general.name": "small"}
-    tensors = {"blk.0.attn_q.weight": torch.zeros(64, 32), "blk.0.ffn_up.weight": torch.ones(48, 32)}
+    more = {
+        "tokenizer.ggml.tokens": ["a", "bc", "def"],
+        "tokenizer.ggml.scores": [0.5, 1.5],
+        "general.name": "small",
+    }
+    tensors = {
+        "blk.0.attn_q.weight": torch.zeros(64, 32),
+        "blk.0.ffn_up.weight": torch.ones(48, 32),
+    }
     tensors["rope_freqs.weight"] = torch.ones(8)
     return llama_with(tmp_path, more, tensors).read_bytes()
 

@@ -22,9 +22,19 @@ from tests.conftest import DEVICE
 from tests.model.test_quant import gguf_blocks
 
 gguf = pytest.importorskip("gguf")
-needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
+needs_kernels = pytest.mark.skipif(
+    isinstance(instruction_set(), str), reason=str(instruction_set())
+)
 KINDS = {FORMATS[kind].name: kind for kind in CODED}
-ROWS = {"attn_q": 256, "attn_k": 128, "attn_v": 128, "attn_output": 256, "ffn_gate": 256, "ffn_up": 256, "ffn_down": 256}
+ROWS = {
+    "attn_q": 256,
+    "attn_k": 128,
+    "attn_v": 128,
+    "attn_output": 256,
+    "ffn_gate": 256,
+    "ffn_up": 256,
+    "ffn_down": 256,
+}
 # As llama.cpp's Q4_K_M: some of v and down, and the head, have more bits. In layer 1 a format each.
 MIXED = {"token_embd": "Q6_K", "blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "blk.1.attn_q": "Q8_0", "blk.1.attn_k": "Q4_0",
          "blk.1.attn_v": "Q5_K", "blk.1.ffn_gate": "Q2_K", "blk.1.ffn_up": "Q3_K", "blk.1.ffn_down": "Q5_0",
@@ -46,7 +56,10 @@ def write(path: Path, kinds: dict[str, str], default: str = "Q4_K") -> Path:
         form = FORMATS[kind]
         data = gguf_blocks(kind, rows * 256 // form.values, size=2e-4).numpy().reshape(rows, -1)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType(kind))
-    for name in ("output_norm", *(f"blk.{i}.{norm}" for i in range(2) for norm in ("attn_norm", "ffn_norm"))):
+    for name in (
+        "output_norm",
+        *(f"blk.{i}.{norm}" for i in range(2) for norm in ("attn_norm", "ffn_norm")),
+    ):
         writer.add_tensor(f"{name}.weight", np.ones(256, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -56,14 +69,19 @@ def write(path: Path, kinds: dict[str, str], default: str = "Q4_K") -> Path:
 
 
 def load(path: Path, ops: Ops, quantization: str = "auto") -> CausalLM:
-    return load_model(path, ops=ops, dtype="float32", device=DEVICE, quantization=quantization, progress=False)[0]
+    return load_model(
+        path, ops=ops, dtype="float32", device=DEVICE, quantization=quantization, progress=False
+    )[0]
 
 
 def logits(model: CausalLM) -> Tensor:
     tables = scattered_tables([len(ids) for ids, _ in CHUNKS], 8)
     with torch.inference_mode():
-        hidden = model(make_batch(CHUNKS, tables, 8, DEVICE), empty_kv(model.config, tables, 8, DEVICE))
-        return torch.cat([model.logits(hidden), model.logits(hidden[-1:])])  # one row alone is another kernel's
+        hidden = model(
+            make_batch(CHUNKS, tables, 8, DEVICE), empty_kv(model.config, tables, 8, DEVICE)
+        )
+        # one row alone is another kernel's
+        return torch.cat([model.logits(hidden), model.logits(hidden[-1:])])
 
 
 def forms(model: CausalLM) -> dict[str, str]:
@@ -126,7 +144,9 @@ def test_on_a_cpu_four_bits_stay_four_and_the_rest_becomes_eight(tmp_path: Path)
 
 @pytest.mark.parametrize("ops", [ReferenceOps(), CpuOps()], ids=lambda ops: ops.name)
 @needs_kernels
-def test_a_matrix_of_one_kind_is_never_unpacked(ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_of_one_kind_is_never_unpacked(
+    ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks become codes a few at a time."""
 
     def whole(*_: object) -> Tensor:

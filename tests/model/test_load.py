@@ -22,15 +22,34 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.config import ModelConfig
-from octavo.errors import CheckpointError, ModelError, ModelNotFound, OctavoError, UnknownArchitecture
+from octavo.errors import (
+    CheckpointError,
+    ModelError,
+    ModelNotFound,
+    OctavoError,
+    UnknownArchitecture,
+)
 from octavo.model import load
 from octavo.model.base import CausalLM, Slot, build, registry
-from octavo.model.checkpoint import DTYPES, Checkpoint, StoredTensor, open_directory, open_safetensors, read_header
+from octavo.model.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    StoredTensor,
+    open_directory,
+    open_safetensors,
+    read_header,
+)
 from octavo.model.load import dummy_weights, load_model, load_weights, open_checkpoint
 from octavo.text.tokenizer import Tokenizer
 
 CONFIG = {"architectures": ["ToyForCausalLM"], "eos_token_id": 1, "torch_dtype": "float32"}
-SHAPES = {"embed.weight": (10, 4), "q.weight": (4, 4), "kv.weight": (8, 4), "proj.weight": (4, 6), "norm.weight": (4,)}
+SHAPES = {
+    "embed.weight": (10, 4),
+    "q.weight": (4, 4),
+    "kv.weight": (8, 4),
+    "proj.weight": (4, 6),
+    "norm.weight": (4,),
+}
 NO_OPS: Any = SimpleNamespace(name="none")  # nothing is computed
 
 
@@ -84,11 +103,15 @@ def weights(**changed: tuple[int, ...] | None) -> dict[str, Tensor]:
 
 
 def in_memory(tensors: dict[str, Tensor]) -> Checkpoint:
-    stored = {name: StoredTensor(tuple(t.shape), t.nbytes, lambda t=t: t) for name, t in tensors.items()}
+    stored = {
+        name: StoredTensor(tuple(t.shape), t.nbytes, lambda t=t: t) for name, t in tensors.items()
+    }
     return Checkpoint("memory", CONFIG, stored)
 
 
-def write_directory(folder: Path, tensors: dict[str, Tensor] | None = None, config: dict[str, Any] = CONFIG) -> Path:
+def write_directory(
+    folder: Path, tensors: dict[str, Tensor] | None = None, config: dict[str, Any] = CONFIG
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if tensors is not None:
@@ -104,7 +127,11 @@ def write_raw(path: Path, header: object, data: bytes = b"") -> Path:
 
 
 def entry(begin: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
 
 
 # ---- safetensors files --------------------------------------------------------------------------------
@@ -113,21 +140,33 @@ def entry(begin: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[st
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_reads_back_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
     want = torch.randint(0, 2, (3, 5)).to(dtype)
-    save_file({"a": want, "empty": want[:0], "scalar": want[0, 0].clone()}, tmp_path / "x.safetensors")
-    got = {name: tensor.read() for name, tensor in open_safetensors(tmp_path / "x.safetensors").items()}
-    assert got["a"].dtype == dtype and got["a"].shape == (3, 5) and torch.equal(got["a"].float(), want.float())
+    save_file(
+        {"a": want, "empty": want[:0], "scalar": want[0, 0].clone()}, tmp_path / "x.safetensors"
+    )
+    got = {
+        name: tensor.read() for name, tensor in open_safetensors(tmp_path / "x.safetensors").items()
+    }
+    assert (
+        got["a"].dtype == dtype
+        and got["a"].shape == (3, 5)
+        and torch.equal(got["a"].float(), want.float())
+    )
     assert got["empty"].shape == (0, 5) and got["scalar"].shape == ()
 
 
 def test_unaligned_tensors_read_back_exactly(tmp_path: Path) -> None:
     data = b"\x07" + struct.pack("<2f", 1.5, -2.0)
-    path = write_raw(tmp_path / "x.safetensors", {"odd": entry(0, 1), "floats": entry(1, 9, [2], "F32")}, data)
+    path = write_raw(
+        tmp_path / "x.safetensors", {"odd": entry(0, 1), "floats": entry(1, 9, [2], "F32")}, data
+    )
     floats = open_safetensors(path)["floats"].read()
     assert floats.tolist() == [1.5, -2.0] and floats.data_ptr() % 4 == 0
 
 
 def test_tensors_come_in_file_order(tmp_path: Path) -> None:
-    path = write_raw(tmp_path / "x.safetensors", {"late": entry(2, 4), "early": entry(0, 2)}, b"abcd")
+    path = write_raw(
+        tmp_path / "x.safetensors", {"late": entry(2, 4), "early": entry(0, 2)}, b"abcd"
+    )
     assert list(open_safetensors(path)) == ["early", "late"]
 
 
@@ -136,7 +175,10 @@ BAD_HEADERS: dict[str, tuple[object, bytes]] = {
     "not UTF-8": (b'{"\xff": 1}', b""),
     "not an object": ([1, 2], b""),
     "nested without end": (b"[" * 100_000, b""),
-    "a key twice": (b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',) * 2), b"x"),
+    "a key twice": (
+        b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',) * 2),
+        b"x",
+    ),
     "entry is no object": ({"a": 3}, b""),
     "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"x"),
     "unknown dtype": ({"a": entry(0, 1, dtype="Q4")}, b"x"),
@@ -164,7 +206,9 @@ def test_damaged_headers_are_refused(tmp_path: Path, case: str) -> None:
         read_header(write_raw(tmp_path / "bad.safetensors", *BAD_HEADERS[case]))
 
 
-@pytest.mark.parametrize("raw", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"]
+)
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "short.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match="truncated"):
@@ -221,19 +265,29 @@ def write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], index: dict
 def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     a, b = torch.ones(2), torch.zeros(3)
     shards = {"one.safetensors": {"a": a}, "two.safetensors": {"b": b}}
-    found = open_directory(write_shards(tmp_path, shards, {"a": "one.safetensors", "b": "two.safetensors"}))
+    found = open_directory(
+        write_shards(tmp_path, shards, {"a": "one.safetensors", "b": "two.safetensors"})
+    )
     assert found.shapes == {"a": (2,), "b": (3,)} and found.nbytes == 20
     assert torch.equal(found.read("a"), a) and torch.equal(found.read("b"), b)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    write_shards(tmp_path, {"one.safetensors": {"a": torch.ones(2)}}, {"a": "one.safetensors", "b": "two.safetensors"})
+    write_shards(
+        tmp_path,
+        {"one.safetensors": {"a": torch.ones(2)}},
+        {"a": "one.safetensors", "b": "two.safetensors"},
+    )
     with pytest.raises(CheckpointError, match=r"lacks 1 of 2 shards: two\.safetensors"):
         open_directory(tmp_path)
 
 
 def test_a_tensor_that_is_not_in_its_shard_is_named(tmp_path: Path) -> None:
-    write_shards(tmp_path, {"one.safetensors": {"a": torch.ones(2)}}, {"a": "one.safetensors", "b": "one.safetensors"})
+    write_shards(
+        tmp_path,
+        {"one.safetensors": {"a": torch.ones(2)}},
+        {"a": "one.safetensors", "b": "one.safetensors"},
+    )
     with pytest.raises(CheckpointError, match=r"one\.safetensors lacks tensors .*: b$"):
         open_directory(tmp_path)
 
@@ -288,8 +342,13 @@ def test_a_directory_of_several_gguf_files_asks_for_one(tmp_path: Path) -> None:
 # ---- names -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["/no/such/place", "./here", "no/such/place", "absent.gguf", "org/absent.gguf", "sp ace", ""])
-def test_what_cannot_be_a_hub_name_is_refused_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["/no/such/place", "./here", "no/such/place", "absent.gguf", "org/absent.gguf", "sp ace", ""],
+)
+def test_what_cannot_be_a_hub_name_is_refused_without_asking_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load, "_from_hub", lambda *_: pytest.fail("asked the hub"))
     monkeypatch.chdir("/")
     with pytest.raises(OctavoError):
@@ -306,7 +365,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_offline_and_not_cached_tells_the_ways_to_go_on(hub: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"(?s)no directory org/name.*local directory.*\.gguf.*HF_HOME.*pip install.*dummy"):
+    with pytest.raises(
+        ModelNotFound,
+        match=r"(?s)no directory org/name.*local directory.*\.gguf.*HF_HOME.*pip install.*dummy",
+    ):
         open_checkpoint("org/name")
 
 
@@ -318,7 +380,9 @@ def test_a_cached_snapshot_serves_when_the_hub_cannot_be_reached(hub: Path) -> N
     assert open_checkpoint("org/name").shapes == SHAPES
 
 
-def test_a_hub_that_does_not_answer_costs_seconds_only(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_costs_seconds_only(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub.constants as constants
 
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -346,7 +410,9 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
-def test_a_hub_that_refuses_is_quoted_in_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_a_hub_that_refuses_is_quoted_in_one_line(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(Refusing, "status", status)
@@ -358,7 +424,11 @@ def test_a_hub_that_refuses_is_quoted_in_one_line(hub: Path, monkeypatch: pytest
         with pytest.raises(ModelNotFound) as caught:
             open_checkpoint("org/name")
         server.shutdown()
-    assert str(status) in str(caught.value) and "Ways to go on" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        str(status) in str(caught.value)
+        and "Ways to go on" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
     assert time.monotonic() - started < 5
 
 
@@ -376,7 +446,11 @@ def test_weights_go_where_the_map_says() -> None:
 
 def test_names_are_made_canonical_and_known_leftovers_ignored() -> None:
     model, given = toy(), weights(rotary__inv_freq=(3,))
-    load_weights(model, in_memory({f"model.{name}": tensor for name, tensor in given.items()}), progress=False)
+    load_weights(
+        model,
+        in_memory({f"model.{name}": tensor for name, tensor in given.items()}),
+        progress=False,
+    )
     assert torch.equal(model.embed, given["embed.weight"])
 
 
@@ -384,7 +458,15 @@ def test_all_mismatches_are_listed_at_once_and_nothing_is_loaded() -> None:
     model = toy()
     with torch.no_grad():
         model.embed.fill_(7)
-    bad = in_memory(weights(q__weight=None, kv__weight=(8, 5), proj__weight=(6, 4), norm__weight=(1,), extra__weight=(2, 2)))
+    bad = in_memory(
+        weights(
+            q__weight=None,
+            kv__weight=(8, 5),
+            proj__weight=(6, 4),
+            norm__weight=(1,),
+            extra__weight=(2, 2),
+        )
+    )
     with pytest.raises(CheckpointError) as caught:
         load_weights(model, bad, progress=False)
     text = str(caught.value)
@@ -408,7 +490,12 @@ def test_long_lists_of_mismatches_are_cut() -> None:
     with pytest.raises(CheckpointError) as caught:
         load_weights(toy(), bad, progress=False)
     text = str(caught.value)
-    assert "33 unexpected:" in text and "extra.19" in text and "extra.20" not in text and "... and 13 more" in text
+    assert (
+        "33 unexpected:" in text
+        and "extra.19" in text
+        and "extra.20" not in text
+        and "... and 13 more" in text
+    )
 
 
 def test_each_tensor_is_dropped_before_the_next_is_read() -> None:
@@ -425,7 +512,9 @@ def test_each_tensor_is_dropped_before_the_next_is_read() -> None:
 
         return StoredTensor(tuple(tensor.shape), tensor.nbytes, read)
 
-    checkpoint = Checkpoint("memory", CONFIG, {name: stored(name, tensor) for name, tensor in weights().items()})
+    checkpoint = Checkpoint(
+        "memory", CONFIG, {name: stored(name, tensor) for name, tensor in weights().items()}
+    )
     load_weights(toy(), checkpoint, progress=False)
     assert alive == []
 
@@ -456,10 +545,14 @@ print((peak() - before) // 1024)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc"
+)
 def test_streaming_200_mb_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
     write_directory(tmp_path, {f"t{i}": torch.ones(5_000_000) for i in range(10)})
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 40  # MB; a tensor has 20
 
 
@@ -474,8 +567,14 @@ def test_progress_stays_silent_on_short_loads(capsys: pytest.CaptureFixture[str]
 
 def test_load_model_from_a_directory(tmp_path: Path) -> None:
     given = weights()
-    model, checkpoint = load_model(str(write_directory(tmp_path, given)), ops=NO_OPS, dtype="bfloat16", progress=False)
-    assert isinstance(model, Toy) and model.embed.dtype == torch.bfloat16 and not model.embed.requires_grad
+    model, checkpoint = load_model(
+        str(write_directory(tmp_path, given)), ops=NO_OPS, dtype="bfloat16", progress=False
+    )
+    assert (
+        isinstance(model, Toy)
+        and model.embed.dtype == torch.bfloat16
+        and not model.embed.requires_grad
+    )
     assert torch.equal(model.embed, given["embed.weight"].bfloat16())
     assert checkpoint.config["architectures"] == ["ToyForCausalLM"]
 
@@ -493,7 +592,9 @@ def test_dummy_weights_need_only_a_config_and_depend_on_the_seed(tmp_path: Path)
     ]
     a, b, c = (dict(model.named_parameters()) for model in made)
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not torch.equal(a["embed"], c["embed"]) and not torch.equal(a["embed"][:4], a["proj"][:4])
+    assert not torch.equal(a["embed"], c["embed"]) and not torch.equal(
+        a["embed"][:4], a["proj"][:4]
+    )
     assert a["norm"].tolist() == [1] * 4 and a["bias"].tolist() == [0] * 4
     assert 0.01 < a["embed"].std() < 0.03
     assert isinstance(made[0], Toy) and made[0].finished == 1
@@ -527,7 +628,13 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
     """auto_map in both configs, names of modules that are files beside them, a class that does not exist elsewhere."""
     write_directory(tmp_path, weights())
     trap = f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\nclass Model: pass\n"
-    for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py", "conftest.py"):
+    for name in (
+        "modeling.py",
+        "configuration.py",
+        "tokenization.py",
+        "__init__.py",
+        "conftest.py",
+    ):
         (tmp_path / name).write_text(trap)
     maps = {
         "AutoConfig": "configuration.Model",
@@ -535,7 +642,9 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
         "AutoTokenizer": ["tokenization.Model"] * 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"auto_map": maps}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": maps, "tokenizer_class": "Model"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": maps, "tokenizer_class": "Model"})
+    )
     model, _ = load_model(str(tmp_path), ops=NO_OPS, progress=False)
     assert isinstance(model, Toy)
     with pytest.raises(UnknownArchitecture, match="EvilModel"):
@@ -546,7 +655,9 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tensors_than_any_model_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("octavo.model.checkpoint.MAX_TENSORS", 1000)
     many = {f"t{i}": entry(0, 0) for i in range(1001)}
     with pytest.raises(CheckpointError, match="1001 tensors, more than 1000"):
@@ -573,7 +684,13 @@ def test_weights_of_another_dtype_are_converted_and_unknown_ones_refused(tmp_pat
     given = {name: tensor.half() for name, tensor in weights().items()}
     model, _ = load_model(str(write_directory(tmp_path, given)), ops=NO_OPS, progress=False)
     assert (
-        isinstance(model, Toy) and model.embed.dtype == torch.float32 and torch.equal(model.embed, given["embed.weight"].float())
+        isinstance(model, Toy)
+        and model.embed.dtype == torch.float32
+        and torch.equal(model.embed, given["embed.weight"].float())
     )
     with pytest.raises(ModelError, match="dtype is auto, .*not 'int4'"):
-        load_model(str(write_directory(tmp_path, given, CONFIG | {"torch_dtype": "int4"})), ops=NO_OPS, progress=False)
+        load_model(
+            str(write_directory(tmp_path, given, CONFIG | {"torch_dtype": "int4"})),
+            ops=NO_OPS,
+            progress=False,
+        )

@@ -23,14 +23,27 @@ torch.backends.cuda.matmul.allow_tf32 = False
 
 ATOL = 1e-4
 VOCAB = 97
-LENGTHS = (37, 3, 70)  # of the prompts: with 64 generated tokens the last reaches 134, in a context of 256
+# of the prompts: with 64 generated tokens the last reaches 134, in a context of 256
+LENGTHS = (37, 3, 70)
 
-COMMON = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=80, num_hidden_layers=2, max_position_embeddings=256)
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    max_position_embeddings=256,
+)
 MHA = dict(COMMON, num_attention_heads=4, num_key_value_heads=4)  # head_dim 16
 GQA = dict(COMMON, num_attention_heads=4, num_key_value_heads=2)
 GEMMA = dict(GQA, head_dim=32, sliding_window=20, num_hidden_layers=3)
 LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 
 
@@ -47,30 +60,59 @@ GPT2_SMALL = dict(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=3, n_positions=
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(MHA)),
     "llama-tied": ("Llama", dict(GQA, tie_word_embeddings=True)),
-    "llama-one-kv-head": ("Llama", dict(COMMON, num_attention_heads=2, num_key_value_heads=1)),  # head_dim 32
-    "llama-head-dim-64": ("Llama", dict(COMMON, num_attention_heads=8, num_key_value_heads=2, head_dim=64)),
+    # head_dim 32
+    "llama-one-kv-head": ("Llama", dict(COMMON, num_attention_heads=2, num_key_value_heads=1)),
+    "llama-head-dim-64": (
+        "Llama",
+        dict(COMMON, num_attention_heads=8, num_key_value_heads=2, head_dim=64),
+    ),
     "llama-biases": ("Llama", dict(GQA, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
     "llama-rope-linear": ("Llama", dict(GQA, **rope(rope_type="linear", factor=3.0))),
     "llama-rope-llama3": ("Llama", dict(GQA, **rope(**LLAMA3))),
     "llama-rope-dynamic": ("Llama", dict(GQA, **rope(rope_type="dynamic", factor=2.0))),
     "llama-rope-yarn": ("Llama", dict(GQA, **rope(**YARN))),
-    "llama-rope-yarn-betas": ("Llama", dict(GQA, **rope(**YARN, beta_fast=8.0, beta_slow=2.0, attention_factor=0.7))),
-    "llama-rope-yarn-mscale": ("Llama", dict(GQA, **rope(**YARN, mscale=0.7, mscale_all_dim=1.2, truncate=False))),
+    "llama-rope-yarn-betas": (
+        "Llama",
+        dict(GQA, **rope(**YARN, beta_fast=8.0, beta_slow=2.0, attention_factor=0.7)),
+    ),
+    "llama-rope-yarn-mscale": (
+        "Llama",
+        dict(GQA, **rope(**YARN, mscale=0.7, mscale_all_dim=1.2, truncate=False)),
+    ),
     "mistral-window": ("Mistral", dict(GQA, sliding_window=20)),
     "mistral": ("Mistral", dict(GQA, head_dim=32, sliding_window=None)),
     "qwen2": ("Qwen2", dict(GQA, tie_word_embeddings=True)),
-    "qwen2-window": ("Qwen2", dict(MHA, use_sliding_window=True, sliding_window=20, max_window_layers=1)),
+    "qwen2-window": (
+        "Qwen2",
+        dict(MHA, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    ),
     "qwen3": ("Qwen3", dict(GQA, head_dim=32)),
     "qwen3-tied": ("Qwen3", dict(GQA, head_dim=16, tie_word_embeddings=True, attention_bias=True)),
     "qwen3-layer-types": (
         "Qwen3",
-        dict(GQA, head_dim=32, num_hidden_layers=3, use_sliding_window=True, sliding_window=9, layer_types=LOCAL_GLOBAL),
+        dict(
+            GQA,
+            head_dim=32,
+            num_hidden_layers=3,
+            use_sliding_window=True,
+            sliding_window=9,
+            layer_types=LOCAL_GLOBAL,
+        ),
     ),
     "gemma3": ("Gemma3", dict(GEMMA, layer_types=LOCAL_GLOBAL, query_pre_attn_scalar=32)),
-    "gemma3-pattern": ("Gemma3", dict(GEMMA, sliding_window_pattern=3, query_pre_attn_scalar=100, tie_word_embeddings=False)),
-    "gemma3-rope": ("Gemma3", dict(GEMMA, layer_types=LOCAL_GLOBAL, query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE)),
+    "gemma3-pattern": (
+        "Gemma3",
+        dict(GEMMA, sliding_window_pattern=3, query_pre_attn_scalar=100, tie_word_embeddings=False),
+    ),
+    "gemma3-rope": (
+        "Gemma3",
+        dict(GEMMA, layer_types=LOCAL_GLOBAL, query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE),
+    ),
     "gpt2": ("GPT2", dict(GPT2_SMALL)),
-    "gpt2-untied": ("GPT2", dict(GPT2_SMALL, n_head=4, n_inner=60, scale_attn_weights=False, tie_word_embeddings=False)),
+    "gpt2-untied": (
+        "GPT2",
+        dict(GPT2_SMALL, n_head=4, n_inner=60, scale_attn_weights=False, tie_word_embeddings=False),
+    ),
 }
 EACH_ARCHITECTURE = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3", "gpt2"]
 
@@ -95,7 +137,8 @@ def randomise(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         if "embed" in name or ".wte." in name:
-            p.data.copy_(0.2 * noise if "Gemma" not in kind else 0.5 * noise / p.shape[1] ** 0.5)  # Gemma scales it up
+            # Gemma scales it up
+            p.data.copy_(0.2 * noise if "Gemma" not in kind else 0.5 * noise / p.shape[1] ** 0.5)
         elif p.dim() == 2:
             inputs = p.shape[0] if "GPT2" in kind and ".h." in name else p.shape[1]
             p.data.copy_(1.5 * noise / inputs**0.5)
@@ -107,7 +150,9 @@ def randomise(model: nn.Module) -> None:
 
 def config_json(case: str, theirs: Any) -> dict[str, Any]:
     """Without layer_types unless the case gives them: published files seldom hold what transformers derived from the rest."""
-    derived = {name: value for name, value in theirs.config.to_dict().items() if name != "layer_types"}
+    derived = {
+        name: value for name, value in theirs.config.to_dict().items() if name != "layer_types"
+    }
     return {**derived, **CASES[case][1], "architectures": [type(theirs).__name__]}
 
 
@@ -118,7 +163,10 @@ def transfer(theirs: Any, ours: CausalLM) -> None:
         name = ours.canonical_name(name)
         if name in slots:
             slot = slots.pop(name)
-            assert slot.dest.shape == (value if slot.transform is None else slot.transform(value)).shape, name
+            assert (
+                slot.dest.shape
+                == (value if slot.transform is None else slot.transform(value)).shape
+            ), name
             slot.fill(value)
         else:
             assert name.endswith(ours.ignored_weights()), f"unexpected: {name}"
@@ -139,7 +187,8 @@ class Recorder:
 
     def keep(self, module: nn.Module, args: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output
-        self.outputs.append(output.reshape(-1, output.shape[-1]).clone())  # ours is overwritten by the next layer
+        # ours is overwritten by the next layer
+        self.outputs.append(output.reshape(-1, output.shape[-1]).clone())
 
     def __enter__(self) -> list[Tensor]:
         return self.outputs
@@ -154,7 +203,9 @@ def pair(case: str, dtype: torch.dtype = torch.float32) -> Pair:
     """Both models with the same weights, and transformers' answers, computed once for all tests."""
     family, options = CASES[case]
     text = "Text" if family == "Gemma3" else ""
-    config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(options), eos_token_id=None, bos_token_id=None)
+    config = getattr(transformers, f"{family}{text}Config")(
+        **copy.deepcopy(options), eos_token_id=None, bos_token_id=None
+    )
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
     theirs = getattr(transformers, family + head)(config).eval()
@@ -174,7 +225,9 @@ def pair(case: str, dtype: torch.dtype = torch.float32) -> Pair:
 
 
 @torch.inference_mode()
-def run(p: Pair, prompts: Sequence[list[int]], chunk: int, decode: int, block_size: int, slack: int = 0) -> list[Expected]:
+def run(
+    p: Pair, prompts: Sequence[list[int]], chunk: int, decode: int, block_size: int, slack: int = 0
+) -> list[Expected]:
     """All prompts through our model in one ragged batch: `chunk` tokens a step, the last `decode` one by one."""
     tables = scattered_tables([len(prompt) for prompt in prompts], block_size)
     dtype = p.ours.dtype
@@ -187,7 +240,12 @@ def run(p: Pair, prompts: Sequence[list[int]], chunk: int, decode: int, block_si
         chunks = []
         for i in live:
             prefill = len(prompts[i]) - decode - done[i]
-            chunks.append((prompts[i][done[i] : done[i] + (min(chunk, prefill) if prefill > 0 else 1)], done[i]))
+            chunks.append(
+                (
+                    prompts[i][done[i] : done[i] + (min(chunk, prefill) if prefill > 0 else 1)],
+                    done[i],
+                )
+            )
         batch = make_batch(chunks, [tables[i] for i in live], block_size, DEVICE, slack)
         with Recorder(p.ours) as outputs:
             step = p.ours.logits(p.ours(batch, kv))
@@ -197,12 +255,17 @@ def run(p: Pair, prompts: Sequence[list[int]], chunk: int, decode: int, block_si
             for depth_, output in enumerate(outputs):
                 layers[i][depth_].append(output[mine])
             done[i] += span.num
-    return [Expected([torch.cat(parts) for parts in layers[i]], torch.cat(logits[i])) for i in range(len(prompts))]
+    return [
+        Expected([torch.cat(parts) for parts in layers[i]], torch.cat(logits[i]))
+        for i in range(len(prompts))
+    ]
 
 
 def assert_same(got: Expected, expected: Expected) -> None:
     for depth, (a, b) in enumerate(zip(got.layers, expected.layers, strict=True)):
-        torch.testing.assert_close(a, b, atol=ATOL, rtol=0, msg=lambda m, depth=depth: f"layer {depth}: {m}")
+        torch.testing.assert_close(
+            a, b, atol=ATOL, rtol=0, msg=lambda m, depth=depth: f"layer {depth}: {m}"
+        )
     torch.testing.assert_close(got.logits, expected.logits, atol=ATOL, rtol=0)
 
 
@@ -214,11 +277,17 @@ def test_each_prompt_alone(case: str) -> None:
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize(("chunk", "block_size", "slack"), [(1, 16, 0), (7, 16, 5), (16, 8, 0), (64, 16, 40)])
+@pytest.mark.parametrize(
+    ("chunk", "block_size", "slack"), [(1, 16, 0), (7, 16, 5), (16, 8, 0), (64, 16, 40)]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_batches_of_chunks_then_decoding(case: str, chunk: int, block_size: int, slack: int) -> None:
+def test_ragged_batches_of_chunks_then_decoding(
+    case: str, chunk: int, block_size: int, slack: int
+) -> None:
     p = pair(case)
-    for got, expected in zip(run(p, p.prompts, chunk, 6, block_size, slack), p.expected, strict=True):
+    for got, expected in zip(
+        run(p, p.prompts, chunk, 6, block_size, slack), p.expected, strict=True
+    ):
         assert_same(got, expected)
 
 
@@ -237,12 +306,18 @@ def test_64_greedy_tokens(case: str) -> None:
         for text, token in zip(texts, tokens, strict=True):
             text.append(token)
         chunks = [([text[-1]], len(text) - 1) for text in texts]
-    written = {token for prompt, text in zip(p.prompts, texts, strict=True) for token in text[len(prompt) :]}
+    written = {
+        token
+        for prompt, text in zip(p.prompts, texts, strict=True)
+        for token in text[len(prompt) :]
+    }
     assert len(written) > 5, "weights that repeat themselves would prove little"
     for prompt, text in list(zip(p.prompts, texts, strict=True))[:2]:
         ids = torch.tensor([prompt], device=DEVICE)
         mask = torch.ones_like(ids)
-        theirs = p.theirs.generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False, pad_token_id=0)[0]
+        theirs = p.theirs.generate(
+            ids, attention_mask=mask, max_new_tokens=64, do_sample=False, pad_token_id=0
+        )[0]
         assert text == theirs.tolist()
 
 
@@ -251,8 +326,15 @@ def test_bfloat16_is_as_close_to_the_truth_as_theirs(case: str) -> None:
     """Rounding differs, so the yardstick is float32: ours errs no more than transformers' own bfloat16."""
     truth, half = pair(case), pair(case, torch.bfloat16)
     got = run(half, half.prompts, chunk=16, decode=6, block_size=16)
-    ours = torch.cat([(g.logits.float() - t.logits).flatten() for g, t in zip(got, truth.expected, strict=True)])
-    theirs = torch.cat([(e.logits.float() - t.logits).flatten() for e, t in zip(half.expected, truth.expected, strict=True)])
+    ours = torch.cat(
+        [(g.logits.float() - t.logits).flatten() for g, t in zip(got, truth.expected, strict=True)]
+    )
+    theirs = torch.cat(
+        [
+            (e.logits.float() - t.logits).flatten()
+            for e, t in zip(half.expected, truth.expected, strict=True)
+        ]
+    )
     assert ours.square().mean().sqrt() < 1.3 * theirs.square().mean().sqrt()
 
 
@@ -260,7 +342,11 @@ def test_gpt2_checkpoints_without_prefix_and_with_saved_masks() -> None:
     hf = config_json("gpt2", pair("gpt2").theirs)
     model = build(registry.parse(hf), registry.find(hf), select(DEVICE), torch.float32, DEVICE)
     needed = set(model.weight_map())
-    saved = {name.removeprefix("transformer.") for name in needed} | {"h.0.attn.bias", "h.1.attn.masked_bias", "lm_head.weight"}
+    saved = {name.removeprefix("transformer.") for name in needed} | {
+        "h.0.attn.bias",
+        "h.1.attn.masked_bias",
+        "lm_head.weight",
+    }
     names = {model.canonical_name(name) for name in saved}
     assert needed <= names
     assert all(name.endswith(model.ignored_weights()) for name in names - needed)

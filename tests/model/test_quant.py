@@ -22,8 +22,12 @@ from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import Format, QuantWeight
 from tests import tiny
 
-installed = pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
-needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
+installed = pytest.mark.skipif(
+    embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL
+)
+needs_kernels = pytest.mark.skipif(
+    isinstance(instruction_set(), str), reason=str(instruction_set())
+)
 # Largest relative error of normal values: a step is the range over the number of codes.
 ERRORS = {
     "int8": 0.02, "int8-a8": 0.02, "int8-g32": 0.007, "fp8": 0.04, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13,
@@ -39,7 +43,9 @@ def gguf_blocks(kind: int, count: int, size: float = 0.02) -> torch.Tensor:
     """Bytes of that many blocks: any codes, scales that are numbers of about this size."""
     form, generator = FORMATS[kind], torch.Generator().manual_seed(kind)
     blocks = torch.randint(0, 256, (count, form.nbytes), dtype=torch.uint8, generator=generator)
-    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(form.name, (0, 2) if CODED[kind].least else (0,)):
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(
+        form.name, (0, 2) if CODED[kind].least else (0,)
+    ):
         scale = torch.rand(count, 1, generator=generator) * size + size / 20
         blocks[:, at : at + 2] = scale.half().view(torch.uint8)
     return blocks.flatten()
@@ -67,7 +73,9 @@ def test_names_are_read_and_written(name: str) -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(InvalidRequest, match=r"quantization is one of auto, none, int8, .*int4-g64.*, not 'int3'"):
+    with pytest.raises(
+        InvalidRequest, match=r"quantization is one of auto, none, int8, .*int4-g64.*, not 'int3'"
+    ):
         quant.parse("int3")
 
 
@@ -102,22 +110,33 @@ def test_blocks_of_gguf_are_taken_over_exactly(kind: int) -> None:
     gguf = pytest.importorskip("gguf")
     data, inputs = gguf_blocks(kind, 603), 3 * FORMATS[kind].values
     want = torch.from_numpy(
-        gguf.quants.dequantize(data.numpy().reshape(-1, FORMATS[kind].nbytes), gguf.GGMLQuantizationType(kind))
+        gguf.quants.dequantize(
+            data.numpy().reshape(-1, FORMATS[kind].nbytes), gguf.GGMLQuantizationType(kind)
+        )
     )
     got = as_codes(data, kind, inputs)
     assert got.shape == (201, inputs) and got.form == CODED[kind]
-    assert torch.equal(got.dequantize().flatten().view(torch.int32), want.flatten().contiguous().view(torch.int32))
-    assert torch.equal(dequantize(data, kind).view(torch.int32), want.flatten().contiguous().view(torch.int32))
+    assert torch.equal(
+        got.dequantize().flatten().view(torch.int32), want.flatten().contiguous().view(torch.int32)
+    )
+    assert torch.equal(
+        dequantize(data, kind).view(torch.int32), want.flatten().contiguous().view(torch.int32)
+    )
 
 
 def test_k_blocks_lose_less_as_four_bits_with_float16_scales_than_as_eight_bits_anew() -> None:
     """Why a CPU, whose kernels read scales of float16, gets them so."""
     exact = as_codes(gguf_blocks(12, 300), 12, 768)
     assert quant.for_cpu(exact.form) == quant.FORMATS["int4-g32-asym"]
-    four, eight = (QuantWeight.empty(form, *exact.shape) for form in (quant.for_cpu(exact.form), quant.EDGE))
+    four, eight = (
+        QuantWeight.empty(form, *exact.shape) for form in (quant.for_cpu(exact.form), quant.EDGE)
+    )
     quant.fill(four, exact)
     quant.fill(eight, exact.dequantize())
-    off = [float((w.dequantize() - exact.dequantize()).norm() / exact.dequantize().norm()) for w in (four, eight)]
+    off = [
+        float((w.dequantize() - exact.dequantize()).norm() / exact.dequantize().norm())
+        for w in (four, eight)
+    ]
     assert off[0] < 5e-4 and off[0] < off[1] / 5 and torch.equal(four.codes, exact.codes)
 
 
@@ -131,13 +150,25 @@ def test_scales_beyond_float16_are_refused_not_made_infinite() -> None:
 @installed
 @needs_kernels
 def test_the_embedded_model_runs_from_its_own_blocks() -> None:
-    model, checkpoint = load_model(None, ops=ReferenceOps(), dtype="float32", quantization="auto", progress=False)
-    assert {str(m.form) for m in model.modules() if isinstance(m, QuantWeight)} == {"int4-g32-asym", "int8-g32"}
+    model, checkpoint = load_model(
+        None, ops=ReferenceOps(), dtype="float32", quantization="auto", progress=False
+    )
+    assert {str(m.form) for m in model.modules() if isinstance(m, QuantWeight)} == {
+        "int4-g32-asym",
+        "int8-g32",
+    }
     layer = model.layers[7]
     for name, part in {"q_proj": layer.qkv.weight[:576], "v_proj": layer.qkv.weight[768:]}.items():
-        assert torch.equal(part.dequantize(), checkpoint.read(f"model.layers.7.self_attn.{name}.weight"))
-    assert torch.equal(model.embed.weight.dequantize(), checkpoint.read("model.embed_tokens.weight"))
-    assert sum(b.numel() * b.element_size() for b in model.buffers()) < 1.05 * Path(open_checkpoint(None).source).stat().st_size
+        assert torch.equal(
+            part.dequantize(), checkpoint.read(f"model.layers.7.self_attn.{name}.weight")
+        )
+    assert torch.equal(
+        model.embed.weight.dequantize(), checkpoint.read("model.embed_tokens.weight")
+    )
+    assert (
+        sum(b.numel() * b.element_size() for b in model.buffers())
+        < 1.05 * Path(open_checkpoint(None).source).stat().st_size
+    )
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -156,9 +187,17 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> N
         dict(max_num_batched_tokens=9, depth=2),
         dict(num_gpu_blocks_override=19, block_size=4, enable_prefix_caching=False, depth=2),
     ):
-        options = {"max_model_len": 200, "max_num_seqs": 8, "num_gpu_blocks_override": 200, "progress": False, **options}
+        options = {
+            "max_model_len": 200,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 200,
+            "progress": False,
+            **options,
+        }
         llm = LLM(tiny.model_dir(architecture), quantization=name, **options)
-        seen.add(str([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]))
+        seen.add(
+            str([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+        )
     assert len(seen) == 1
 
 
@@ -168,10 +207,16 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> N
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
 def test_a_quantised_checkpoint_loads_as_it_is(architecture: str, tmp_path: Path) -> None:
     source = tiny.model_dir(architecture)
-    quantized_files.write(open_checkpoint(source), quant.FORMATS["int4-g32-asym"], tmp_path / "small")
+    quantized_files.write(
+        open_checkpoint(source), quant.FORMATS["int4-g32-asym"], tmp_path / "small"
+    )
     options = dict(max_model_len=100, num_gpu_blocks_override=40, progress=False)
-    want = LLM(source, quantization="int4-g32-asym", **options).generate(PROMPTS, GREEDY, use_tqdm=False)
-    got = LLM(str(tmp_path / "small"), quantization="int4-g32-asym", **options).generate(PROMPTS, GREEDY, use_tqdm=False)
+    want = LLM(source, quantization="int4-g32-asym", **options).generate(
+        PROMPTS, GREEDY, use_tqdm=False
+    )
+    got = LLM(str(tmp_path / "small"), quantization="int4-g32-asym", **options).generate(
+        PROMPTS, GREEDY, use_tqdm=False
+    )
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
 
 
@@ -186,14 +231,27 @@ def test_without_kernels_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about: about["weights"].update({"model.norm.weight": ["int8", 32]}), "model.norm.weight in format int8 needs"),
+        (
+            lambda about: about["weights"].update({"model.norm.weight": ["int8", 32]}),
+            "model.norm.weight in format int8 needs",
+        ),
         (lambda about: about.update(weights=3), "has no list of weights"),
-        (lambda about: about["weights"].update({"model.embed_tokens.weight": ["int5", 32]}), "which is no format"),
-        (lambda about: about["weights"].update({"model.embed_tokens.weight": ["int8", 31]}), "needs codes, scale of 300 rows"),
+        (
+            lambda about: about["weights"].update({"model.embed_tokens.weight": ["int5", 32]}),
+            "which is no format",
+        ),
+        (
+            lambda about: about["weights"].update({"model.embed_tokens.weight": ["int8", 31]}),
+            "needs codes, scale of 300 rows",
+        ),
     ],
 )
-def test_damage_is_told(change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path) -> None:
-    quantized_files.write(open_checkpoint(tiny.model_dir()), quant.FORMATS["int8"], tmp_path / "small")
+def test_damage_is_told(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    quantized_files.write(
+        open_checkpoint(tiny.model_dir()), quant.FORMATS["int8"], tmp_path / "small"
+    )
     path = tmp_path / "small" / "config.json"
     config = json.loads(path.read_text())
     change(config["quantization_config"])
@@ -210,7 +268,16 @@ def test_damage_is_told(change: Callable[[dict[str, Any]], None], message: str, 
 @pytest.mark.slow
 def test_perplexity_stays_near_full_precision() -> None:
     def load(name: str) -> LLM:
-        return LLM(quantization=name, max_model_len=600, num_gpu_blocks_override=80, enable_prefix_caching=False, progress=False)
+        return LLM(
+            quantization=name,
+            max_model_len=600,
+            num_gpu_blocks_override=80,
+            enable_prefix_caching=False,
+            progress=False,
+        )
 
-    rows = {r["format"]: r["perplexity_ratio"] for r in measure(load, ("auto", "int8", "int4-g32-asym"), 1, 3, 512)}
+    rows = {
+        r["format"]: r["perplexity_ratio"]
+        for r in measure(load, ("auto", "int8", "int4-g32-asym"), 1, 3, 512)
+    }
     assert rows["auto"] < 1.02 and rows["int8"] < 1.02 and rows["int4-g32-asym"] < 1.06

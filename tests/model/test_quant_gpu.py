@@ -26,7 +26,12 @@ CHUNKS = [([5, 99, 17, 200, 3], 0), ([42], 0), (list(range(60, 81)), 0)]
 
 def logits(ops: Ops, architecture: str, name: str) -> torch.Tensor:
     model, _ = load_model(
-        tiny.model_dir(architecture), ops=ops, dtype="float32", device=DEVICE, quantization=name, progress=False
+        tiny.model_dir(architecture),
+        ops=ops,
+        dtype="float32",
+        device=DEVICE,
+        quantization=name,
+        progress=False,
     )
     tables = scattered_tables([len(ids) for ids, _ in CHUNKS], 8)
     batch = make_batch(CHUNKS, tables, 8, DEVICE)
@@ -36,7 +41,8 @@ def logits(ops: Ops, architecture: str, name: str) -> torch.Tensor:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    ("architecture", "name"), [("llama", "int4-g32-asym"), ("qwen2", "int8"), ("gemma3", "fp8"), ("gpt2", "int4-g64")]
+    ("architecture", "name"),
+    [("llama", "int4-g32-asym"), ("qwen2", "int8"), ("gemma3", "fp8"), ("gpt2", "int4-g64")],
 )
 def test_logits(architecture: str, name: str) -> None:
     got, want = logits(TritonOps(), architecture, name), logits(ReferenceOps(), architecture, name)
@@ -44,8 +50,17 @@ def test_logits(architecture: str, name: str) -> None:
 
 
 def test_nothing_of_a_quantised_model_stays_unpacked() -> None:
-    model, _ = load_model(tiny.model_dir("qwen2"), ops=TritonOps(), dtype="float32", quantization="int4-g128", progress=False)
-    assert {str(m.form) for m in model.modules() if isinstance(m, PackedWeight)} == {"int4-g128", "int8-g32"}
+    model, _ = load_model(
+        tiny.model_dir("qwen2"),
+        ops=TritonOps(),
+        dtype="float32",
+        quantization="int4-g128",
+        progress=False,
+    )
+    assert {str(m.form) for m in model.modules() if isinstance(m, PackedWeight)} == {
+        "int4-g128",
+        "int8-g32",
+    }
     assert all(p.dim() == 1 for p in model.parameters())  # norms and biases
 
 
@@ -61,7 +76,13 @@ def test_tokens(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -
     """The engine's, whose steps are graphs, against plain PyTorch's."""
 
     def tokens() -> list[list[int]]:
-        llm = LLM(tiny.model_dir(architecture), quantization=name, dtype="float32", device="cuda", **OPTIONS)
+        llm = LLM(
+            tiny.model_dir(architecture),
+            quantization=name,
+            dtype="float32",
+            device="cuda",
+            **OPTIONS,
+        )
         return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
     got = tokens()
@@ -73,12 +94,26 @@ def test_tokens(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["int8-a8", "fp8", "int4-g128", "int8-g32"])
 def test_random_weights_in_bfloat16(name: str) -> None:
     """As benchmarks load them. Every sequence gets its tokens."""
-    llm = LLM(tiny.model_dir("qwen3"), load_format="dummy", quantization=name, dtype="bfloat16", device="cuda", **OPTIONS)
-    assert [len(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == [12] * len(PROMPTS)
+    llm = LLM(
+        tiny.model_dir("qwen3"),
+        load_format="dummy",
+        quantization=name,
+        dtype="bfloat16",
+        device="cuda",
+        **OPTIONS,
+    )
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == [
+        12
+    ] * len(PROMPTS)
 
 
 @pytest.mark.gpu
 def test_a_quantised_checkpoint_runs_from_its_own_codes(tmp_path: Path) -> None:
-    quantized_files.write(open_checkpoint(tiny.model_dir()), quant.FORMATS["int4-g32"], tmp_path / "small")
+    quantized_files.write(
+        open_checkpoint(tiny.model_dir()), quant.FORMATS["int4-g32"], tmp_path / "small"
+    )
     llm = LLM(str(tmp_path / "small"), device="cuda", **OPTIONS)
-    assert {str(m.form) for m in llm.model.modules() if isinstance(m, PackedWeight)} == {"int4-g32", "int8-g32"}
+    assert {str(m.form) for m in llm.model.modules() if isinstance(m, PackedWeight)} == {
+        "int4-g32",
+        "int8-g32",
+    }

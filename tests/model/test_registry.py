@@ -35,7 +35,11 @@ class Toy(CausalLM):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
         self.embed = Embedding(ops, config.vocab_size, config.hidden_size)
-        self.qkv = Linear(ops, config.hidden_size, {"q": config.hidden_size, "k": config.hidden_size, "v": config.hidden_size})
+        self.qkv = Linear(
+            ops,
+            config.hidden_size,
+            {"q": config.hidden_size, "k": config.hidden_size, "v": config.hidden_size},
+        )
 
     @classmethod
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -62,15 +66,23 @@ def test_a_toy_architecture_registers_and_runs(device: str) -> None:
     for name, slot in slots.items():
         slot.fill(torch.eye(*slot.dest.shape) * (0 if name == "attention.q.weight" else 1))
     tables = scattered_tables([3], 16)
-    hidden = model(make_batch([([4, 4, 7], 0)], tables, 16, device), empty_kv(model.config, tables, 16, device))
+    hidden = model(
+        make_batch([([4, 4, 7], 0)], tables, 16, device), empty_kv(model.config, tables, 16, device)
+    )
     # Queries are zero, so attention averages what it sees.
-    expected = torch.eye(11, 8, device=device)[[4, 4, 7]].cumsum(0) / torch.arange(1, 4, device=device)[:, None]
+    expected = (
+        torch.eye(11, 8, device=device)[[4, 4, 7]].cumsum(0)
+        / torch.arange(1, 4, device=device)[:, None]
+    )
     torch.testing.assert_close(hidden, expected)
     assert model.logits(hidden).shape == (3, 11)
 
 
 def test_an_unknown_architecture_is_told_what_there_is() -> None:
-    with pytest.raises(UnknownArchitecture, match="MambaForCausalLM.*GPT2LMHeadModel, Gemma3ForCausalLM, LlamaForCausalLM"):
+    with pytest.raises(
+        UnknownArchitecture,
+        match="MambaForCausalLM.*GPT2LMHeadModel, Gemma3ForCausalLM, LlamaForCausalLM",
+    ):
         registry.find({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(UnknownArchitecture, match="model_type 'mamba'"):
         registry.find({"model_type": "mamba"})
@@ -90,12 +102,25 @@ def test_an_unknown_architecture_is_told_what_there_is() -> None:
         ({"eos_token_id": [1, -1]}, "eos_token_id"),
         ({"torch_dtype": "float8"}, "dtype.*float8.*bfloat16"),
         ({"rope_theta": -1}, "rope_theta"),
-        ({"rope_scaling": {"type": "longrope"}}, "longrope.*supported: custom, default, dynamic, linear, llama3, yarn"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "longrope.*supported: custom, default, dynamic, linear, llama3, yarn",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear.*factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "llama3.*low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            "final_logit_softcapping",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "sliding_window": 8,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types",
+        ),
         ({"architectures": ["GPT2LMHeadModel"]}, "lacks n_embd"),
     ],
 )
@@ -105,9 +130,19 @@ def test_an_impossible_config_is_refused_by_the_field(change: dict[str, Any], na
 
 
 def test_what_a_config_may_leave_out() -> None:
-    config = registry.parse({name: value for name, value in LLAMA.items() if name != "num_key_value_heads"})
-    assert (config.num_kv_heads, config.head_dim, config.dtype, config.tied, config.eos_ids) == (4, 4, "float32", False, ())
-    config = registry.parse({**LLAMA, "torch_dtype": "bfloat16", "eos_token_id": 5, "bos_token_id": 1})
+    config = registry.parse(
+        {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    )
+    assert (config.num_kv_heads, config.head_dim, config.dtype, config.tied, config.eos_ids) == (
+        4,
+        4,
+        "float32",
+        False,
+        (),
+    )
+    config = registry.parse(
+        {**LLAMA, "torch_dtype": "bfloat16", "eos_token_id": 5, "bos_token_id": 1}
+    )
     assert (config.dtype, config.eos_ids, config.bos_id) == ("bfloat16", (5,), 1)
     assert registry.parse({**LLAMA, "dtype": "float16", "eos_token_id": [5, 7]}).eos_ids == (5, 7)
     assert registry.parse({**LLAMA, "architectures": ["Gemma3ForCausalLM"]}).tied
@@ -123,7 +158,9 @@ def test_what_a_config_may_leave_out() -> None:
     ],
 )
 def test_both_spellings_of_rope_mean_the_same(scaling: dict[str, Any]) -> None:
-    new = registry.parse({**LLAMA, "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": 700.0}})
+    new = registry.parse(
+        {**LLAMA, "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": 700.0}}
+    )
     assert registry.parse({**LLAMA, "rope_theta": 700.0, "rope_scaling": scaling or None}) == new
     if scaling:
         oldest = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
@@ -134,10 +171,28 @@ def test_both_spellings_of_gemma_rope_mean_the_same() -> None:
     gemma = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "head_dim": 8}
     linear = {"rope_type": "linear", "factor": 8.0}
     old = registry.parse(
-        {**gemma, "sliding_window_pattern": 2, "rope_theta": 900.0, "rope_local_base_freq": 90.0, "rope_scaling": linear}
+        {
+            **gemma,
+            "sliding_window_pattern": 2,
+            "rope_theta": 900.0,
+            "rope_local_base_freq": 90.0,
+            "rope_scaling": linear,
+        }
     )
-    both = {"full_attention": {**linear, "rope_theta": 900.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}
-    assert registry.parse({**gemma, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": both}) == old
+    both = {
+        "full_attention": {**linear, "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    }
+    assert (
+        registry.parse(
+            {
+                **gemma,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": both,
+            }
+        )
+        == old
+    )
     assert old.windows == (8, 0)
 
 
@@ -146,7 +201,9 @@ def test_dynamic_rope_is_the_default_within_the_context() -> None:
         registry.parse(LLAMA).rope,
         registry.parse({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}).rope,
     )
-    torch.testing.assert_close(rope_table(dynamic, 8, 64), rope_table(default, 8, 64), rtol=0, atol=0)
+    torch.testing.assert_close(
+        rope_table(dynamic, 8, 64), rope_table(default, 8, 64), rtol=0, atol=0
+    )
 
 
 def test_a_tied_model_needs_no_head() -> None:

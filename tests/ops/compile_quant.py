@@ -46,17 +46,28 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     for param, value in zip(kernel.params, args, strict=True):
         signature[param.name] = "constexpr"
         if isinstance(value, TensorDescriptor):
-            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+            signature[param.name] = (
+                f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+            )
         elif isinstance(value, torch.Tensor):
-            signature[param.name], aligned[param.num,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
+            signature[param.name], aligned[param.num,] = (
+                f"*{TYPES[value.dtype]}",
+                [["tt.divisibility", 16]],
+            )
         elif param.is_constexpr or value is None:
             constants[param.num,] = value
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
                 aligned[param.num,] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={k: options[k] for k in OPTIONS if k in options})
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel, signature, constants, aligned
+    )
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={k: options[k] for k in OPTIONS if k in options},
+    )
 
 
 def complaints(ptx: str) -> list[str]:
@@ -64,9 +75,20 @@ def complaints(ptx: str) -> list[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
+        command = [
+            triton.knobs.nvidia.ptxas.path,
+            "-arch=sm_90a",
+            "-v",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = [f"{count} bytes spilled" for count in re.findall(r"(\d+) bytes spill stores", said) if int(count) > 16]
+    spilled = [
+        f"{count} bytes spilled"
+        for count in re.findall(r"(\d+) bytes spill stores", said)
+        if int(count) > 16
+    ]
     return spilled + [line for line in said.splitlines() if "serialized" in line]
 
 
@@ -87,7 +109,10 @@ def main() -> None:
         for name in names:
             setattr(loaded, name, Recorder(getattr(loaded, name), launches))
     for name, form in (quant.FORMATS | {str(form): form for form in CODED.values()}).items():
-        weight, bias = packed.PackedWeight(QuantWeight.empty(form, 1024, 2048)), torch.empty(1024, dtype=torch.bfloat16)
+        weight, bias = (
+            packed.PackedWeight(QuantWeight.empty(form, 1024, 2048)),
+            torch.empty(1024, dtype=torch.bfloat16),
+        )
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rows in (1, 16, 32, 64, 128, 256, 1100) if dtype == torch.bfloat16 else (1, 5, 256):
                 x, how = torch.empty(rows, 2048, dtype=dtype), packed.choose(rows, dtype, weight)
@@ -98,11 +123,24 @@ def main() -> None:
                 while launches:
                     kernel, args, options = launches.pop()
                     compiled = compile_launch(kernel, args, options)
-                    written = any(word in compiled.asm["ptx"] for word in ("lop3.b32", "prmt.b32", "e4m3x2"))
-                    line = {"format": name, "dtype": str(dtype), "rows": rows, "how": str(how), "by_hand": written}
+                    written = any(
+                        word in compiled.asm["ptx"] for word in ("lop3.b32", "prmt.b32", "e4m3x2")
+                    )
+                    line = {
+                        "format": name,
+                        "dtype": str(dtype),
+                        "rows": rows,
+                        "how": str(how),
+                        "by_hand": written,
+                    }
                     if kernel.__name__ == "hopper_kernel":
                         line |= {"tile": args[-5:], "complaints": complaints(compiled.asm["ptx"])}
-                    print(json.dumps({"kernel": kernel.__name__, "shared": compiled.metadata.shared} | line), flush=True)
+                    print(
+                        json.dumps(
+                            {"kernel": kernel.__name__, "shared": compiled.metadata.shared} | line
+                        ),
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

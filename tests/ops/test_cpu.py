@@ -28,8 +28,11 @@ from octavo.runner.batch import only_last
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.ops.test_reference import BATCHES, definition, draw, filled
 
-needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
-FORMATS = sorted(name for name, form in quant.FORMATS.items() if not form.float)  # those that the kernels compute
+needs_kernels = pytest.mark.skipif(
+    isinstance(instruction_set(), str), reason=str(instruction_set())
+)
+# those that the kernels compute
+FORMATS = sorted(name for name, form in quant.FORMATS.items() if not form.float)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -61,8 +64,12 @@ def rounded(x: Tensor, group: int = 32) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 5), (7, 32), (33, 45), (100, 200), (50, 130), (16, 257)])
-def test_products_are_those_of_the_dequantised_weight(name: str, outputs: int, inputs: int, team: Workers) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 5), (7, 32), (33, 45), (100, 200), (50, 130), (16, 257)]
+)
+def test_products_are_those_of_the_dequantised_weight(
+    name: str, outputs: int, inputs: int, team: Workers
+) -> None:
     ops, weight = CpuOps(), quantized(name, outputs, inputs)
     packed, bias = ops.pack(weight), draw(outputs, seed=9)
     assert isinstance(packed, PackedWeight)
@@ -103,7 +110,9 @@ def test_zeros_and_extremes_are_products_too(team: Workers) -> None:
         quant.fill(weight, values)
         x = torch.stack((torch.zeros(64), torch.full((64,), -3.0), torch.full((64,), 3.0)))
         expected = x.double() @ weight.dequantize().double().t()
-        torch.testing.assert_close(ops.linear(x, ops.pack(weight)).double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ops.linear(x, ops.pack(weight)).double(), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 # ---- attention ------------------------------------------------------------------------------------------
@@ -111,7 +120,10 @@ def test_zeros_and_extremes_are_products_too(team: Workers) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 5, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 19), (9, 3, 64, 0), (4, 1, 128, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "slack"),
+    [(2, 2, 16, 0), (6, 2, 32, 19), (9, 3, 64, 0), (4, 1, 128, 3)],
+)
 @pytest.mark.parametrize("name", [*BATCHES, "long"])
 def test_attention_reads_the_cache_in_place(
     name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, team: Workers
@@ -125,12 +137,16 @@ def test_attention_reads_the_cache_in_place(
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
     halves = kv.half()
     got = paged_attention(team, q, halves, batch, 0.3, window)
-    torch.testing.assert_close(got.double(), definition(q, halves.float(), batch, 0.3, window), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        got.double(), definition(q, halves.float(), batch, 0.3, window), atol=1e-5, rtol=0
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 300])
-def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_in_a_prompt(window: int, team: Workers) -> None:
+def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_in_a_prompt(
+    window: int, team: Workers
+) -> None:
     """Alone it is split among the threads, beside many it is not, in a prompt it is one of several rows."""
     batch, kv = filled([(40, 700 + 5 * i) for i in range(12)], 3, 32, "cpu")
     q = draw(len(batch.ids), 9, 32)
@@ -141,7 +157,9 @@ def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_
     for i in range(0, 12, 5):
         batch.logit_rows = batch.query_start[i + 1 : i + 2].long() - 1
         alone = only_last(batch, torch.tensor([i]), batch.spans[i : i + 1])
-        assert torch.equal(paged_attention(team, q[batch.logit_rows], kv, alone, 0.3, window), expected[i : i + 1])
+        assert torch.equal(
+            paged_attention(team, q[batch.logit_rows], kv, alone, 0.3, window), expected[i : i + 1]
+        )
 
 
 @needs_kernels
@@ -163,19 +181,33 @@ SMALL = dict(
 )  # fmt: skip
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": dict(SMALL, architectures=["LlamaForCausalLM"], tie_word_embeddings=True),
-    "llama with biases": dict(SMALL, architectures=["LlamaForCausalLM"], attention_bias=True, mlp_bias=True),
+    "llama with biases": dict(
+        SMALL, architectures=["LlamaForCausalLM"], attention_bias=True, mlp_bias=True
+    ),
     "mistral": dict(SMALL, architectures=["MistralForCausalLM"], sliding_window=20),
     "qwen2": dict(SMALL, architectures=["Qwen2ForCausalLM"]),
     "qwen3": dict(SMALL, architectures=["Qwen3ForCausalLM"]),
     "gemma3": dict(SMALL, architectures=["Gemma3ForCausalLM"], sliding_window=20),
 }
-CHUNKS = [[(40, 0), (7, 0)], [(1, 40), (9, 7), (30, 0)], [(1, 41), (1, 16), (1, 30)], [(5, 42), (1, 17), (3, 31)]]
+CHUNKS = [
+    [(40, 0), (7, 0)],
+    [(1, 40), (9, 7), (30, 0)],
+    [(1, 41), (1, 16), (1, 30)],
+    [(5, 42), (1, 17), (3, 31)],
+]
 
 
 @torch.no_grad()
 def made(name: str, form: str, ops: ReferenceOps) -> Any:
     hf = DECODERS[name]
-    model = build(registry.parse(hf), registry.find(hf), ops, torch.float32, "cpu", lambda names: quant.FORMATS[form])
+    model = build(
+        registry.parse(hf),
+        registry.find(hf),
+        ops,
+        torch.float32,
+        "cpu",
+        lambda names: quant.FORMATS[form],
+    )
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, QuantWeight):
@@ -193,7 +225,10 @@ def steps(model: Any, kv_dtype: torch.dtype = torch.float32) -> list[Tensor]:
     kv = empty_kv(config, tables, 8, "cpu", kv_dtype)
     out = []
     for step, items in enumerate(CHUNKS):
-        chunks = [([(7 * step + 3 * i + k) % 90 for k in range(num)], start) for i, (num, start) in enumerate(items)]
+        chunks = [
+            ([(7 * step + 3 * i + k) % 90 for k in range(num)], start)
+            for i, (num, start) in enumerate(items)
+        ]
         batch: ForwardBatch = make_batch(chunks, tables[: len(items)], 8, "cpu")
         out.append(model.logits(model(batch, kv)))
     return out
@@ -224,7 +259,9 @@ def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: Workers) 
     """A step of one sequence far beyond a segment, beside a prompt and one that nobody watches; and alone."""
     model, tables = made(name, "int8", CpuOps()), scattered_tables([640, 16, 24], 8)
     kv = empty_kv(model.config, tables, 8, "cpu", torch.float16)
-    model(make_batch([(list(range(80)) * 7, 0), ([1, 2, 3], 0), ([5] * 9, 0)], tables, 8, "cpu"), kv)
+    model(
+        make_batch([(list(range(80)) * 7, 0), ([1, 2, 3], 0), ([5] * 9, 0)], tables, 8, "cpu"), kv
+    )
     for items, watching in (([([4], 560), ([6, 7], 3), ([8], 9)], [0, 2]), ([([4], 560)], [0])):
         found = []
         for fused in (model.fused, None):
@@ -232,11 +269,17 @@ def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: Workers) 
             batch = make_batch(items, tables[: len(items)], 8, "cpu")
             at = torch.tensor(watching)
             blocks = batch.block_table[at, : 568 // 8].long()
-            batch.watched = Watched((batch.query_start[at + 1] - 1).long(), batch.seq_lens[at], blocks, torch.zeros(len(at), 71))
+            batch.watched = Watched(
+                (batch.query_start[at + 1] - 1).long(),
+                batch.seq_lens[at],
+                blocks,
+                torch.zeros(len(at), 71),
+            )
             model(batch, kv.clone())
             model.fused = before
             found.append(batch.watched.mass)
-        torch.testing.assert_close(found[0], found[1], atol=0.02, rtol=0)  # of 3: the layers before are rounded otherwise
+        # of 3: the layers before are rounded otherwise
+        torch.testing.assert_close(found[0], found[1], atol=0.02, rtol=0)
         assert found[0].sum(1).tolist() == pytest.approx([3.0] * len(at), abs=1e-4)
 
 
@@ -244,7 +287,9 @@ def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: Workers) 
 @torch.inference_mode()
 def test_quantised_decoders_are_near_the_dequantised_ones(team: Workers) -> None:
     for name in DECODERS:
-        for got, expected in zip(*(steps(made(name, "int8-g32", ops)) for ops in (CpuOps(), ReferenceOps())), strict=True):
+        for got, expected in zip(
+            *(steps(made(name, "int8-g32", ops)) for ops in (CpuOps(), ReferenceOps())), strict=True
+        ):
             assert (got - expected).norm() < 0.1 * expected.norm(), name
 
 
@@ -255,7 +300,9 @@ def test_quantised_decoders_are_near_the_dequantised_ones(team: Workers) -> None
 @pytest.mark.parametrize("vocabulary", [5, 300, 4099])
 def test_drawn_tokens_are_the_references(vocabulary: int, team: Workers) -> None:
     rows = torch.arange(24, dtype=torch.int32).flip(0)
-    seeds = torch.randint(-(2**31), 2**31 - 1, (3, 24), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    seeds = torch.randint(
+        -(2**31), 2**31 - 1, (3, 24), dtype=torch.int32, generator=torch.Generator().manual_seed(1)
+    )
     logits = draw(24, vocabulary) * 4
     for heat in (0.05, 0.7, 1.0, 20.0):
         temperature = torch.full((24,), heat)
@@ -269,7 +316,11 @@ def test_drawn_tokens_are_the_references(vocabulary: int, team: Workers) -> None
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -309,11 +360,15 @@ def test_without_kernels_the_reference_computes_and_says_why() -> None:
 
 def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_CPU_ISA", "mmx")
-    assert "OCTAVO_CPU_ISA=mmx is none of avx512-vnni, avx-vnni, avx2, none" in str(instruction_set())
+    assert "OCTAVO_CPU_ISA=mmx is none of avx512-vnni, avx-vnni, avx2, none" in str(
+        instruction_set()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", [isa.name for isa in INSTRUCTION_SETS if cpu_flags().issuperset(isa.flags)][1:])
+@pytest.mark.parametrize(
+    "isa", [isa.name for isa in INSTRUCTION_SETS if cpu_flags().issuperset(isa.flags)][1:]
+)
 def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not triton", __file__,

@@ -77,7 +77,9 @@ def made(name: str, device: str = "cuda", **changes: Any) -> Any:
     model = build(registry.parse(hf), registry.find(hf), Backend(), torch.bfloat16, device)
     generator = torch.Generator(device).manual_seed(1)
     for parameter in model.parameters():
-        parameter.normal_(0, 0.5 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.1, generator=generator)
+        parameter.normal_(
+            0, 0.5 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.1, generator=generator
+        )
         if parameter.ndim == 1:
             parameter.add_(1)
     model.finish_loading()
@@ -85,16 +87,27 @@ def made(name: str, device: str = "cuda", **changes: Any) -> Any:
 
 
 @torch.inference_mode()
-def stepped(model: Any, lengths: list[int], block: int, fused: Any) -> tuple[Tensor, Tensor, Tensor]:
+def stepped(
+    model: Any, lengths: list[int], block: int, fused: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states and logits of a decode step of sequences that are so long with it, and KV after it."""
     tables, device = scattered_tables(lengths, block), next(model.parameters()).device.type
     kv = empty_kv(model.config, tables, block, device, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(2)
-    for length, table in zip(lengths, tables, strict=True):  # all but the last position, which stays NaN until it is written
-        past = torch.randn(len(table) * block, *kv.shape[1:4], kv.shape[5], generator=generator, device=device)
+    # all but the last position, which stays NaN until it is written
+    for length, table in zip(lengths, tables, strict=True):
+        past = torch.randn(
+            len(table) * block, *kv.shape[1:4], kv.shape[5], generator=generator, device=device
+        )
         for p in range(length - 1):
             kv[table[p // block], :, :, :, p % block] = past[p].to(kv.dtype)
-    batch = make_batch([([7 * i + 3], length - 1) for i, length in enumerate(lengths)], tables, block, device, slack=9)
+    batch = make_batch(
+        [([7 * i + 3], length - 1) for i, length in enumerate(lengths)],
+        tables,
+        block,
+        device,
+        slack=9,
+    )
     model.fused = fused
     hidden = model(batch, kv)
     return hidden, model.logits(hidden), kv
@@ -105,14 +118,20 @@ def compare(model: Any, fused: Any, lengths: list[int], block: int) -> None:
     model.known = None
     want, wanted, kept = stepped(model, lengths, block, None)
     assert model.known is None
-    (got, logits, written), (again, repeated, _) = (stepped(model, lengths, block, fused) for _ in range(2))
+    (got, logits, written), (again, repeated, _) = (
+        stepped(model, lengths, block, fused) for _ in range(2)
+    )
     assert fused.kernels[len(lengths), block] is not None
     assert (model.known is None) == (model.config.vocab_size % 8 != 0)
-    assert torch.equal(got, again) and torch.equal(logits, repeated), f"{lengths}: another result the second time"
+    assert torch.equal(got, again) and torch.equal(logits, repeated), (
+        f"{lengths}: another result the second time"
+    )
     for a, b in ((got, want), (logits, wanted)):
         error = ((a - b).float().norm(dim=1) / b.float().norm(dim=1)).max()
         assert error < 0.02, f"{lengths}: {error:.3f}"
-    assert torch.equal(kept.isnan(), written.isnan()), f"{lengths}: written where nothing belongs, or not written"
+    assert torch.equal(kept.isnan(), written.isnan()), (
+        f"{lengths}: written where nothing belongs, or not written"
+    )
     torch.testing.assert_close(written.nan_to_num(), kept.nan_to_num(), atol=0.05, rtol=0.05)
 
 
@@ -131,14 +150,28 @@ def test_all_layers_in_one_kernel_equal_layers_op_by_op(name: str, block: int) -
 @pytest.mark.parametrize("heads", [(8, 2), (16, 2), (4, 4)])
 def test_every_position_of_a_long_context_counts(heads: tuple[int, int]) -> None:
     """One layer; of all values only one is not zero, wherever it stands: what is left out of a part shows."""
-    model = made("four heads share a key", num_hidden_layers=1, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    model = made(
+        "four heads share a key",
+        num_hidden_layers=1,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+    )
     length = 700
     tables = scattered_tables([length], 16)
     kv = empty_kv(model.config, tables, 16, "cuda", torch.bfloat16).nan_to_num()
     batch = make_batch([([3], length - 1)], tables, 16, "cuda")
     fused, none = model.fused, None
     with torch.inference_mode():
-        for p in [0, 1, 15, 16, *range(80, length - 1, 37), *range(126, 131), *range(254, 259), length - 2]:
+        for p in [
+            0,
+            1,
+            15,
+            16,
+            *range(80, length - 1, 37),
+            *range(126, 131),
+            *range(254, 259),
+            length - 2,
+        ]:
             kv[tables[0][p // 16], :, 1, :, p % 16] = 300
             results = []
             for model.fused in (none, fused):
@@ -156,7 +189,9 @@ def test_replayed_from_a_graph() -> None:
     model, lengths = made("qwen3"), [300, 1, 64, 9]
     tables = scattered_tables(lengths, 16)
     kv = empty_kv(model.config, tables, 16, "cuda", torch.bfloat16).normal_()
-    batch = make_batch([([5 + i], length - 1) for i, length in enumerate(lengths)], tables, 16, "cuda")
+    batch = make_batch(
+        [([5 + i], length - 1) for i, length in enumerate(lengths)], tables, 16, "cuda"
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
         first = model(batch, kv)
@@ -183,7 +218,9 @@ def test_short_sequences_get_the_same_alone_and_in_company() -> None:
         logits = model.logits(everybody)
         for i, chunk in enumerate(chunks):
             alone = model(make_batch([chunk], [tables[i]], 64, "cuda"), kv.clone())
-            assert torch.equal(alone[0], everybody[i]) and torch.equal(model.logits(alone)[0], logits[i])
+            assert torch.equal(alone[0], everybody[i]) and torch.equal(
+                model.logits(alone)[0], logits[i]
+            )
 
 
 @pytest.mark.gpu
@@ -196,9 +233,16 @@ def test_it_leaves_alone_what_it_cannot_compute() -> None:
     with torch.inference_mode():
         many = make_batch([([1], 7)] * 9, tables, 16, "cuda")
         assert model.fused(hidden, many, kv) is None
-        assert model.fused(hidden[:5], make_batch([([1], 7), ([1] * 4, 7)], tables[:2], 16, "cuda"), kv) is None
+        assert (
+            model.fused(
+                hidden[:5], make_batch([([1], 7), ([1] * 4, 7)], tables[:2], 16, "cuda"), kv
+            )
+            is None
+        )
         small = empty_kv(model.config, tables, 16, "cuda", torch.int8)
-        assert model.fused(hidden[:1], make_batch([([1], 7)], tables[:1], 16, "cuda"), small) is None
+        assert (
+            model.fused(hidden[:1], make_batch([([1], 7)], tables[:1], 16, "cuda"), small) is None
+        )
         assert model(many, kv).isfinite().all()
 
 
@@ -208,7 +252,14 @@ def test_it_leaves_alone_what_it_cannot_compute() -> None:
 class Emulation:
     """A GPU of so many multiprocessors. `edits`: changes to the kernel's text; `parts`: of x, whatever memory there is."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, blocks: int, *edits: tuple[str, str], parts: int = 1):
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        folder: Path,
+        blocks: int,
+        *edits: tuple[str, str],
+        parts: int = 1,
+    ):
         self.kernels: list[EmulatedKernel] = []
         source = few.SOURCE
         if edits:
@@ -222,7 +273,9 @@ class Emulation:
             self.kernels.append(EmulatedKernel(source, constants, name, shared, folder))
             return self.kernels[-1]
 
-        gpu = SimpleNamespace(multi_processor_count=blocks, shared_memory_per_block_optin=SHARED, major=9, minor=0)
+        gpu = SimpleNamespace(
+            multi_processor_count=blocks, shared_memory_per_block_optin=SHARED, major=9, minor=0
+        )
         patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
         patch.setattr(few, "available", lambda _: True)
         patch.setattr(few, "tensor_map", emulated_map)
@@ -234,7 +287,11 @@ class Emulation:
 
 @pytest.mark.parametrize("name, blocks, lengths", EMULATED)
 def test_emulated_it_equals_layers_op_by_op(
-    name: str, blocks: int, lengths: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    blocks: int,
+    lengths: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the order in which threads come to go on."""
     emulation = Emulation(monkeypatch, tmp_path, blocks)
@@ -247,7 +304,9 @@ def test_emulated_it_equals_layers_op_by_op(
             compare(model, fused, each, 16)
 
 
-def test_in_one_part_or_two_the_bits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_one_part_or_two_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row alone may have x whole where several have it in parts."""
     results = []
     for parts in (1, 2):
@@ -263,19 +322,33 @@ def test_in_one_part_or_two_the_bits_are_the_same(tmp_path: Path, monkeypatch: p
 MEETS = "block_meets();"
 MISTAKES = {  # what the kernel's text says, and what it says then
     "x is read before all of it is there": (f"= v[row];\n    }}\n    {MEETS}", "= v[row];\n    }"),
-    "what follows of x comes too early": ("        block_meets();  // what is there was used\n", ""),
-    "the rest of x stays in registers": ("if (tid + j * THREADS < (END - BEGIN) * 8) *", "if (false) *"),
+    "what follows of x comes too early": (
+        "        block_meets();  // what is there was used\n",
+        "",
+    ),
+    "the rest of x stays in registers": (
+        "if (tid + j * THREADS < (END - BEGIN) * 8) *",
+        "if (false) *",
+    ),
     "blocks do not wait for each other": ("            wait_for_count(met, times);\n", ""),
-    "weights are read before they came": ("            wait(ring.full + ring.at * 8, ring.parity);\n", ""),
+    "weights are read before they came": (
+        "            wait(ring.full + ring.at * 8, ring.parity);\n",
+        "",
+    ),
     "weights are overwritten": ("        wait(ring.empty + ring.at * 8, ring.parity ^ 1);\n", ""),
     "weights are never given back": ("if (lane == 0) arrive(ring.empty + ring.at * 8);", ""),
     "a unit too many is copied": ("unit >= units_of(phase)) {", "unit > units_of(phase)) {"),
-    "scores are weighed too early": (f"peak[g] = top;\n        }}\n        {MEETS}", "peak[g] = top;\n        }"),
+    "scores are weighed too early": (
+        f"peak[g] = top;\n        }}\n        {MEETS}",
+        "peak[g] = top;\n        }",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_emulation_finds_mistakes(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulation_finds_mistakes(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emulation = Emulation(monkeypatch, tmp_path, 3, MISTAKES[mistake], parts=2)
     model = made("four heads share a key", "cpu", num_hidden_layers=1, intermediate_size=2880)
     fused = model.fused
@@ -333,14 +406,21 @@ def test_it_compiles_and_fits(name: str, rows: int) -> None:
         return
     assert shared <= SHARED
     constants = few.constants_of(decoder, rows, 64, slots, shared, parts, 132)
-    options = ["--gpu-architecture=sm_90", "--std=c++17", "--ptxas-options=-v", *(f"-D{k}={v}" for k, v in constants.items())]
+    options = [
+        "--gpu-architecture=sm_90",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        *(f"-D{k}={v}" for k, v in constants.items()),
+    ]
     code, said = driver.translate(driver.with_header(few.SOURCE), options)
     assert code[:4] == b"\x7fELF"
     registers, spilled = (
-        int(found[0]) for found in (re.findall(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
+        int(found[0])
+        for found in (re.findall(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
     )
     assert registers <= 168  # nine warps on four schedulers
-    assert spilled <= (0 if name == "tinyllama-1.1b" else 200)  # what was spilled comes back slowly between two meetings
+    # what was spilled comes back slowly between two meetings
+    assert spilled <= (0 if name == "tinyllama-1.1b" else 200)
 
 
 def test_a_mistake_in_a_kernel_is_shown() -> None:
@@ -357,7 +437,9 @@ def test_other_decoders_are_computed_op_by_op() -> None:
     assert few.computes(good)
     assert few.fuse(good) is None  # on no GPU
     layer = good.layers[0]
-    assert not few.computes(spec("qwen3-0.6b", torch.float16)) and not few.computes(spec("qwen3-0.6b", torch.float32))
+    assert not few.computes(spec("qwen3-0.6b", torch.float16)) and not few.computes(
+        spec("qwen3-0.6b", torch.float32)
+    )
     assert not few.computes(spec("qwen3-0.6b", dim=96))
     assert not few.computes(spec("qwen3-0.6b", heads=22, kv_heads=2))  # eleven share a key
     for changes in (
@@ -366,12 +448,18 @@ def test_other_decoders_are_computed_op_by_op() -> None:
         dict(down=layer.down[:, :3000]),
         dict(down=layer.down[:, :3000].contiguous()),
     ):
-        assert not few.computes(spec("qwen3-0.6b", layers=[replace(layer, **changes)])), changes.keys()
-    assert not few.computes(spec("qwen3-0.6b", layers=[layer, replace(layer, q_norm=layer.attn_norm)]))
+        assert not few.computes(spec("qwen3-0.6b", layers=[replace(layer, **changes)])), (
+            changes.keys()
+        )
+    assert not few.computes(
+        spec("qwen3-0.6b", layers=[layer, replace(layer, q_norm=layer.attn_norm)])
+    )
     assert ReferenceOps().fuse(good) is None
 
 
-def test_it_is_for_hopper_and_later_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_for_hopper_and_later_and_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for major, fits in ((8, False), (9, True), (10, True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
         assert few.available(torch.device("cuda")) is fits
@@ -387,7 +475,13 @@ def test_a_kernel_that_does_not_compile_is_done_without(
         raise driver.CudaError("no compiler")
 
     kernels = object.__new__(few.Few)
-    kernels.spec, kernels.kernels, kernels.blocks, kernels.shared, kernels.arch = spec("qwen3-0.6b"), {}, 132, SHARED, "sm_90"
+    kernels.spec, kernels.kernels, kernels.blocks, kernels.shared, kernels.arch = (
+        spec("qwen3-0.6b"),
+        {},
+        132,
+        SHARED,
+        "sm_90",
+    )
     monkeypatch.setattr(few, "compile_source", fails)
     assert kernels.kernel(2, 64) is None and kernels.kernel(2, 64) is None
     assert caplog.text.count("kernel by kernel, more slowly: no compiler") == 1
@@ -396,7 +490,9 @@ def test_a_kernel_that_does_not_compile_is_done_without(
 def test_compiled_code_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    monkeypatch.setattr(driver, "translate", lambda source, options: (calls.append(options), (b"code", ""))[1])
+    monkeypatch.setattr(
+        driver, "translate", lambda source, options: (calls.append(options), (b"code", ""))[1]
+    )
     for constants in ({"A": 1}, {"A": 1}, {"A": 2}):
         assert driver.compile_source("x", constants, "sm_90") == b"code"
     assert len(calls) == 2 and "-DA=2" in calls[1]

@@ -23,7 +23,9 @@ from tests.ops.test_reference import BATCHES, definition, draw, filled
 pytestmark = pytest.mark.parity
 REFERENCE = ReferenceOps()
 CODES = pytest.mark.parametrize("codes", list(LARGEST), ids=["int8", "fp8"])
-needs_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason=str(instruction_set()))
+needs_kernels = pytest.mark.skipif(
+    isinstance(instruction_set(), str), reason=str(instruction_set())
+)
 ODD = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-31, 1e-29, 3e37, -7.0])  # what a vector may be made of
 
 
@@ -42,7 +44,13 @@ def coded(kv: Tensor, codes: torch.dtype) -> QuantKV:
 
 
 def problem(
-    items: Sequence[tuple[int, int]], heads: int, kv_heads: int, dim: int, codes: torch.dtype, slack: int = 0, **more: Any
+    items: Sequence[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    codes: torch.dtype,
+    slack: int = 0,
+    **more: Any,
 ) -> tuple[Tensor, QuantKV, ForwardBatch]:
     batch, kv = filled(items, kv_heads, dim, DEVICE, slack, **more)
     return draw(len(batch.ids), heads, dim).to(DEVICE), coded(kv, codes), batch
@@ -59,7 +67,11 @@ def test_what_comes_back_is_near_what_went_in(codes: torch.dtype, size: float) -
     x = draw(1000, 64).to(DEVICE) * size
     got = expand(QuantKV(*compress(x, codes)))
     peak = x.abs().amax(1, keepdim=True)
-    bound = peak * 0.501 / 127 if codes == torch.int8 else torch.maximum(x.abs() / 15.9, peak * 2.0**-9 / 448)
+    bound = (
+        peak * 0.501 / 127
+        if codes == torch.int8
+        else torch.maximum(x.abs() / 15.9, peak * 2.0**-9 / 448)
+    )
     assert bool(((got - x).abs() <= bound).all())
     torch.testing.assert_close(got.abs().amax(1, keepdim=True), peak, rtol=1e-6, atol=0)
 
@@ -72,7 +84,9 @@ def test_a_vectors_codes_are_its_own(codes: torch.dtype) -> None:
         whole, scales = compress(part, codes)
         for i in range(7):
             one, scale = compress(part[i], codes)
-            assert torch.equal(one.view(torch.int8), whole[i].view(torch.int8)) and torch.equal(scale, scales[i])
+            assert torch.equal(one.view(torch.int8), whole[i].view(torch.int8)) and torch.equal(
+                scale, scales[i]
+            )
 
 
 @CODES
@@ -92,24 +106,45 @@ def test_odd_vectors(codes: torch.dtype) -> None:
 
 
 @CODES
-@pytest.mark.parametrize(("heads", "dim", "block"), [(3, 64, 16), (8, 128, 64), (1, 80, 64), (5, 4, 1)])
-def test_a_block_is_one_record_of_the_bytes_that_are_planned(codes: torch.dtype, heads: int, dim: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dim", "block"), [(3, 64, 16), (8, 128, 64), (1, 80, 64), (5, 4, 1)]
+)
+def test_a_block_is_one_record_of_the_bytes_that_are_planned(
+    codes: torch.dtype, heads: int, dim: int, block: int
+) -> None:
     model = ModelConfig("", 1, 1, 4, heads, heads, dim, 1, 1)
     store = KVStore(model, CacheConfig(block, 6), codes, torch.device(DEVICE))
     name = "int8" if codes == torch.int8 else "fp8"
-    assert store.tensor.is_contiguous() and store.tensor[0].nbytes == block * model.kv_bytes_per_token(name)
+    assert store.tensor.is_contiguous() and store.tensor[
+        0
+    ].nbytes == block * model.kv_bytes_per_token(name)
     assert isinstance(store.view, QuantKV)
-    assert store.view.codes.shape == (7, 4, 2, heads, block, dim) and store.view.scales.shape == (7, 4, 2, heads, block)
-    assert store.view.codes.untyped_storage().data_ptr() == store.tensor.untyped_storage().data_ptr()
+    assert store.view.codes.shape == (7, 4, 2, heads, block, dim) and store.view.scales.shape == (
+        7,
+        4,
+        2,
+        heads,
+        block,
+    )
+    assert (
+        store.view.codes.untyped_storage().data_ptr() == store.tensor.untyped_storage().data_ptr()
+    )
     assert not expand(store.view)[0].any(), "padding reads as zeros"
     if block % 16 == 0 and dim % 16 == 0:  # what vector loads want
-        assert all(store.view.codes.stride(i) % 16 == 0 for i in range(5)) and store.view.codes.data_ptr() % 16 == 0
-    store.tensor.copy_(torch.arange(store.tensor.numel(), device=DEVICE).view(store.tensor.shape) % 251)
+        assert (
+            all(store.view.codes.stride(i) % 16 == 0 for i in range(5))
+            and store.view.codes.data_ptr() % 16 == 0
+        )
+    store.tensor.copy_(
+        torch.arange(store.tensor.numel(), device=DEVICE).view(store.tensor.shape) % 251
+    )
     want = store.tensor[[3, 1]].clone()
     source, target = torch.tensor([3, 1], device=DEVICE), torch.tensor([1, 5], device=DEVICE)
     store.copy(source, target)
     assert torch.equal(store.tensor[[1, 5]], want)
-    assert torch.equal(store.view.scales[5].view(torch.int32), store.view.scales.view(torch.int32)[5])
+    assert torch.equal(
+        store.view.scales[5].view(torch.int32), store.view.scales.view(torch.int32)[5]
+    )
 
 
 def test_half_the_bytes_of_bfloat16() -> None:
@@ -123,12 +158,18 @@ def test_half_the_bytes_of_bfloat16() -> None:
 
 @CODES
 @pytest.mark.parametrize("window", [0, 5, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 0), (4, 1, 8, 19)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 0), (4, 1, 8, 19)]
+)
 @pytest.mark.parametrize("name", BATCHES)
-def test_reference_attention(name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype) -> None:
+def test_reference_attention(
+    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype
+) -> None:
     q, kv, batch = problem(BATCHES[name], heads, kv_heads, dim, codes, slack)
     want = definition(q, expand(kv), batch, 0.3, window)
-    torch.testing.assert_close(REFERENCE.attention(q, kv, batch, 0.3, window).double(), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        REFERENCE.attention(q, kv, batch, 0.3, window).double(), want, atol=1e-5, rtol=0
+    )
 
 
 @CODES
@@ -170,8 +211,13 @@ def test_cpu_attention_reads_codes_in_place(
     items = BATCHES.get(name, [(37, 0), (1, 100), (20, 150), (70, 3)])
     q, kv, batch = problem(items, heads, kv_heads, dim, codes, slack)
     want = definition(q, expand(kv), batch, 0.3, window)
-    torch.testing.assert_close(paged_attention(team, q, kv, batch, 0.3, window).double(), want, atol=3e-5, rtol=0)
-    assert torch.equal(CpuOps().attention(q, kv, batch, 0.3, window), paged_attention(team, q, kv, batch, 0.3, window))
+    torch.testing.assert_close(
+        paged_attention(team, q, kv, batch, 0.3, window).double(), want, atol=3e-5, rtol=0
+    )
+    assert torch.equal(
+        CpuOps().attention(q, kv, batch, 0.3, window),
+        paged_attention(team, q, kv, batch, 0.3, window),
+    )
 
 
 @needs_kernels
@@ -182,7 +228,10 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
 
     step = kernels()
     assert step is not None
-    store, kind = step.store_vector, int(getattr(step.attention, "I8" if codes == torch.int8 else "F8"))
+    store, kind = (
+        step.store_vector,
+        int(getattr(step.attention, "I8" if codes == torch.int8 else "F8")),
+    )
 
     @numba.njit
     def store_all(source: int, target: int, scales: int, count: int, dim: int) -> None:
@@ -195,9 +244,17 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
     values = torch.cat((values, -values, torch.arange(-127, 127.5, 0.5)))
     dim = 32
     x = torch.nn.functional.pad(values, (0, -len(values) % (dim - 1))).view(-1, dim - 1)
-    x = torch.cat((torch.full((len(x), 1), LARGEST[codes]), x), 1)  # the largest code: the others are then what they are
+    # the largest code: the others are then what they are
+    x = torch.cat((torch.full((len(x), 1), LARGEST[codes]), x), 1)
     x[:, 1:] = x[:, 1:].clamp(-LARGEST[codes], LARGEST[codes])
-    x = torch.cat((x, draw(50, dim) * torch.logspace(-32, 37, 50)[:, None], torch.zeros(1, dim), ODD.repeat(dim // 8)[None]))
+    x = torch.cat(
+        (
+            x,
+            draw(50, dim) * torch.logspace(-32, 37, 50)[:, None],
+            torch.zeros(1, dim),
+            ODD.repeat(dim // 8)[None],
+        )
+    )
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = torch.cat((x, draw(1, dim)))
         x[-1, 9] = bad
@@ -225,18 +282,30 @@ def triton_ops() -> Any:
 @CODES
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0), (4, 2, 80, 0)]
+    ("heads", "kv_heads", "dim", "slack"),
+    [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0), (4, 2, 80, 0)],
 )
 @pytest.mark.parametrize("name", BATCHES)
 def test_triton_attention(
-    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, codes: torch.dtype, triton_ops: Any
+    name: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    slack: int,
+    window: int,
+    codes: torch.dtype,
+    triton_ops: Any,
 ) -> None:
     q, kv, batch = problem(BATCHES[name], heads, kv_heads, dim, codes, slack)
     got, want = (ops.attention(q, kv, batch, 0.3, window) for ops in (triton_ops, REFERENCE))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
+DTYPES = (
+    [torch.float32, torch.float16, torch.bfloat16]
+    if DEVICE == "cuda"
+    else [torch.float32, torch.float16]
+)
 
 
 @CODES
@@ -258,17 +327,26 @@ def test_triton_attention_in_long_sequences(
 
 
 @CODES
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
-def test_triton_attention_over_small_and_large_numbers(dtype: torch.dtype, codes: torch.dtype, triton_ops: Any) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+)
+def test_triton_attention_over_small_and_large_numbers(
+    dtype: torch.dtype, codes: torch.dtype, triton_ops: Any
+) -> None:
     """Products are in float16: queries and values of other sizes than its own must survive it."""
     batch, plain = filled([(1, 200), (70, 130)], 1, 64, DEVICE, block=64)
     q = draw(len(batch.ids), 2, 64).to(DEVICE)
-    for query, value in ((1e-6, 1e-3), (1e3, 1e3)) if dtype == torch.float16 else ((1e-20, 1e-3), (1e20, 1e3)):
+    for query, value in (
+        ((1e-6, 1e-3), (1e3, 1e3)) if dtype == torch.float16 else ((1e-20, 1e-3), (1e20, 1e3))
+    ):
         sized = plain.clone()
         sized[:, 0] /= query
         sized[:, 1] *= value
         kv = coded(sized, codes)
-        got, want = (ops.attention((q * query).to(dtype), kv, batch, 0.1, 0).float() for ops in (triton_ops, REFERENCE))
+        got, want = (
+            ops.attention((q * query).to(dtype), kv, batch, 0.1, 0).float()
+            for ops in (triton_ops, REFERENCE)
+        )
         error = (got - want).norm() / want.norm()
         assert float(error) < 1e-2, (query, value)
 
@@ -292,7 +370,8 @@ def test_triton_writes_the_references_codes(
     torch.testing.assert_close(kv.scales, twin.scales, rtol=1e-5, atol=0, equal_nan=True)
     known = ~twin.scales.isnan()
     same = (kv.codes.float() == twin.codes.float())[known]
-    assert float(same.float().mean()) > (0.999 if rope else 0.9999)  # a last bit before rounding may decide
+    # a last bit before rounding may decide
+    assert float(same.float().mean()) > (0.999 if rope else 0.9999)
     step = kv.scales[..., None] * (1.01 if codes == torch.int8 else 33)
     assert bool(((expand(kv) - expand(twin)).abs() <= step)[known].all())
 
@@ -302,13 +381,19 @@ def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) ->
     from octavo.ops.triton import codes
 
     every = torch.arange(256, dtype=torch.uint8)
-    as_int8, as_fp8 = every.view(torch.int8).float().tolist(), every.view(torch.float8_e4m3fn).float().tolist()
+    as_int8, as_fp8 = (
+        every.view(torch.int8).float().tolist(),
+        every.view(torch.float8_e4m3fn).float().tolist(),
+    )
     for n in range(256):
         four = [n, (n * 7 + 3) % 256, 255 - n, (n + 128) % 256]
         other = [(x * 11 + 5) % 256 for x in four]
         low, high = run_ptx(codes.INT8.value, 2, [word(four)])
         assert halves(low) + halves(high) == [as_int8[x] for x in four]
-        for text, meaning in ((codes.QUARTERS_INT8.value, as_int8), (codes.QUARTERS_FP8.value, as_fp8)):
+        for text, meaning in (
+            (codes.QUARTERS_INT8.value, as_int8),
+            (codes.QUARTERS_FP8.value, as_fp8),
+        ):
             got = [halves(x) for x in run_ptx(text, 4, [word(four), word(other)])]
             want = [[meaning[a], meaning[b]] for a, b in zip(four, other, strict=True)]
             assert str(got) == str(want)  # of NaN too
@@ -319,7 +404,12 @@ def word(four: list[int]) -> int:
 
 
 def halves(register: int) -> list[float]:
-    return torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32).to(torch.int16).view(torch.float16).tolist()
+    return (
+        torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.float16)
+        .tolist()
+    )
 
 
 def run_ptx(text: str, outputs: int, inputs: list[int]) -> list[int]:
@@ -336,7 +426,9 @@ def run_ptx(text: str, outputs: int, inputs: list[int]) -> list[int]:
             continue
         if rest.startswith("{"):  # a register's two halves
             names, source = rest.strip("{").split("}, ")
-            state |= zip(names.split(", "), (state[source] & 0xFFFF, state[source] >> 16), strict=True)
+            state |= zip(
+                names.split(", "), (state[source] & 0xFFFF, state[source] >> 16), strict=True
+            )
             continue
         target, *given = rest.split(", ")
         a, b, c = ([state[x] if x in state else int(x, 16) for x in given] + [0, 0])[:3]
@@ -348,7 +440,10 @@ def run_ptx(text: str, outputs: int, inputs: list[int]) -> list[int]:
             pool = a.to_bytes(4, "little") + b.to_bytes(4, "little")
             state[target] = int.from_bytes(bytes(pool[c >> 4 * i & 7] for i in range(4)), "little")
         elif operation == "sub.f16x2":
-            state[target] = bits(torch.tensor(halves(a), dtype=torch.float16) - torch.tensor(halves(b), dtype=torch.float16))
+            state[target] = bits(
+                torch.tensor(halves(a), dtype=torch.float16)
+                - torch.tensor(halves(b), dtype=torch.float16)
+            )
         else:
             assert operation == "cvt.rn.f16x2.e4m3x2", operation
             pair = torch.tensor([a & 0xFF, a >> 8], dtype=torch.uint8).view(torch.float8_e4m3fn)

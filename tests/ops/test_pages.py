@@ -62,7 +62,8 @@ def test_a_chunk_begun_in_inference_mode_serves_who_is_in_none():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_linux_is_asked_for_huge_pages():
-    fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # torch's own may have been somebody's before
+    # torch's own may have been somebody's before
+    fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(fresh, dtype=torch.uint8)
     before = flags_of(tensor.data_ptr() + HUGE)
     if not before or not Path("/sys/kernel/mm/transparent_hugepage").exists():

@@ -32,7 +32,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def filled(
-    items: Sequence[tuple[int, int]], kv_heads: int, dim: int, device: str, slack: int = 0, block: int = B
+    items: Sequence[tuple[int, int]],
+    kv_heads: int,
+    dim: int,
+    device: str,
+    slack: int = 0,
+    block: int = B,
 ) -> tuple[ForwardBatch, Tensor]:
     """A batch and one layer's kv [N, 2, Hk, B, D], a strided view, with K and V in every slot that may be read."""
     tables = scattered_tables([start + num + slack for num, start in items], block)
@@ -40,8 +45,12 @@ def filled(
     kv = empty_kv(config, tables, block, device)[:, 1]
     for seed, ((num, start), table) in enumerate(zip(items, tables, strict=True)):
         for p in range(start + num):
-            kv[table[p // block], :, :, p % block] = draw(2, kv_heads, dim, seed=1000 * seed + p).to(device)
-    return make_batch([([0] * num, start) for num, start in items], tables, block, device, slack), kv
+            kv[table[p // block], :, :, p % block] = draw(
+                2, kv_heads, dim, seed=1000 * seed + p
+            ).to(device)
+    return make_batch(
+        [([0] * num, start) for num, start in items], tables, block, device, slack
+    ), kv
 
 
 def definition(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
@@ -52,7 +61,8 @@ def definition(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window:
         for t in range(span.first, span.first + span.num):
             p = int(batch.positions[t])
             seen = range(max(0, p - window + 1) if window else 0, p + 1)
-            slots = torch.stack([kv[table[s // B], :, :, s % B] for s in seen]).double()  # [seen, 2, Hk, D]
+            # [seen, 2, Hk, D]
+            slots = torch.stack([kv[table[s // B], :, :, s % B] for s in seen]).double()
             for h in range(q.shape[1]):
                 k, v = slots[:, 0, h // share], slots[:, 1, h // share]
                 out[t, h] = torch.softmax(k @ q[t, h].double() * scale, 0) @ v
@@ -60,14 +70,20 @@ def definition(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window:
 
 
 @pytest.mark.parametrize("window", [0, 5, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 0), (4, 1, 8, 19)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 0), (4, 1, 8, 19)]
+)
 @pytest.mark.parametrize("name", BATCHES)
-def test_attention(name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, device: str) -> None:
+def test_attention(
+    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, device: str
+) -> None:
     """Slots past a sequence hold NaN, the host's lengths are off by `slack`, and neither shows."""
     batch, kv = filled(BATCHES[name], kv_heads, dim, device, slack)
     q = draw(len(batch.ids), heads, dim).to(device)
     got = OPS.attention(q, kv, batch, 0.3, window)
-    torch.testing.assert_close(got.double(), definition(q, kv, batch, 0.3, window), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        got.double(), definition(q, kv, batch, 0.3, window), atol=1e-5, rtol=0
+    )
 
 
 def test_one_batch_serves_layers_with_and_without_window(device: str) -> None:
@@ -76,7 +92,9 @@ def test_one_batch_serves_layers_with_and_without_window(device: str) -> None:
     q = draw(len(batch.ids), 4, 16).to(device)
     for window in (0, 5, 3, 0, 5):
         got = OPS.attention(q, kv, batch, 0.25, window)
-        torch.testing.assert_close(got.double(), definition(q, kv, batch, 0.25, window), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            got.double(), definition(q, kv, batch, 0.25, window), atol=1e-5, rtol=0
+        )
 
 
 def test_rope_and_cache_writes_its_slots_and_no_other(device: str) -> None:
@@ -87,11 +105,15 @@ def test_rope_and_cache_writes_its_slots_and_no_other(device: str) -> None:
     kept = qkv.clone()
     q_norm, k_norm = draw(dim, seed=1).to(device), draw(dim, seed=2).to(device)
     angles = torch.rand(40, dim // 2, generator=torch.Generator().manual_seed(3)).to(device)
-    got = OPS.rope_and_cache(qkv, kv, batch, torch.stack((angles.cos(), angles.sin()), 1), q_norm, k_norm, 1e-5)
+    got = OPS.rope_and_cache(
+        qkv, kv, batch, torch.stack((angles.cos(), angles.sin()), 1), q_norm, k_norm, 1e-5
+    )
 
     def expected(x: Tensor, norm: Tensor, t: int) -> Tensor:
         x = x.double() / (x.double().square().mean() + 1e-5).sqrt() * norm.double()
-        z = torch.complex(x[: dim // 2], x[dim // 2 :]) * torch.exp(1j * angles[batch.positions[t]].double())
+        z = torch.complex(x[: dim // 2], x[dim // 2 :]) * torch.exp(
+            1j * angles[batch.positions[t]].double()
+        )
         return torch.cat((z.real, z.imag)).float()
 
     parts = qkv.view(tokens, -1, dim)
@@ -100,7 +122,9 @@ def test_rope_and_cache_writes_its_slots_and_no_other(device: str) -> None:
         for h in range(heads):
             torch.testing.assert_close(got[t, h], expected(parts[t, h], q_norm, t))
         for h in range(kv_heads):
-            torch.testing.assert_close(kv[block, 0, h, offset], expected(parts[t, heads + h], k_norm, t))
+            torch.testing.assert_close(
+                kv[block, 0, h, offset], expected(parts[t, heads + h], k_norm, t)
+            )
             torch.testing.assert_close(kv[block, 1, h, offset], parts[t, heads + kv_heads + h])
         before[block, :, :, offset] = kv[block, :, :, offset]
     torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
@@ -133,7 +157,9 @@ def test_norms_compute_in_float32(dtype: torch.dtype, device: str) -> None:
     assert_rounded(OPS.rms_norm(x, w, 1e-5), rms(x))
     assert torch.equal(OPS.rms_norm(x, w, 1e-5, residual), OPS.rms_norm(x, w, 1e-5) + residual)
     y = x.double()
-    y = (y - y.mean(-1, keepdim=True)) * (y.var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt() * w + b
+    y = (y - y.mean(-1, keepdim=True)) * (
+        y.var(-1, unbiased=False, keepdim=True) + 1e-5
+    ).rsqrt() * w + b
     assert_rounded(OPS.layer_norm(x, w, b, 1e-5), y)
 
 
@@ -161,13 +187,22 @@ def test_embedding_scale_is_rounded_to_the_weights_dtype(device: str) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 33])
 def test_packed_weights_give_the_same_product(rows: int, dtype: torch.dtype, device: str) -> None:
     ops = select(device)
-    x, weight, bias = draw(rows, 48).to(device, dtype), draw(40, 48, seed=1).to(device, dtype), draw(40, seed=2).to(device, dtype)
+    x, weight, bias = (
+        draw(rows, 48).to(device, dtype),
+        draw(40, 48, seed=1).to(device, dtype),
+        draw(40, seed=2).to(device, dtype),
+    )
     packed = ops.pack(weight)
     for b in (bias, None):
         expected = x.double() @ weight.double().t() + (0 if b is None else b.double())
         got = ops.linear(x, packed, b)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=40 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(
+            got.double(),
+            expected,
+            rtol=2 * torch.finfo(dtype).eps,
+            atol=40 * torch.finfo(dtype).eps,
+        )
 
 
 @pytest.mark.gpu

@@ -22,7 +22,9 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32
 
 def close(got: Tensor, want: Tensor) -> None:
     """To float32's rounding, or to two units of bfloat16's last place."""
-    tolerance = dict(atol=1e-5, rtol=1e-5) if got.dtype == torch.float32 else dict(atol=2e-2, rtol=1.6e-2)
+    tolerance = (
+        dict(atol=1e-5, rtol=1e-5) if got.dtype == torch.float32 else dict(atol=2e-2, rtol=1.6e-2)
+    )
     torch.testing.assert_close(got.float(), want.float(), **tolerance)
 
 
@@ -32,13 +34,20 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 5, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "slack"), [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "slack"),
+    [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0)],
+)
 @pytest.mark.parametrize("name", BATCHES)
-def test_attention(name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, dtype: torch.dtype) -> None:
+def test_attention(
+    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, dtype: torch.dtype
+) -> None:
     batch, kv = filled(BATCHES[name], kv_heads, dim, DEVICE, slack)
     kv = kv.to(dtype)
     q = random(len(batch.ids), heads, dim, dtype=dtype)
-    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+    close(
+        TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window)
+    )
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -47,14 +56,20 @@ def test_attention_in_long_sequences(block: int, window: int) -> None:
     """Several tiles, several splits, a prompt's tail after a long past, decoding rows beside it."""
     batch, kv = filled([(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)], 1, 16, DEVICE, block=block)
     q = random(len(batch.ids), 2, 16)
-    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+    close(
+        TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window)
+    )
 
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_many_rows_decode_beside_prompts(window: int) -> None:
-    batch, kv = filled([(1, 3 * i % 50) for i in range(BESIDE + 3)] + [(70, 30), (9, 0)], 1, 16, DEVICE, block=16)
+    batch, kv = filled(
+        [(1, 3 * i % 50) for i in range(BESIDE + 3)] + [(70, 30), (9, 0)], 1, 16, DEVICE, block=16
+    )
     q = random(len(batch.ids), 2, 16)
-    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+    close(
+        TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window)
+    )
 
 
 @pytest.mark.gpu
@@ -67,7 +82,10 @@ def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.Monk
 
     def layers() -> list[Tensor]:
         own = kv.clone()
-        return [TRITON.attention(TRITON.rope_and_cache(each, own, batch, cos_sin), own, batch, 0.1) for each in qkv.clone()]
+        return [
+            TRITON.attention(TRITON.rope_and_cache(each, own, batch, cos_sin), own, batch, 0.1)
+            for each in qkv.clone()
+        ]
 
     plain = attention._prefill
     monkeypatch.setattr(attention, "_prefill", lambda *arguments: plain(*arguments) and False)
@@ -86,14 +104,20 @@ def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("spans", [[(20, 1030)], [(20, 1780)], [(1, 1100), (1, 3), (20, 700), (3, 0), (12, 64)]])
-def test_a_few_tokens_behind_a_long_context_are_split(spans: list[tuple[int, int]], window: int) -> None:
+@pytest.mark.parametrize(
+    "spans", [[(20, 1030)], [(20, 1780)], [(1, 1100), (1, 3), (20, 700), (3, 0), (12, 64)]]
+)
+def test_a_few_tokens_behind_a_long_context_are_split(
+    spans: list[tuple[int, int]], window: int
+) -> None:
     """Parts that no token of a row lies in, or none of a whole sequence, count for nothing."""
     batch, kv = filled(spans, 1, 16, DEVICE, block=64)
     assert batch.block_table.shape[1] * 64 >= LONG
     q = random(len(batch.ids), 2, 16)
     assert len(q) <= FEW
-    close(TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window))
+    close(
+        TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,7 +129,10 @@ def test_norms(hidden: int, dtype: torch.dtype) -> None:
     close(TRITON.rms_norm(x, weight, 1e-5, add), REFERENCE.rms_norm(x, weight, 1e-5, add))
     bias, twins = weight.flip(0), (x.clone(), x.clone())
     close(TRITON.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
-    close(TRITON.layer_norm(twins[0], weight, bias, 1e-5, add), REFERENCE.layer_norm(twins[1], weight, bias, 1e-5, add))
+    close(
+        TRITON.layer_norm(twins[0], weight, bias, 1e-5, add),
+        REFERENCE.layer_norm(twins[1], weight, bias, 1e-5, add),
+    )
     assert torch.equal(*twins) and not torch.equal(twins[0], x)
 
 
@@ -122,14 +149,19 @@ def test_gated_activations(inter: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 24), (2, 1, 8)])
-def test_rope_and_cache(heads: int, kv_heads: int, dim: int, rope: bool, norm: bool, dtype: torch.dtype) -> None:
+def test_rope_and_cache(
+    heads: int, kv_heads: int, dim: int, rope: bool, norm: bool, dtype: torch.dtype
+) -> None:
     batch, _ = filled(BATCHES["mixed"], kv_heads, dim, DEVICE)
     blocks = int(batch.block_table.max()) + 1
     qkv = random(len(batch.ids), (heads + 2 * kv_heads) * dim, dtype=dtype)
     angle = random(64, dim // 2, seed=1)
     cos_sin = torch.stack([angle.cos(), angle.sin()], 1) if rope else None
     norms = (random(dim, seed=2), random(dim, seed=3)) if norm else (None, None)
-    caches = [torch.full((blocks, 3, 2, kv_heads, 8, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    caches = [
+        torch.full((blocks, 3, 2, kv_heads, 8, dim), 7.0, dtype=dtype, device=DEVICE)
+        for _ in range(2)
+    ]
     got = TRITON.rope_and_cache(qkv, caches[0][:, 1], batch, cos_sin, *norms)
     want = REFERENCE.rope_and_cache(qkv, caches[1][:, 1], batch, cos_sin, *norms)
     close(got, want)
@@ -139,7 +171,9 @@ def test_rope_and_cache(heads: int, kv_heads: int, dim: int, rope: bool, norm: b
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (100, 33), (1024, 16), (576, 70), (2048, 6)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(64, 48), (100, 33), (1024, 16), (576, 70), (2048, 6)]
+)
 def test_linear(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
     """Alone and with something added."""
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, seed=1, dtype=dtype) / 8
@@ -150,7 +184,9 @@ def test_linear(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.d
         (TRITON.linear(x, weight, b), want),
         (TRITON.linear(x, weight, b, add.clone()), want + add.double()),
     ):
-        assert float((got.double() - exact).norm() / exact.norm()) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert float((got.double() - exact).norm() / exact.norm()) < (
+            1e-6 if dtype == torch.float32 else 4e-3
+        )
 
 
 @pytest.mark.parametrize("vocab", [50, 1024, 9001])
@@ -158,10 +194,14 @@ def test_choose(vocab: int) -> None:
     """The same tokens as the reference: rows in any order, some greedy, some hot, seeds of 64 bits, ties to the first."""
     logits = random(12, vocab) * 4
     logits[3, [5, 9]] = 100.0
-    rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(DEVICE, torch.int32)
+    rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(
+        DEVICE, torch.int32
+    )
     floats = torch.tensor([[0.0, 9.0], [0.7, 9.0], [1.0, 9.0], [2.5, 9.0]] * 5, device=DEVICE)
     floats[rows[3]] = 0.0
-    ints = torch.randint(-(2**31), 2**31 - 1, (20, 3), generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)
+    ints = torch.randint(
+        -(2**31), 2**31 - 1, (20, 3), generator=torch.Generator().manual_seed(2)
+    ).to(DEVICE, torch.int32)
     position = torch.arange(1, 13, dtype=torch.int32, device=DEVICE)
     arguments = (logits, rows, floats[:, 0], ints[:, 1], ints[:, 2], position)
     got, want = TRITON.choose(*arguments), REFERENCE.choose(*arguments)
@@ -172,7 +212,9 @@ def test_choose_never_forbids_a_token() -> None:
     """At this seed and position the hash of token 5 is among the 128 largest there are."""
     logits = torch.full((1, 97), -torch.inf, device=DEVICE)
     logits[0, 5] = 0.0
-    low, high, position = (torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (54729777, 0, 3))
+    low, high, position = (
+        torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (54729777, 0, 3)
+    )
     rows, heat = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
     for ops in (TRITON, REFERENCE):
         assert ops.choose(logits, rows, heat, low, high, position).tolist() == [5]
@@ -186,7 +228,9 @@ def test_choose_tells_where_there_is_nothing_to_choose_by(vocab: int, heat: floa
     rows = torch.arange(5, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros(5, dtype=torch.int32, device=DEVICE)
     for ops in (TRITON, REFERENCE, select("cpu")) if DEVICE == "cpu" else (TRITON, REFERENCE):
-        got = ops.choose(logits, rows, torch.full((5,), heat, device=DEVICE), zeros, zeros, zeros).tolist()
+        got = ops.choose(
+            logits, rows, torch.full((5,), heat, device=DEVICE), zeros, zeros, zeros
+        ).tolist()
         assert got[:4] == [-1] * 4 and 0 <= got[4] < vocab
 
 

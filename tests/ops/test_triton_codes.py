@@ -21,7 +21,9 @@ def as_bits(value: Tensor) -> int:
 
 
 def as_numbers(bits: int, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(list((bits & 0xFFFFFFFF).to_bytes(4, "little")), dtype=torch.uint8).view(dtype)
+    return torch.tensor(list((bits & 0xFFFFFFFF).to_bytes(4, "little")), dtype=torch.uint8).view(
+        dtype
+    )
 
 
 def permute(a: int, b: int, selector: int) -> int:
@@ -50,7 +52,11 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "cvt.rn.f16x2.e4m3x2": e4m3,
     "cvt.f32.f16": lambda a: as_bits(as_numbers(a, torch.float16)[:1].float()),
     "add.f32": arithmetic("add", torch.float32),
-    **{f"{op}.rn.{name}": arithmetic(op, dtype) for op in ("sub", "mul") for name, dtype in SHAPES.items()},
+    **{
+        f"{op}.rn.{name}": arithmetic(op, dtype)
+        for op in ("sub", "mul")
+        for name, dtype in SHAPES.items()
+    },
 }
 
 
@@ -98,7 +104,9 @@ def of_e4m3(byte: int) -> float:
     return float(torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
 
 
-@pytest.mark.parametrize(("text", "dtype"), [(codes.NIBBLES, torch.bfloat16), (codes.NIBBLES_F16, torch.float16)])
+@pytest.mark.parametrize(
+    ("text", "dtype"), [(codes.NIBBLES, torch.bfloat16), (codes.NIBBLES_F16, torch.float16)]
+)
 def test_nibbles(text: codes.tl.constexpr, dtype: torch.dtype) -> None:
     for code in range(16):
         words = code * 0x1111 | (15 - code) * 0x11110000
@@ -117,7 +125,9 @@ def test_nibbles(text: codes.tl.constexpr, dtype: torch.dtype) -> None:
         (codes.E4M3_F16, torch.float16, of_e4m3),
     ],
 )
-def test_bytes(text: codes.tl.constexpr, dtype: torch.dtype, meaning: Callable[[int], float]) -> None:
+def test_bytes(
+    text: codes.tl.constexpr, dtype: torch.dtype, meaning: Callable[[int], float]
+) -> None:
     for byte in range(256):
         if byte & 127 == 127 and meaning is of_e4m3:  # not a number
             continue
@@ -128,16 +138,22 @@ def test_bytes(text: codes.tl.constexpr, dtype: torch.dtype, meaning: Callable[[
 
 def test_nibbles_as_float32() -> None:
     parts = run(codes.NIBBLES_FLOATS.value, 8, 0xFEDC3210)
-    assert [float(as_numbers(p, torch.float32)) for p in parts] == [1 + q / 16 for q in (0, 12, 1, 13, 2, 14, 3, 15)]
+    assert [float(as_numbers(p, torch.float32)) for p in parts] == [
+        1 + q / 16 for q in (0, 12, 1, 13, 2, 14, 3, 15)
+    ]
 
 
-@pytest.mark.parametrize(("text", "meaning"), [(codes.BYTES_FLOATS, signed), (codes.E4M3_FLOATS, of_e4m3)])
+@pytest.mark.parametrize(
+    ("text", "meaning"), [(codes.BYTES_FLOATS, signed), (codes.E4M3_FLOATS, of_e4m3)]
+)
 def test_bytes_as_float32(text: codes.tl.constexpr, meaning: Callable[[int], float]) -> None:
     for byte in range(256):
         if byte & 127 == 127 and meaning is of_e4m3:
             continue
         parts = run(text.value, 4, byte | 1 << 8 | 2 << 16 | byte << 24)
-        assert [float(as_numbers(p, torch.float32)) for p in parts] == [meaning(b) for b in (byte, 2, 1, byte)]
+        assert [float(as_numbers(p, torch.float32)) for p in parts] == [
+            meaning(b) for b in (byte, 2, 1, byte)
+        ]
 
 
 def test_no_output_is_written_while_the_input_is_needed() -> None:

@@ -20,10 +20,19 @@ def test_every_product_compiles_for_hopper() -> None:
     found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr[-2000:]
     lines = [json.loads(line) for line in found.stdout.splitlines()]
-    kernels = {"gemv_kernel", "gemm_kernel", "hopper_kernel", "expand_kernel", "round_kernel", "int8_kernel"}
+    kernels = {
+        "gemv_kernel",
+        "gemm_kernel",
+        "hopper_kernel",
+        "expand_kernel",
+        "round_kernel",
+        "int8_kernel",
+    }
     assert {line["kernel"] for line in lines} == kernels
     assert [line for line in lines if line["shared"] > SHARED] == []
     ours = ("gemv_kernel", "gemm_kernel", "hopper_kernel")
     products = [line for line in lines if line["kernel"] in ours and "float32" not in line["dtype"]]
-    assert products and all(line["by_hand"] for line in products)  # with our instructions, not with the plain expressions
-    assert [line["complaints"] for line in lines if line.get("complaints")] == []  # tensor cores do not wait for each product
+    # with our instructions, not with the plain expressions
+    assert products and all(line["by_hand"] for line in products)
+    # tensor cores do not wait for each product
+    assert [line["complaints"] for line in lines if line.get("complaints")] == []

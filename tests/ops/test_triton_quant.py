@@ -27,9 +27,11 @@ from octavo.ops.triton.quant.hopper import TILES, Hopper, fastest
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
-FORMATS = [*quant.FORMATS, *sorted({str(form) for form in CODED.values()} - set(quant.FORMATS))]  # and those of GGUF files alone
+# and those of GGUF files alone
+FORMATS = [*quant.FORMATS, *sorted({str(form) for form in CODED.values()} - set(quant.FORMATS))]
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-ROWS = {(70, 100): (1, 3, 17, 64), (33, 576): (1, 2, 16, 33), (144, 257): (1, 5, 130)}  # (outputs, inputs): rows
+# (outputs, inputs): rows
+ROWS = {(70, 100): (1, 3, 17, 64), (33, 576): (1, 2, 16, 33), (144, 257): (1, 5, 130)}
 if DEVICE == "cuda":
     ROWS[512, 1024] = (1, 16, 17, 64, 130, 300, 1030)
 
@@ -51,7 +53,10 @@ def quantized(name: str, outputs: int, inputs: int) -> QuantWeight:
         weight.scale.normal_(0, 2 / most, generator=generator)
         if weight.least is not None:
             weight.least.copy_(
-                -most / 32 * weight.scale.float() * torch.rand(weight.scale.shape, generator=generator, device=DEVICE)
+                -most
+                / 32
+                * weight.scale.float()
+                * torch.rand(weight.scale.shape, generator=generator, device=DEVICE)
             )
     return weight
 
@@ -78,7 +83,9 @@ def test_linear(name: str, shape: tuple[int, int]) -> None:
     for rows in ROWS[shape]:
         x = random(rows, shape[1], dtype=HALF)
         b = bias if rows % 2 else None
-        assert error(TRITON.linear(x, ready, b), rounded(x, weight), weight, b) < (6e-3 if DEVICE == "cuda" else 1e-3), rows
+        assert error(TRITON.linear(x, ready, b), rounded(x, weight), weight, b) < (
+            6e-3 if DEVICE == "cuda" else 1e-3
+        ), rows
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -103,10 +110,20 @@ def test_embedding(name: str) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_parts_of_formats_of_their_own_are_one_product(rows: int) -> None:
     """With a bias and something to add, as any other."""
-    parts = [quantized(name, outputs, 96) for name, outputs in (("int4-g32-asym-f32", 40), ("int8-g16-f32", 24))]
-    joined, x, bias, add = JoinedWeight(parts), random(rows, 96), random(64, seed=2), random(rows, 64, seed=3)
+    parts = [
+        quantized(name, outputs, 96)
+        for name, outputs in (("int4-g32-asym-f32", 40), ("int8-g16-f32", 24))
+    ]
+    joined, x, bias, add = (
+        JoinedWeight(parts),
+        random(rows, 96),
+        random(64, seed=2),
+        random(rows, 64, seed=3),
+    )
     want = REFERENCE.linear(x, joined, bias, add)
-    torch.testing.assert_close(TRITON.linear(x, TRITON.pack(joined), bias, add.clone()), want, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        TRITON.linear(x, TRITON.pack(joined), bias, add.clone()), want, atol=1e-4, rtol=1e-5
+    )
 
 
 # Ways to cut a product that the tables may come to hold.
@@ -142,7 +159,8 @@ def test_every_way_gives_the_same(name: str, how: packed.How) -> None:
     ready = TRITON.pack(weight)
     got = packed.linear(x, ready, how=how)
     assert error(got, x, weight) < (6e-3 if DEVICE == "cuda" else 1e-3)
-    assert torch.equal(got, packed.linear(x, ready, how=how))  # and again: what programs share is as it was before
+    # and again: what programs share is as it was before
+    assert torch.equal(got, packed.linear(x, ready, how=how))
 
 
 def test_programs_that_share_a_tile_leave_no_trace() -> None:
@@ -172,7 +190,9 @@ def test_memory(name: str, most: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4-g128", "int4-g32-asym"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(28672, 1024), (4096, 4096), (1000, 2048)])
-def test_products_of_a_models_size_are_right_every_time(outputs: int, inputs: int, name: str) -> None:
+def test_products_of_a_models_size_are_right_every_time(
+    outputs: int, inputs: int, name: str
+) -> None:
     """On a busy device tensor cores may still read registers that a kernel fills anew: small products never showed it."""
     weight = quantized(name, outputs, inputs)
     ready = TRITON.pack(weight)
@@ -190,7 +210,9 @@ def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
     rows: int, outputs: int, inputs: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large where there are enough of them; where there are few they are shared, by programs with a part of the inputs each."""
-    monkeypatch.setattr(importlib.import_module("octavo.ops.triton.quant.hopper"), "PROCESSORS", 132)
+    monkeypatch.setattr(
+        importlib.import_module("octavo.ops.triton.quant.hopper"), "PROCESSORS", 132
+    )
     how = fastest(rows, outputs, inputs)
     assert (how.rows, how.outputs, how.split) == tile
 
@@ -200,7 +222,9 @@ def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4-g128"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 4096), (28672, 1024)])
-def test_products_of_many_rows(outputs: int, inputs: int, name: str, tile: Hopper, split: int) -> None:
+def test_products_of_many_rows(
+    outputs: int, inputs: int, name: str, tile: Hopper, split: int
+) -> None:
     """With and without a bias and something to add, in whole tiles and others; programs that share one leave no trace."""
     weight, how = quantized(name, outputs, inputs), tile._replace(split=split)
     ready, bias = TRITON.pack(weight), random(outputs, seed=2, dtype=HALF)
@@ -209,7 +233,15 @@ def test_products_of_many_rows(outputs: int, inputs: int, name: str, tile: Hoppe
         got = packed.linear(x, ready, how=how)
         assert error(got, x, weight) < 6e-3
         assert error(packed.linear(x, ready, bias, how=how), x, weight, bias) < 6e-3
-        assert error(packed.linear(x, ready, bias, add.clone(), how), x, weight, bias.float() + add.float()) < 6e-3
+        assert (
+            error(
+                packed.linear(x, ready, bias, add.clone(), how),
+                x,
+                weight,
+                bias.float() + add.float(),
+            )
+            < 6e-3
+        )
         assert all(torch.equal(got, packed.linear(x, ready, how=how)) for _ in range(3))
         assert not ready.locks.any()
 
@@ -217,7 +249,9 @@ def test_products_of_many_rows(outputs: int, inputs: int, name: str, tile: Hoppe
 @pytest.mark.gpu
 def test_products_can_be_captured() -> None:
     """Nothing in a product makes the host wait or depends on the data."""
-    weights = [TRITON.pack(quantized(name, 256, 512)) for name in ("int8", "fp8", "int8-a8", "int4-g128")]
+    weights = [
+        TRITON.pack(quantized(name, 256, 512)) for name in ("int8", "fp8", "int8-a8", "int4-g128")
+    ]
     for rows in (1, 7, 100):
         x = random(rows, 512, dtype=HALF)
         want = [TRITON.linear(x, weight) for weight in weights]

@@ -17,8 +17,15 @@ PROMPTS = [[5] * 40, [5] * 40 + [7] * 9, list(range(50)), [9, 8, 7]]
 
 
 def make(**options: Any) -> LLM:
-    options = {"max_model_len": 128, "max_num_seqs": 8, "progress": False, "num_gpu_blocks_override": 100, **options}
-    options |= {"block_size": 16, "enforce_eager": True}  # on a GPU too: without graphs, as the canary needs
+    options = {
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "progress": False,
+        "num_gpu_blocks_override": 100,
+        **options,
+    }
+    # on a GPU too: without graphs, as the canary needs
+    options |= {"block_size": 16, "enforce_eager": True}
     return LLM(tiny.model_dir(), **options)
 
 
@@ -29,13 +36,19 @@ def test_it_stays_silent_and_changes_nothing(blocks: int, depth: int) -> None:
     several = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=30, ignore_eos=True)
     texts = []
     for canary in (False, True):
-        llm = make(num_gpu_blocks_override=blocks, depth=depth, max_num_batched_tokens=24, kv_canary=canary)
+        llm = make(
+            num_gpu_blocks_override=blocks, depth=depth, max_num_batched_tokens=24, kv_canary=canary
+        )
         first = llm.generate(PROMPTS, SamplingParams(max_tokens=40, **GREEDY))
         second = llm.generate([*PROMPTS, [3] * 33], several)
         beams = llm.generate(PROMPTS[1:3], SamplingParams(n=3, use_beam_search=True, max_tokens=30))
         texts.append([[o.token_ids for o in out.outputs] for out in first + second + beams])
         count = llm.engine.scheduler.count
-        assert count.cached_tokens > 0 and count.copies > 0 and (count.preemptions > 0) == (blocks == 9)
+        assert (
+            count.cached_tokens > 0
+            and count.copies > 0
+            and (count.preemptions > 0) == (blocks == 9)
+        )
     assert texts[0] == texts[1]
 
 
@@ -46,7 +59,8 @@ def test_a_block_given_away_too_early_is_found_and_named(monkeypatch: pytest.Mon
     outputs: list[Output] = engine.step() + engine.step()
     (victim,) = engine.scheduler.live.values()
     stolen, take = victim.table[1], pool.take
-    monkeypatch.setattr(pool, "take", lambda: stolen)  # the planted bug: what somebody still holds is handed out
+    # the planted bug: what somebody still holds is handed out
+    monkeypatch.setattr(pool, "take", lambda: stolen)
     engine.add(Request("thief", [3] * 10, SamplingParams(max_tokens=3, **GREEDY)))
     outputs += engine.step()
     monkeypatch.setattr(pool, "take", take)
@@ -55,7 +69,10 @@ def test_a_block_given_away_too_early_is_found_and_named(monkeypatch: pytest.Mon
         outputs += engine.step()
     (end,) = (out for out in outputs if out.request_id == "victim" and out.finish_reason)
     assert end.finish_reason == "error" and end.error is not None
-    found = re.search(r"KVCorrupted: sequence (\d+) .* position (\d+) from block (\d+).* sequence (\d+) wrote", end.error)
+    found = re.search(
+        r"KVCorrupted: sequence (\d+) .* position (\d+) from block (\d+).* sequence (\d+) wrote",
+        end.error,
+    )
     assert found is not None and [int(x) for x in found.groups()] == [victim.id, 16, stolen, thief]
 
 

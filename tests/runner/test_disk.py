@@ -21,7 +21,9 @@ HASH, OTHER = b"h" * 16, b"o" * 16
 LENGTH = PAGE + BYTES  # the header and the tokens have a page of their own
 
 
-def make(root: Path, limit: int = 100 * LENGTH, fingerprint: bytes = b"f" * 16, form: str = "float32 2x2") -> Disk:
+def make(
+    root: Path, limit: int = 100 * LENGTH, fingerprint: bytes = b"f" * 16, form: str = "float32 2x2"
+) -> Disk:
     return Disk(root, limit, fingerprint, form, BYTES)
 
 
@@ -75,7 +77,16 @@ def test_every_flipped_bit_is_noticed(disk: Disk) -> None:
 
 def test_every_truncation_is_noticed(disk: Disk) -> None:
     sound = path(disk).read_bytes()
-    for length in (0, 1, HEADER.size - 1, HEADER.size, HEADER.size + 64, PAGE, len(sound) - 1, len(sound) + 1):
+    for length in (
+        0,
+        1,
+        HEADER.size - 1,
+        HEADER.size,
+        HEADER.size + 64,
+        PAGE,
+        len(sound) - 1,
+        len(sound) + 1,
+    ):
         path(disk).write_bytes((sound + b"x")[:length])
         assert why(disk) == "corrupt"
         assert not path(disk).exists(), "it would be a miss for ever"
@@ -103,7 +114,9 @@ def test_a_part_that_is_not_whole_is_noticed(disk: Disk, length: int) -> None:
     assert misses and set(misses) == {"corrupt"} and not path(disk).exists()
 
 
-def test_a_read_that_the_system_cuts_short_goes_on(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_the_system_cuts_short_goes_on(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.preadv
 
     def short(file: int, views: list[memoryview], at: int) -> int:
@@ -154,7 +167,9 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
         patched.setattr(os, "write", broken)
         with pytest.raises(Miss, match="io"):
             disk.write(OTHER, TOKENS, content())
-    assert [p.name for p in disk.folder.iterdir()] == [path(disk).name], "nothing half-written stays"
+    assert [p.name for p in disk.folder.iterdir()] == [path(disk).name], (
+        "nothing half-written stays"
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -230,7 +245,9 @@ def test_half_written_files_of_the_dead_are_swept(disk: Disk) -> None:
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequest, match="cannot be kept in .*file .Not a directory.: name a directory"):
+    with pytest.raises(
+        InvalidRequest, match="cannot be kept in .*file .Not a directory.: name a directory"
+    ):
         make(tmp_path / "file")
     with pytest.raises(InvalidRequest, match="more than all of the"):
         make(tmp_path, limit=2**60)
@@ -262,7 +279,11 @@ for _ in range(1500):
 print(hits, sorted(misses - {{"gone", "io"}}))
 """
     children = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(seed)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for seed in (1, 2)
     ]
     for child in children:

@@ -42,9 +42,15 @@ def make_runner(graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
 def plans() -> list[Plan]:
     """Two prompts and the beginning of a third, whose end comes with the others' first decoding; then all decode. Each row
     crosses into a new block at another step."""
-    prompts, tables = {0: [5, 6, 7], 2: [9, 8, 7, 6, 5, 4], 1: [4, 3, 2, 9, 7]}, {0: [3], 2: [7, 5], 1: [8, 9]}
+    prompts, tables = (
+        {0: [5, 6, 7], 2: [9, 8, 7, 6, 5, 4], 1: [4, 3, 2, 9, 7]},
+        {0: [3], 2: [7, 5], 1: [8, 9]},
+    )
     params = SamplingParams(temperature=0.8, seed=3, ignore_eos=True)
-    new = [NewRow(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params) for r, p in prompts.items()]
+    new = [
+        NewRow(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params)
+        for r, p in prompts.items()
+    ]
     whole = [Item(r, 0, r, 0, len(prompts[r]), True, len(prompts[r])) for r in (0, 2)]
     first = Plan(1, rows=new, items=[*whole, Item(1, 0, 1, 0, 2, False, 2)])
     steps, length = [first], {r: len(p) for r, p in prompts.items()}
@@ -67,20 +73,28 @@ class WithoutCapture(StepGraphs):
     """Runs the steps that a graph would hold, directly."""
 
     def _capture(self, shape: Shape) -> Captured:
-        captured = Captured(None, self.nobody(shape), torch.zeros(0), torch.zeros(0), torch.zeros(0))  # type: ignore[arg-type]
+        captured = Captured(
+            None, self.nobody(shape), torch.zeros(0), torch.zeros(0), torch.zeros(0)
+        )  # type: ignore[arg-type]
 
         class Replay:
             def replay(_) -> None:
-                captured.logits, captured.lengths, captured.tokens = self._step(captured.inputs, shape)
+                captured.logits, captured.lengths, captured.tokens = self._step(
+                    captured.inputs, shape
+                )
 
         captured.graph = Replay()  # type: ignore[assignment]
         return captured
 
 
 @pytest.mark.parametrize(
-    "kv_dtype", [torch.float32, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=["plain KV", "compressed KV"]
+    "kv_dtype",
+    [torch.float32, pytest.param(torch.int8, marks=pytest.mark.slow)],
+    ids=["plain KV", "compressed KV"],
 )
-@pytest.mark.parametrize("beside", [[], [2], [1]], ids=["any items", "all decode beside it", "one decodes beside it"])
+@pytest.mark.parametrize(
+    "beside", [[], [2], [1]], ids=["any items", "all decode beside it", "one decodes beside it"]
+)
 def test_what_graphs_hold_equals_the_general_path(
     beside: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,13 +110,17 @@ def test_what_graphs_hold_equals_the_general_path(
         got = special.launch(plan).wait().tokens
         assert got == want, plan.step
     mixed = {shape for shape in special.graphs.captured if shape.decoding < shape.tokens}
-    assert mixed == ({Shape(0, 16)} | {Shape(rows, 7) for rows in beside}) and len(special.graphs.captured) > len(mixed)
+    assert mixed == ({Shape(0, 16)} | {Shape(rows, 7) for rows in beside}) and len(
+        special.graphs.captured
+    ) > len(mixed)
     assert int(special.rows.computed[special.rows.padding]) == 0
     for name in ("tokens", "table", "ints"):
         torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
 
 
-def test_stores_are_done_before_a_graph_overwrites_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_are_done_before_a_graph_overwrites_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if DEVICE == "cpu":
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
@@ -132,7 +150,9 @@ def test_a_step_that_loads_is_no_decode_graph_s() -> None:
     runner = make_runner(False)
     graphs = WithoutCapture(runner.model, runner.kv, runner.rows, 4, 64, 64)
     items = [Item(0, 0, 0, None, 1, True, 4)]
-    assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(Plan(1, items=items, stores=[(1, 1)]))
+    assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(
+        Plan(1, items=items, stores=[(1, 1)])
+    )
     assert not graphs.decodes(Plan(1, items=items, loads=[(1, 1)]))
 
 
@@ -142,16 +162,32 @@ def test_the_smallest_graph_is_taken_and_as_much_of_it_for_decoding_as_there_is(
 
     def shape(decoding: int, *prompts: int) -> Shape | None:
         items = [Item(i, 0, i, None, 1, True, 9) for i in range(decoding)]
-        return graphs.mixed_shape(items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)])
+        return graphs.mixed_shape(
+            items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)]
+        )
 
-    assert shape(3, 10) == Shape(0, 16) and shape(3, 13) == Shape(0, 16) and shape(3, 14) == Shape(0, 32)
-    assert shape(62, 50) == Shape(0, 128) and shape(63, 50) == Shape(32, 192)  # of 64 items one is what is left over
-    assert shape(99, 50) == Shape(96, 192) and shape(99, 93) == Shape(96, 192) and shape(99, 94) == Shape(96, 320)
+    assert (
+        shape(3, 10) == Shape(0, 16)
+        and shape(3, 13) == Shape(0, 16)
+        and shape(3, 14) == Shape(0, 32)
+    )
+    # of 64 items one is what is left over
+    assert shape(62, 50) == Shape(0, 128) and shape(63, 50) == Shape(32, 192)
+    assert (
+        shape(99, 50) == Shape(96, 192)
+        and shape(99, 93) == Shape(96, 192)
+        and shape(99, 94) == Shape(96, 320)
+    )
     assert shape(31, 300, 300) is None
     assert shape(40, 600) == Shape(32, 640) and shape(40, 601) is None
     assert shape(96, *[2] * 63) == Shape(96, 320) and shape(96, *[2] * 64) is None
     assert all(s.items <= s.tokens and s.decoding <= 100 for s in graphs.mixed_shapes)
-    assert StepGraphs(made.model, made.kv, made.rows, 4, 64, 8).mixed_shape([Item(0, 0, 0, 0, 2, True, 2)]) is None
+    assert (
+        StepGraphs(made.model, made.kv, made.rows, 4, 64, 8).mixed_shape(
+            [Item(0, 0, 0, 0, 2, True, 2)]
+        )
+        is None
+    )
 
 
 def test_sizes_cover_every_count() -> None:
@@ -169,7 +205,9 @@ def test_what_graphs_hold_is_counted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"]
+)
 def test_captured_graphs_give_the_same_tokens(kv_dtype: torch.dtype) -> None:
     general, captured = make_runner(False, kv_dtype), make_runner(True, kv_dtype)
     captured.capture()

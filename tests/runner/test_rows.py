@@ -12,7 +12,18 @@ from octavo.types import NewRow, Plan, SamplingParams
 
 
 def new_row(row: int, tokens: list[int], table: list[int], **params: float) -> NewRow:
-    return NewRow(row, 0, row, array("i", tokens), 0, table, len(tokens), 2**40 + row, frozenset(), SamplingParams(**params))  # type: ignore[arg-type]
+    return NewRow(
+        row,
+        0,
+        row,
+        array("i", tokens),
+        0,
+        table,
+        len(tokens),
+        2**40 + row,
+        frozenset(),
+        SamplingParams(**params),
+    )  # type: ignore[arg-type]
 
 
 def apply(state: Rows, plan: Plan) -> None:
@@ -25,7 +36,9 @@ def apply(state: Rows, plan: Plan) -> None:
 def test_a_plan_changes_its_rows_and_no_others() -> None:
     state = Rows(3, 30, 4, torch.device("cpu"))
     state.flat.fill_(-5)
-    apply(state, Plan(1, rows=[new_row(1, [11, 12, 13, 14, 15], [8, 9], temperature=0.5, top_p=0.25)]))
+    apply(
+        state, Plan(1, rows=[new_row(1, [11, 12, 13, 14, 15], [8, 9], temperature=0.5, top_p=0.25)])
+    )
     assert state.tokens[1, :6].tolist() == [11, 12, 13, 14, 15, -5]
     assert state.table[1, :3].tolist() == [8, 9, -5]
     assert state.ints[1, :2].tolist() == [0, 5] and int(state.computed[1]) == 0
@@ -37,7 +50,10 @@ def test_a_plan_changes_its_rows_and_no_others() -> None:
 
 def test_a_block_given_later_in_the_plan_replaces_the_one_a_new_row_came_with() -> None:
     state = Rows(3, 30, 4, torch.device("cpu"))
-    apply(state, Plan(1, rows=[new_row(0, [1] * 8, [8, 9])], appends=[(0, 1, 20), (0, 2, 21), (2, 0, 22)]))
+    apply(
+        state,
+        Plan(1, rows=[new_row(0, [1] * 8, [8, 9])], appends=[(0, 1, 20), (0, 2, 21), (2, 0, 22)]),
+    )
     assert state.table[0, :4].tolist() == [8, 20, 21, 0] and state.table[2, :2].tolist() == [22, 0]
 
 
@@ -52,4 +68,7 @@ def test_a_plan_without_changes_ships_nothing() -> None:
 def test_every_part_begins_on_sixteen_bytes() -> None:
     for length in (1, 30, 33):
         state = Rows(2, length, 4, torch.device("cpu"))
-        assert all(view.storage_offset() % 4 == 0 for view in (state.table, state.tokens, state.ints)) and state.columns % 4 == 0
+        assert (
+            all(view.storage_offset() % 4 == 0 for view in (state.table, state.tokens, state.ints))
+            and state.columns % 4 == 0
+        )

@@ -36,15 +36,25 @@ def choose(
     prompt_lens = prompt_lens or [len(t) for t in tokens]
     seeds = seeds or [p.seed or 0 for p in params]
     state = Rows(n, 64, 16, torch.device("cpu"))
-    rows = [NewRow(i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]) for i in range(n)]
+    rows = [
+        NewRow(i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i])
+        for i in range(n)
+    ]
     up = Upload()
     changes = state.stage(Plan(1, rows=rows), up)
     job = sampler.SampleJob.stage(
-        list(range(n)), max(map(len, tokens)), state, up, {i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()}
+        list(range(n)),
+        max(map(len, tokens)),
+        state,
+        up,
+        {i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()},
     )
     shipped = up.ship(torch.device("cpu"))
     state.apply(changes, shipped)
-    lengths, index = torch.tensor([len(t) for t in tokens], dtype=torch.int32), torch.arange(n, dtype=torch.int32)
+    lengths, index = (
+        torch.tensor([len(t) for t in tokens], dtype=torch.int32),
+        torch.arange(n, dtype=torch.int32),
+    )
     adjusted = sampler.adjust(logits.float().clone(), index, lengths, job, state, shipped)
     return sampler.choose(adjusted, index, lengths, state, OPS).tolist()
 
@@ -60,7 +70,10 @@ def test_temperature_zero_takes_the_likeliest() -> None:
 
 def test_top_k_of_one_takes_the_likeliest_at_any_temperature() -> None:
     logits = random_logits(8)
-    assert choose(logits, [SamplingParams(temperature=5.0, top_k=1, seed=i) for i in range(8)]) == logits.argmax(1).tolist()
+    assert (
+        choose(logits, [SamplingParams(temperature=5.0, top_k=1, seed=i) for i in range(8)])
+        == logits.argmax(1).tolist()
+    )
 
 
 def test_a_row_is_the_same_alone_and_among_others() -> None:
@@ -71,7 +84,9 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
         SamplingParams(seed=3, top_k=5),
         SamplingParams(seed=4, top_p=0.5, repetition_penalty=1.3),
         SamplingParams(seed=5, min_p=0.1, logit_bias={4: 3.0}),
-        SamplingParams(seed=6, temperature=1.7, presence_penalty=1.0, allowed_token_ids=[3, 5, 8, 13, 21]),
+        SamplingParams(
+            seed=6, temperature=1.7, presence_penalty=1.0, allowed_token_ids=[3, 5, 8, 13, 21]
+        ),
     ]
     together = choose(logits, params)
     alone = [choose(logits[i : i + 1], params[i : i + 1])[0] for i in range(6)]
@@ -83,7 +98,9 @@ def test_the_draw_depends_on_seed_and_position_alone() -> None:
     a = choose(logits, [SamplingParams(seed=7)], tokens=[[1, 2, 3]])
     assert a == choose(logits, [SamplingParams(seed=7)], tokens=[[9, 8, 7]], prompt_lens=[1])
     seeds = {choose(logits, [SamplingParams(seed=s)])[0] for s in range(50)}
-    positions = {choose(logits, [SamplingParams(seed=7)], tokens=[[1] * n])[0] for n in range(1, 50)}
+    positions = {
+        choose(logits, [SamplingParams(seed=7)], tokens=[[1] * n])[0] for n in range(1, 50)
+    }
     high_bits = {choose(logits, [SamplingParams(seed=7 + (s << 32))])[0] for s in range(50)}
     assert min(len(seeds), len(positions), len(high_bits)) > 25
 
@@ -97,19 +114,26 @@ def test_frequencies_follow_the_softmax() -> None:
     counts = torch.bincount((logits + noise).argmax(1), minlength=12).double()
     expected = logits.double().softmax(0) * n
     chi2 = float(((counts - expected) ** 2 / expected).sum())
-    assert chi2 < 31.3, f"chi-squared {chi2:.1f} with 11 degrees of freedom: less than one chance in a thousand"
+    assert chi2 < 31.3, (
+        f"chi-squared {chi2:.1f} with 11 degrees of freedom: less than one chance in a thousand"
+    )
 
 
 def test_noise_is_finite_and_gumbel() -> None:
     key = torch.arange(64, dtype=torch.int32)
     noise = gumbel(key, key * 3, key * 7, 5000).double()
     assert noise.isfinite().all()
-    assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.03
+    assert (
+        abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.03
+    )
     flat = noise.reshape(-1)
     assert abs(float(torch.corrcoef(torch.stack([flat[:-1], flat[1:]]))[0, 1])) < 0.01
 
 
-@pytest.mark.parametrize("top_k,top_p,min_p", [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.05), (20, 0.7, 0.02), (0, 0.999, 0.0)])
+@pytest.mark.parametrize(
+    "top_k,top_p,min_p",
+    [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.05), (20, 0.7, 0.02), (0, 0.999, 0.0)],
+)
 def test_what_is_kept_equals_transformers(top_k: int, top_p: float, min_p: float) -> None:
     logits = random_logits(40, seed=2)
     want = logits.clone()
@@ -121,7 +145,9 @@ def test_what_is_kept_equals_transformers(top_k: int, top_p: float, min_p: float
         want = hf.MinPLogitsWarper(min_p)(None, want)
     n = len(logits)
     k = torch.full((n,), top_k if top_k else 2**31 - 1)
-    got = sampler.keep_likely(logits, torch.ones(len(logits)), k, torch.full((n,), top_p), torch.full((n,), min_p))
+    got = sampler.keep_likely(
+        logits, torch.ones(len(logits)), k, torch.full((n,), top_p), torch.full((n,), min_p)
+    )
     torch.testing.assert_close(got, want)
 
 
@@ -129,7 +155,9 @@ def test_the_token_that_crosses_top_p_is_kept() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     k = torch.tensor([2**31 - 1])
     for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.9, 3), (0.96, 4), (1e-9, 1)):
-        got = sampler.keep_likely(logits, torch.ones(len(logits)), k, torch.tensor([top_p]), torch.tensor([0.0]))
+        got = sampler.keep_likely(
+            logits, torch.ones(len(logits)), k, torch.tensor([top_p]), torch.tensor([0.0])
+        )
         assert int(got.isfinite().sum()) == kept, top_p
 
 
@@ -139,15 +167,24 @@ def test_repetition_penalty_equals_transformers() -> None:
     want = hf.RepetitionPenaltyLogitsProcessor(1.7)(tokens, logits.clone())
     three = torch.full((3,), 0.0)
     lengths = torch.full((3,), 4)
-    got = sampler.penalise(logits, tokens, torch.full((3,), 2), lengths, three, three, torch.full((3,), 1.7))
+    got = sampler.penalise(
+        logits, tokens, torch.full((3,), 2), lengths, three, three, torch.full((3,), 1.7)
+    )
     torch.testing.assert_close(got, want)
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
     logits = torch.zeros(1, VOCAB)
-    tokens = torch.tensor([[4, 4, 6, 6, 7, 50, 50]])  # prompt 4 4, output 6 6 7; 50 is stale memory behind the end
+    # prompt 4 4, output 6 6 7; 50 is stale memory behind the end
+    tokens = torch.tensor([[4, 4, 6, 6, 7, 50, 50]])
     got = sampler.penalise(
-        logits, tokens, torch.tensor([2]), torch.tensor([5]), torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([1.0])
+        logits,
+        tokens,
+        torch.tensor([2]),
+        torch.tensor([5]),
+        torch.tensor([0.5]),
+        torch.tensor([0.25]),
+        torch.tensor([1.0]),
     )
     assert got[0, 4] == 0 and got[0, 50] == 0
     assert got[0, 6] == -1.0 and got[0, 7] == -0.75
@@ -157,14 +194,21 @@ def test_logit_bias_forces_and_forbids() -> None:
     logits = random_logits(2, seed=4)
     best = int(logits[1].argmax())
     got = choose(
-        logits, [SamplingParams(temperature=0, logit_bias={11: 100}), SamplingParams(temperature=0, logit_bias={best: -100})]
+        logits,
+        [
+            SamplingParams(temperature=0, logit_bias={11: 100}),
+            SamplingParams(temperature=0, logit_bias={best: -100}),
+        ],
     )
     assert got[0] == 11 and got[1] == int(logits[1].topk(2).indices[1])
 
 
 def test_allowed_token_ids_are_the_only_ones() -> None:
     logits = random_logits(200, seed=5)
-    got = choose(logits, [SamplingParams(seed=i, temperature=3.0, allowed_token_ids=[2, 30]) for i in range(200)])
+    got = choose(
+        logits,
+        [SamplingParams(seed=i, temperature=3.0, allowed_token_ids=[2, 30]) for i in range(200)],
+    )
     assert set(got) == {2, 30}
 
 
@@ -178,7 +222,9 @@ def test_stop_ids_wait_for_min_tokens() -> None:
     logits = torch.full((2, VOCAB), -1.0)
     logits[:, 8], logits[:, 9] = 5.0, 4.0
     params = [SamplingParams(temperature=0, min_tokens=2)] * 2
-    got = choose(logits, params, tokens=[[1, 2, 3], [1, 2, 3]], prompt_lens=[2, 1], stop_ids=frozenset([8]))
+    got = choose(
+        logits, params, tokens=[[1, 2, 3], [1, 2, 3]], prompt_lens=[2, 1], stop_ids=frozenset([8])
+    )
     assert got == [9, 8], "one token said: too early to stop; two said: free to"
 
 
@@ -197,14 +243,16 @@ def test_a_masked_row_says_only_what_it_may(options: dict) -> None:
     assert {got[i] for i in allowed} <= {2, 31, 96}
     free = [i for i in range(n) if i not in allowed]
     assert [got[i] for i in free] == choose(logits[free], [params[i] for i in free])
-    assert [choose(logits[i : i + 1], params[i : i + 1], masks={0: allowed[i]})[0] for i in (0, 64, 130)] == [
-        got[i] for i in (0, 64, 130)
-    ]
+    assert [
+        choose(logits[i : i + 1], params[i : i + 1], masks={0: allowed[i]})[0] for i in (0, 64, 130)
+    ] == [got[i] for i in (0, 64, 130)]
 
 
 def test_a_mask_of_every_token_alone_chooses_it() -> None:
     logits = random_logits(VOCAB, seed=8, scale=30)
-    got = choose(logits, [SamplingParams(seed=i) for i in range(VOCAB)], masks={i: [i] for i in range(VOCAB)})
+    got = choose(
+        logits, [SamplingParams(seed=i) for i in range(VOCAB)], masks={i: [i] for i in range(VOCAB)}
+    )
     assert got == list(range(VOCAB)), "bit k of the mask is token k"
 
 
@@ -224,9 +272,14 @@ def test_logprobs_are_of_the_model_and_ranked() -> None:
     want = logits.log_softmax(1)
     records = sampler.as_records(tokens.tolist(), list(parts), [4, 2, 0])
     assert [len(r.top) for r in records] == [4, 2, 0]
-    assert records[1].rank == 1 and records[1].top[0] == (records[1].token, pytest.approx(float(want[1].max())))
+    assert records[1].rank == 1 and records[1].top[0] == (
+        records[1].token,
+        pytest.approx(float(want[1].max())),
+    )
     for r, row in zip(records, want, strict=True):
-        assert r.logprob == pytest.approx(float(row[r.token])) and r.rank == 1 + int((row > row[r.token]).sum())
+        assert r.logprob == pytest.approx(float(row[r.token])) and r.rank == 1 + int(
+            (row > row[r.token]).sum()
+        )
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])

@@ -111,7 +111,9 @@ def test_more_stores_than_the_stage_holds(kv: KVStore, make: Make) -> None:
             fill(kv, block, 99)
         tiers.load([(block - 1, BLOCKS + 1 - block) for block in range(1, BLOCKS + 1)])
         synchronize()
-        assert [value(kv, BLOCKS + 1 - b) for b in range(1, BLOCKS + 1)] == [10 * round + b for b in range(1, BLOCKS + 1)]
+        assert [value(kv, BLOCKS + 1 - b) for b in range(1, BLOCKS + 1)] == [
+            10 * round + b for b in range(1, BLOCKS + 1)
+        ]
 
 
 def test_what_is_saved_can_be_fetched_by_another_server(kv: KVStore, make: Make) -> None:
@@ -133,7 +135,9 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 2**20, b"f" * 16, "test", kv.tensor[0].nbytes)
     for i in (3, 4, 5):
         fill(kv, i, i)
-        disk.write(name(i), tokens(i), memoryview(kv.tensor[i].cpu().view(torch.uint8).numpy().reshape(-1)))
+        disk.write(
+            name(i), tokens(i), memoryview(kv.tensor[i].cpu().view(torch.uint8).numpy().reshape(-1))
+        )
     record = disk.folder / f"{name(4).hex()}.kv"
     data = bytearray(record.read_bytes())
     data[-5000] ^= 1
@@ -143,7 +147,9 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     assert {news.kind for news in until(tiers, 3)} == {"fetched"}
     tiers.load([(0, 6), (2, 1), (1, 7)])  # two side by side, and one elsewhere
     check = tiers.take_check()
-    assert check is not None and tiers.spoilt(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
+    assert (
+        check is not None and tiers.spoilt(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
+    )
     tiers.load([(0, 6)])
     assert tiers.take_check() is None, "once is enough"
     tiers.begin(Plan(2, stores=[(6, 2)]))
@@ -156,7 +162,9 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     tiers.close(patience=0.2)
 
 
-def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers = make()
     gate = threading.Event()
     real = Tiers._save
@@ -164,10 +172,15 @@ def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(make: Mak
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     tiers.begin(Plan(2, stores=[(4, 0)], saves=[Save(0, name(4), tokens(4))]))
     gate.set()
-    assert until(tiers, 2) == [DiskNews("unsaved", name(3), why="overtaken"), DiskNews("saved", name(4))]
+    assert until(tiers, 2) == [
+        DiskNews("unsaved", name(3), why="overtaken"),
+        DiskNews("saved", name(4)),
+    ]
 
 
-def test_a_queue_that_cannot_be_worked_off_is_cut(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_cannot_be_worked_off_is_cut(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
     monkeypatch.setattr(Tiers, "_save", lambda *a: gate.wait(10))
     tiers = make(slots=4)
@@ -178,7 +191,9 @@ def test_a_queue_that_cannot_be_worked_off_is_cut(make: Make, monkeypatch: pytes
     assert why.count("behind") >= 20 - 4 - 2
 
 
-def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_is_given_up(
+    kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what it brings after that reaches no slot: by then something else is there."""
     monkeypatch.setattr(module, "PATIENCE", 0.05)
     tiers, gate = make(), threading.Event()
@@ -188,7 +203,10 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
     monkeypatch.setattr(Record, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     late = until(tiers, 2)
-    assert [(n.kind, n.ticket, n.why) for n in late] == [("missed", 1, "late"), ("missed", 2, "late")]
+    assert [(n.kind, n.ticket, n.why) for n in late] == [
+        ("missed", 1, "late"),
+        ("missed", 2, "late"),
+    ]
     tiers.begin(Plan(3, stores=[(5, 1)]))
     gate.set()
     time.sleep(0.1)
@@ -199,7 +217,9 @@ def test_a_disk_that_does_not_answer_is_given_up(kv: KVStore, make: Make, monkey
 
 
 @pytest.mark.parametrize("error", [Miss("corrupt"), OSError("odd"), RuntimeError("a bug")])
-def test_whatever_goes_wrong_is_a_miss(make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_whatever_goes_wrong_is_a_miss(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def broken(*_: Any) -> None:
         raise error
 
@@ -209,12 +229,16 @@ def test_whatever_goes_wrong_is_a_miss(make: Make, monkeypatch: pytest.MonkeyPat
     why = error.why if isinstance(error, Miss) else "error"
     for step in range(3):
         tiers.begin(Plan(step, fetches=[Fetch(step + 1, 1, name(1), tokens(1))]))
-        assert until(tiers, 1) == [DiskNews("missed", name(1), step + 1, why)], "and the threads live on"
+        assert until(tiers, 1) == [DiskNews("missed", name(1), step + 1, why)], (
+            "and the threads live on"
+        )
     tiers.begin(Plan(4, stores=[(1, 0)], saves=[Save(0, name(1), tokens(1))]))
     assert until(tiers, 1)[0].kind == "unsaved"
 
 
-def test_a_disk_that_failed_is_left_alone_for_a_while(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_failed_is_left_alone_for_a_while(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries = []
 
     def full(*_: Any) -> None:
@@ -229,7 +253,9 @@ def test_a_disk_that_failed_is_left_alone_for_a_while(make: Make, monkeypatch: p
     assert len(tries) == 1
 
 
-def test_the_same_fault_is_logged_once_in_a_while(make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_the_same_fault_is_logged_once_in_a_while(
+    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     tiers = make()
     tiers.begin(Plan(1, stores=[(1, 0)], saves=[Save(0, name(1), tokens(1))]))
     until(tiers, 1)
@@ -244,7 +270,9 @@ def test_the_same_fault_is_logged_once_in_a_while(make: Make, caplog: pytest.Log
     assert len([r for r in caplog.records if "corrupt" in r.getMessage()]) == 1
 
 
-def test_a_fetch_that_was_overtaken_is_answered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_that_was_overtaken_is_answered(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would be awaited, and what came into its slot meanwhile be given up with it."""
     monkeypatch.setattr(module, "READERS", 1)
     tiers, gate, real = make(), threading.Event(), Record.read
@@ -254,10 +282,15 @@ def test_a_fetch_that_was_overtaken_is_answered(make: Make, monkeypatch: pytest.
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     tiers.begin(Plan(3, stores=[(5, 2)]))  # the step that asked had failed
     gate.set()
-    assert [(n.ticket, n.kind, n.why) for n in until(tiers, 2)] == [(1, "fetched", ""), (2, "missed", "overtaken")]
+    assert [(n.ticket, n.kind, n.why) for n in until(tiers, 2)] == [
+        (1, "fetched", ""),
+        (2, "missed", "overtaken"),
+    ]
 
 
-def test_a_directory_removed_under_way_is_a_miss_and_then_used_again(make: Make, tmp_path: Path) -> None:
+def test_a_directory_removed_under_way_is_a_miss_and_then_used_again(
+    make: Make, tmp_path: Path
+) -> None:
     tiers = make()
     tiers.begin(Plan(1, stores=[(1, 0)], saves=[Save(0, name(1), tokens(1))]))
     until(tiers, 1)
@@ -280,13 +313,21 @@ def test_what_others_write_becomes_known(make: Make, monkeypatch: pytest.MonkeyP
 
 def test_closing_writes_what_waits_to_be_written(make: Make) -> None:
     tiers = make(slots=BLOCKS)
-    tiers.begin(Plan(1, stores=[(b, b - 1) for b in range(1, 9)], saves=[Save(b - 1, name(b), tokens(b)) for b in range(1, 9)]))
+    tiers.begin(
+        Plan(
+            1,
+            stores=[(b, b - 1) for b in range(1, 9)],
+            saves=[Save(b - 1, name(b), tokens(b)) for b in range(1, 9)],
+        )
+    )
     tiers.close()
     assert tiers.disk is not None and tiers.disk.sweep() == {name(b) for b in range(1, 9)}
     tiers.close()
 
 
-def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_read_in_parts_by_several_readers(
+    kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which bring what is not whole to nobody, and say so once."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(module, "PART", 64)
@@ -300,9 +341,11 @@ def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, m
     kv.tensor.zero_()
     assert tiers.disk is not None
     short = Path(tiers.disk.path(name(4)))
-    short.write_bytes(short.read_bytes()[: PAGE + 70])  # the second of its parts is not whole, others are not there
+    # the second of its parts is not whole, others are not there
+    short.write_bytes(short.read_bytes()[: PAGE + 70])
     Path(tiers.disk.path(name(5))).unlink()
-    for b, at in ((6, PAGE - 1), (7, PAGE + 200)):  # the first part is odd, and the others are not; or all of KV is, and no part
+    # the first part is odd, and the others are not; or all of KV is, and no part
+    for b, at in ((6, PAGE - 1), (7, PAGE + 200)):
         record = Path(tiers.disk.path(name(b)))
         data = bytearray(record.read_bytes())
         data[at] ^= 1
@@ -315,7 +358,9 @@ def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, m
         real(self, into, at)
 
     monkeypatch.setattr(Record, "read", read)
-    tiers.begin(Plan(2, fetches=[Fetch(b, b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)]))
+    tiers.begin(
+        Plan(2, fetches=[Fetch(b, b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)])
+    )
     news = {n.ticket: (n.kind, n.why) for n in until(tiers, BLOCKS)}
     gone = {b: ("missed", "gone" if b == 5 else "corrupt") for b in (4, 5, 6, 7)}
     assert news == {b: gone.get(b, ("fetched", "")) for b in range(1, BLOCKS + 1)}
@@ -324,11 +369,15 @@ def test_records_are_read_in_parts_by_several_readers(kv: KVStore, make: Make, m
         tiers.load([(b - 1, b)])
         synchronize()
         assert torch.equal(kv.tensor[b], want[b])
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
+        "a row is lost, or used twice"
+    )
 
 
 @pytest.mark.parametrize("part", [64, 2**20])
-def test_slots_change_hands_under_load(part: int, kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_change_hands_under_load(
+    part: int, kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stores, saves and fetches of few slots at once: what is fetched is what its name says, or is not loaded."""
     monkeypatch.setattr(module, "PART", part)
     tiers, g = make(slots=2), random.Random(1)
@@ -365,7 +414,9 @@ def test_slots_change_hands_under_load(part: int, kv: KVStore, make: Make, monke
     assert loaded > 500
     while tiers._pending:  # what is late is a miss, so this ends; news of saves comes in between
         tiers.news(wait=True)
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
+        "a row is lost, or used twice"
+    )
 
 
 def test_a_lap_tells_loads_from_the_rest() -> None:
@@ -385,12 +436,20 @@ def test_page_locked_memory_is_given_back(kv: KVStore, make: Make) -> None:
         tiers.close()
 
 
-def test_a_record_that_cannot_be_opened_holds_up_no_other(kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_opened_holds_up_no_other(
+    kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)  # three readers
     monkeypatch.setattr(module, "PART", 16)
     monkeypatch.setattr(module, "OPENING", 0.05)
     tiers = make(slots=BLOCKS)
-    tiers.begin(Plan(1, stores=[(b, b - 1) for b in (1, 2, 3)], saves=[Save(b - 1, name(b), tokens(b)) for b in (1, 2, 3)]))
+    tiers.begin(
+        Plan(
+            1,
+            stores=[(b, b - 1) for b in (1, 2, 3)],
+            saves=[Save(b - 1, name(b), tokens(b)) for b in (1, 2, 3)],
+        )
+    )
     synchronize()
     until(tiers, 3)
     gate, real = threading.Event(), Record.__init__
@@ -402,7 +461,12 @@ def test_a_record_that_cannot_be_opened_holds_up_no_other(kv: KVStore, make: Mak
 
     monkeypatch.setattr(Record, "__init__", opens)
     tiers.begin(Plan(2, fetches=[Fetch(b, b + 2, name(b), tokens(b)) for b in (1, 2, 3)]))
-    assert {(n.ticket, n.kind) for n in until(tiers, 2, seconds=1.5)} == {(2, "fetched"), (3, "fetched")}
+    assert {(n.ticket, n.kind) for n in until(tiers, 2, seconds=1.5)} == {
+        (2, "fetched"),
+        (3, "fetched"),
+    }
     gate.set()
     assert [(n.kind, n.why) for n in until(tiers, 1)] == [("missed", "late")]
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), "a row is lost, or used twice"
+    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
+        "a row is lost, or used twice"
+    )

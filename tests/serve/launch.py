@@ -69,7 +69,8 @@ def main(port: str, text: str) -> None:
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
     if program is not None:
         found.front.client.supervisor.command = (sys.executable, "-m", program)
-    signal.signal(signal.SIGUSR2, lambda *_: time.sleep(2.5))  # in the loop's thread: it stands still
+    # in the loop's thread: it stands still
+    signal.signal(signal.SIGUSR2, lambda *_: time.sleep(2.5))
     found.run()
 
 

@@ -61,7 +61,9 @@ class Running:
         return self.http.post(path, json=body, **options)
 
     def complete(self, **fields: Any) -> dict[str, Any]:
-        reply = self.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True, **fields})
+        reply = self.post(
+            "/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True, **fields}
+        )
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -86,7 +88,11 @@ class Running:
         for line in self.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
-                name = re.sub(r'model_name="[^"]*",?|\{\}', "", name).replace(",}", "}").replace("{}", "")
+                name = (
+                    re.sub(r'model_name="[^"]*",?|\{\}', "", name)
+                    .replace(",}", "}")
+                    .replace("{}", "")
+                )
                 found[name] = float(value)
         return found
 
@@ -109,11 +115,19 @@ def children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def server(folder: Path, ready: bool = True, engine: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+def server(
+    folder: Path, ready: bool = True, engine: dict[str, Any] | None = None, **config: Any
+) -> Iterator[Running]:
     """`config`: ServeConfig's fields."""
     port, log = free_port(), folder / "server.log"
-    config = {"model": tiny.model_dir(), "name": NAME, "engine": {**ENGINE, **(engine or {})}, **config}
-    with tempfile.TemporaryDirectory(prefix="o", ignore_cleanup_errors=True) as temporary:  # a socket's path must be short
+    config = {
+        "model": tiny.model_dir(),
+        "name": NAME,
+        "engine": {**ENGINE, **(engine or {})},
+        **config,
+    }
+    # a socket's path must be short
+    with tempfile.TemporaryDirectory(prefix="o", ignore_cleanup_errors=True) as temporary:
         with open(log, "w") as out:
             argv = [sys.executable, "-m", "tests.serve.launch", str(port), json.dumps(config)]
             env = {**os.environ, "TMPDIR": temporary}
@@ -154,21 +168,30 @@ def raw(port: int, data: bytes, seconds: float = 5) -> bytes:
         return found
 
 
-def http_request(path: str, body: bytes, *headers: str, method: str = "POST", host: str = "localhost") -> bytes:
+def http_request(
+    path: str, body: bytes, *headers: str, method: str = "POST", host: str = "localhost"
+) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *headers, f"Content-Length: {len(body)}"]
     if not any(h.lower().startswith("content-type") for h in headers):
         lines.append("Content-Type: application/json")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def check_error(reply: httpx.Response, status: int, param: str | None = ..., code: str | None = ...) -> dict[str, Any]:  # type: ignore[assignment]
+def check_error(
+    reply: httpx.Response, status: int, param: str | None = ..., code: str | None = ...
+) -> dict[str, Any]:  # type: ignore[assignment]
     """An error as every error must look."""
     assert reply.status_code == status, (reply.status_code, reply.text)
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"]
     assert reply.headers["x-request-id"].startswith("req_")
-    assert "Traceback" not in reply.text and "/octavo" not in reply.text and "0x" not in reply.text and "/tmp" not in reply.text
+    assert (
+        "Traceback" not in reply.text
+        and "/octavo" not in reply.text
+        and "0x" not in reply.text
+        and "/tmp" not in reply.text
+    )
     if param is not ...:
         assert error["param"] == param, error
     if code is not ...:

@@ -20,14 +20,18 @@ class Pairs(list):  # type: ignore[type-arg]
 TEXTS = st.text(st.sampled_from('ab:"\\,{}[]\n é'), max_size=6)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(TEXTS, inner), max_size=3).map(Pairs),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(st.tuples(TEXTS, inner), max_size=3).map(Pairs)
+    ),
     max_leaves=8,
 )
 
 
 def write(value: Any) -> str:
     if isinstance(value, Pairs):
-        return "{" + " , ".join(f"{json.dumps(name)} :{write(inner)}" for name, inner in value) + "}"
+        return (
+            "{" + " , ".join(f"{json.dumps(name)} :{write(inner)}" for name, inner in value) + "}"
+        )
     if isinstance(value, list):
         return "[" + ",".join(map(write, value)) + "]"
     return json.dumps(value)
@@ -65,5 +69,10 @@ def test_what_is_not_strict_is_refused(data: bytes) -> None:
 
 
 def test_what_is_plain_is_read_the_quick_way() -> None:
-    assert body._plain(b'{"prompt": "a b", "stream_options": {"include_usage": true}, "stop": ["x"], "n": 2}') is not None
+    assert (
+        body._plain(
+            b'{"prompt": "a b", "stream_options": {"include_usage": true}, "stop": ["x"], "n": 2}'
+        )
+        is not None
+    )
     assert body._plain(b'{"messages": [{"role": "user", "content": "hi"}]}') is not None

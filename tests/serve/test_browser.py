@@ -42,7 +42,9 @@ class Tab:
                 self.errors.append(message["params"])
 
     def ask(self, code: str) -> Any:
-        return self.call("Runtime.evaluate", expression=code, returnByValue=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=code, returnByValue=True)["result"].get(
+            "value"
+        )
 
     def wait(self, code: str, seconds: float = 30) -> None:
         end = time.monotonic() + seconds
@@ -54,13 +56,28 @@ class Tab:
 @contextlib.contextmanager
 def tab(folder: Path) -> Iterator[Tab]:
     assert CHROMIUM is not None
-    argv = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={folder}"]
-    browser = subprocess.Popen([*argv, "about:blank"], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    argv = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={folder}",
+    ]
+    browser = subprocess.Popen(
+        [*argv, "about:blank"], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert browser.stderr is not None
-        port = next(line for line in browser.stderr if "DevTools listening" in line).split(":")[2].split("/")[0]
+        port = (
+            next(line for line in browser.stderr if "DevTools listening" in line)
+            .split(":")[2]
+            .split("/")[0]
+        )
         pages = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json"))
-        with connect(next(p for p in pages if p["type"] == "page")["webSocketDebuggerUrl"], max_size=None) as socket:
+        with connect(
+            next(p for p in pages if p["type"] == "page")["webSocketDebuggerUrl"], max_size=None
+        ) as socket:
             yield Tab(socket)
     finally:
         os.killpg(browser.pid, signal.SIGKILL)
@@ -97,7 +114,10 @@ def test_the_page_asks_for_a_key_and_sends_it_with_everything(tmp_path: Path) ->
     keys = '[[keys]]\nname = "alice"\nkey = "alice-0123456789abcdef"\nadmin = true\n'
     keys += '[[keys]]\nname = "bob"\nkey = "bob-0123456789abcdef"\n'
     (tmp_path / "keys.toml").write_text(keys)
-    with server(tmp_path, keys_file=str(tmp_path / "keys.toml")) as running, tab(tmp_path / "browser") as page:
+    with (
+        server(tmp_path, keys_file=str(tmp_path / "keys.toml")) as running,
+        tab(tmp_path / "browser") as page,
+    ):
         page.call("Page.navigate", url=running.url)
         for key, then in (("wrong-0123456789abcdef", "document.body.innerText.includes('not valid')"),
                           ("bob-0123456789abcdef", "document.body.innerText.includes('not an administrator')"),
@@ -107,5 +127,7 @@ def test_the_page_asks_for_a_key_and_sends_it_with_everything(tmp_path: Path) ->
             page.wait(then)
         page.ask(f"{type_in('max-tokens', '5')}; document.getElementById('send').click()")
         page.wait("document.getElementById('facts').textContent.includes('ended: ')")
-        assert all("401" in str(error) for error in page.errors), "but for the two refusals there is nothing"
+        assert all("401" in str(error) for error in page.errors), (
+            "but for the two refusals there is nothing"
+        )
         assert "alice-0123456789abcdef" not in running.log.read_text()

@@ -43,9 +43,15 @@ def unharmed(running: Running) -> Iterator[None]:
         yield
     assert running.process.poll() is None and running.children() == engine, "a process ended"
     found = settled(running)
-    assert found["octavo:num_requests_waiting"] == found["octavo:open_streams"] == found["octavo:num_tokens_waiting"] == 0
+    assert (
+        found["octavo:num_requests_waiting"]
+        == found["octavo:open_streams"]
+        == found["octavo:num_tokens_waiting"]
+        == 0
+    )
     for _ in range(50):
-        if running.open_files() <= files + 1:  # the client's own connection may have been opened anew
+        # the client's own connection may have been opened anew
+        if running.open_files() <= files + 1:
             break
         time.sleep(0.05)
     assert running.open_files() <= files + 1, "descriptors are left over"
@@ -83,7 +89,9 @@ def test_all_bad_requests_beside_good_ones(running: Running) -> None:
             async def be_refused(path: str, body: bytes) -> None:
                 async with room:
                     begun = time.monotonic()
-                    reply = await http.post(path, content=body, headers={"content-type": "application/json"})
+                    reply = await http.post(
+                        path, content=body, headers={"content-type": "application/json"}
+                    )
                     took.append(time.monotonic() - begun)
                 check_error(reply, reply.status_code)
                 assert 400 <= reply.status_code < 500, (path, body[:200], reply.text)
@@ -123,7 +131,10 @@ def test_clients_that_leave_and_bytes_that_are_no_requests(running: Running) -> 
 
     async def run() -> None:
         body = {**STAYING, "stream": True, "max_tokens": 900}
-        leaving = (leave(running.port, body, g.random() * 0.1, g.choice([None, 1, 2000])) for _ in range(30))
+        leaving = (
+            leave(running.port, body, g.random() * 0.1, g.choice([None, 1, 2000]))
+            for _ in range(30)
+        )
         await asyncio.gather(*map(send, noise + cut + spoiled), *leaving)
 
     with unharmed(running):
@@ -142,7 +153,11 @@ SECRET = re.compile(
 def test_no_route_tells_a_path_an_address_or_a_prompt(running: Running, path: str) -> None:
     running.complete(prompt="private words", max_tokens=1)
     reply = running.get(path)
-    text = reply.text if path != "/version" else json.dumps({k: v for k, v in reply.json().items() if "version" not in k})
+    text = (
+        reply.text
+        if path != "/version"
+        else json.dumps({k: v for k, v in reply.json().items() if "version" not in k})
+    )
     assert not SECRET.search(text), SECRET.search(text)
 
 
@@ -152,9 +167,16 @@ def test_no_error_tells_a_path_an_address_or_a_prompt(running: Running) -> None:
         reply = running.http.post(path, content=body, headers={"content-type": "application/json"})
         assert not SECRET.search(reply.text), reply.text
         assert not SECRET.search(str(dict(reply.headers)))
-    for path in ("/nothing", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fetc%2fpasswd", "/v1/models/private words"):
+    for path in (
+        "/nothing",
+        "/v1/models/../../etc/passwd",
+        "/v1/models/%2e%2e%2fetc%2fpasswd",
+        "/v1/models/private words",
+    ):
         reply = running.get(path)
-        assert reply.status_code == 404 and not SECRET.search(reply.text.replace("private words", "")), reply.text
+        assert reply.status_code == 404 and not SECRET.search(
+            reply.text.replace("private words", "")
+        ), reply.text
 
 
 # ---- code that runs what it reads ---------------------------------------------------------------------------
@@ -162,7 +184,19 @@ def test_no_error_tells_a_path_an_address_or_a_prompt(running: Running) -> None:
 CALLS = {"eval", "exec", "__import__", "execfile"}
 ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("os", "system"), ("os", "popen"), ("yaml", "load"), ("yaml", "unsafe_load"),
               ("jit", "load"), ("np", "load"), ("numpy", "load"), ("builtins", "compile")}  # fmt: skip
-MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "code", "runpy"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "yaml",
+    "code",
+    "runpy",
+}
 KEYWORDS = {"shell": True, "allow_pickle": True, "trust_remote_code": True, "weights_only": False}
 
 
@@ -173,16 +207,26 @@ def runs_what_it_reads(source: str) -> list[str]:
             found += [a.name for a in node.names if a.name.partition(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
             found.append(str(node.module))
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in ATTRIBUTES:
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr) in ATTRIBUTES
+        ):
             found.append(f"{node.value.id}.{node.attr}")
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in CALLS:
                 found.append(node.func.id)
             for word in node.keywords:
-                if word.arg in KEYWORDS and isinstance(word.value, ast.Constant) and word.value.value is KEYWORDS[word.arg]:
+                if (
+                    word.arg in KEYWORDS
+                    and isinstance(word.value, ast.Constant)
+                    and word.value.value is KEYWORDS[word.arg]
+                ):
                     found.append(f"{word.arg}={word.value.value}")
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if name in ("recv_pyobj", "send_pyobj", "loads") and "json" not in ast.unparse(node.func):
+            if name in ("recv_pyobj", "send_pyobj", "loads") and "json" not in ast.unparse(
+                node.func
+            ):
                 found.append(ast.unparse(node.func))
     return found
 
@@ -190,9 +234,13 @@ def runs_what_it_reads(source: str) -> list[str]:
 def test_nothing_in_the_package_runs_what_it_reads() -> None:
     root = Path(octavo.__file__).parent
     files = list(root.rglob("*.py"))
-    found = {str(f.relative_to(root)): what for f in files if (what := runs_what_it_reads(f.read_text()))}
+    found = {
+        str(f.relative_to(root)): what for f in files if (what := runs_what_it_reads(f.read_text()))
+    }
     allowed = {"serve/keys.py": ["tomllib.loads"]}  # data only
-    assert {name: what for name, what in found.items() if what != allowed.get(name)} == {} and len(files) > 50
+    assert {name: what for name, what in found.items() if what != allowed.get(name)} == {} and len(
+        files
+    ) > 50
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,18 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
 from octavo.serve.config import ServeConfig
 from octavo.serve.engine_process import DeviceLost, EngineLoop
-from octavo.serve.messages import Abort, Add, Beat, News, Refused, Shutdown, Taken, decode_to_engine, decode_to_front, encode
+from octavo.serve.messages import (
+    Abort,
+    Add,
+    Beat,
+    News,
+    Refused,
+    Shutdown,
+    Taken,
+    decode_to_engine,
+    decode_to_front,
+    encode,
+)
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
@@ -42,7 +53,9 @@ class FakeLink:
 
 
 def run(script: list[Any], depth: int = 1, guides: Any = None) -> tuple[EngineLoop, list[Any]]:
-    schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200, depth=depth)
+    schedule = ScheduleConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200, depth=depth
+    )
     scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
     link = FakeLink(script)
     loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), link, guides)  # type: ignore[arg-type]
@@ -62,7 +75,9 @@ def used(loop: EngineLoop) -> int:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("length", [5, 60], ids=["decoding", "prefilling"])
-def test_an_abort_frees_every_block_before_the_next_step(steps: int, depth: int, length: int) -> None:
+def test_an_abort_frees_every_block_before_the_next_step(
+    steps: int, depth: int, length: int
+) -> None:
     loop, _ = run([add("a", length, max_tokens=50), *[None] * steps, Abort(["a"])], depth)
     assert used(loop) == 0 and not loop.engine.scheduler.live
     loop.engine.scheduler.check()
@@ -70,16 +85,34 @@ def test_an_abort_frees_every_block_before_the_next_step(steps: int, depth: int,
 
 def test_an_abort_leaves_others_alone() -> None:
     alone = run([add("b", 9, max_tokens=10, seed=1), *[None] * 12])[1]
-    both = run([add("a", 6, max_tokens=50), add("b", 9, max_tokens=10, seed=1), None, None, Abort(["a"]), *[None] * 12])[1]
+    both = run(
+        [
+            add("a", 6, max_tokens=50),
+            add("b", 9, max_tokens=10, seed=1),
+            None,
+            None,
+            Abort(["a"]),
+            *[None] * 12,
+        ]
+    )[1]
 
     def tokens(sent: list[Any]) -> list[int]:
-        return [t for m in sent if isinstance(m, News) for out in m.outputs if out.request_id == "b" for t in out.tokens]
+        return [
+            t
+            for m in sent
+            if isinstance(m, News)
+            for out in m.outputs
+            if out.request_id == "b"
+            for t in out.tokens
+        ]
 
     assert tokens(both) == tokens(alone) and len(tokens(alone)) == 10
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_that_nobody_follows_is_told_of_when_it_begins_and_when_it_ends(depth: int) -> None:
+def test_a_request_that_nobody_follows_is_told_of_when_it_begins_and_when_it_ends(
+    depth: int,
+) -> None:
     def told(whole: bool) -> tuple[EngineLoop, list[Output], int]:
         m = add("a", 9, max_tokens=10, seed=1, n=2, temperature=1.0)
         m.whole = whole
@@ -147,10 +180,18 @@ def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None
     script = [guided("g"), add("a", max_tokens=6), *[None] * 14]
     loop, sent = run(script, guides=FakeGuides(9))
     begun = [id for m in sent if isinstance(m, News) for id, _ in m.begun]
-    ended = [out.request_id for m in sent if isinstance(m, News) for out in m.outputs if out.finish_reason]
+    ended = [
+        out.request_id
+        for m in sent
+        if isinstance(m, News)
+        for out in m.outputs
+        if out.finish_reason
+    ]
     assert begun == ["a", "g"] and ended[0] == "a" and not loop.held
     taken = next(i for i, m in enumerate(sent) if isinstance(m, Taken))
-    assert taken < next(i for i, m in enumerate(sent) if isinstance(m, News) and [id for id, _ in m.begun] == ["g"])
+    assert taken < next(
+        i for i, m in enumerate(sent) if isinstance(m, News) and [id for id, _ in m.begun] == ["g"]
+    )
 
 
 def test_a_held_request_keeps_an_idle_engine_awake_and_then_lets_it_sleep() -> None:
@@ -185,8 +226,22 @@ def test_messages_cross_as_they_are() -> None:
     said = add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1, structured_outputs=shape)
     for message in (said, Abort(["a", "b"]), Shutdown()):
         assert decode_to_engine(encode(message)) == message
-    out = Output("a", 1, [4], [TokenLogprobs(4, -0.5, 1, [(4, -0.5)])], "stop", "x", 3, [None, TokenLogprobs(1, -1.0, 2, [])])
-    for message in (News([out], [("a", 1.5)], [7], 9), Beat(steps=3), Refused("a", "no", "prompt", None), Taken("a")):
+    out = Output(
+        "a",
+        1,
+        [4],
+        [TokenLogprobs(4, -0.5, 1, [(4, -0.5)])],
+        "stop",
+        "x",
+        3,
+        [None, TokenLogprobs(1, -1.0, 2, [])],
+    )
+    for message in (
+        News([out], [("a", 1.5)], [7], 9),
+        Beat(steps=3),
+        Refused("a", "no", "prompt", None),
+        Taken("a"),
+    ):
         assert decode_to_front(encode(message)) == message
 
 
@@ -204,11 +259,17 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     script: list[Any] = []
     for name, first in (("a", 1), ("b", 100), ("c", 1)):
         prompt = list(range(first, first + 25))
-        script += [Add(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True), 0.0, ""), *[None] * 4]
+        script += [
+            Add(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True), 0.0, ""),
+            *[None] * 4,
+        ]
     loop = EngineLoop(Engine(scheduler, FakeRunner(8, 4, 20)), FakeLink(script))  # type: ignore[arg-type]
     loop.run()
     beat = loop.beat
-    assert {f"{name}_bytes" for name in ("store", "load", "save", "fetch")} | {"load_seconds", "fetch_seconds"} < set(beat.tiers)
+    assert {f"{name}_bytes" for name in ("store", "load", "save", "fetch")} | {
+        "load_seconds",
+        "fetch_seconds",
+    } < set(beat.tiers)
     assert beat.tiers["loads"] > 0 and beat.tiers["load_bytes"] == 1000 * beat.tiers["loads"]
     assert beat.tiers["host_tokens"] == 4 * beat.tiers["loads"] and beat.cached_tokens == 24
     assert sum(beat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20
@@ -217,7 +278,10 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     metrics = Metrics("octavo", "m")
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(
-            beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}), starts=1, recovery=0.0, loaded=None
+            beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}),
+            starts=1,
+            recovery=0.0,
+            loaded=None,
         ),
         queue=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
@@ -226,13 +290,18 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     text = metrics.render().decode()
     assert f'octavo:kv_tier_loads_total{{model_name="m"}} {float(beat.tiers["loads"])}' in text
     assert 'octavo:kv_disk_misses_total{model_name="m",reason="corrupt"} 3.0' in text
-    assert f'octavo:prefix_cache_tier_hits_total{{model_name="m",tier="host"}} {float(beat.tiers["host_tokens"])}' in text
+    assert (
+        f'octavo:prefix_cache_tier_hits_total{{model_name="m",tier="host"}} {float(beat.tiers["host_tokens"])}'
+        in text
+    )
     assert f'octavo:kv_host_slots_free{{model_name="m"}} {float(beat.tiers["slots_free"])}' in text
     metrics.source.client.supervisor.beat = Beat()  # type: ignore[union-attr, attr-defined]
     assert "kv_tier" not in metrics.render().decode(), "no tiers, nothing to tell"
 
 
-def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200)
     scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
     script = [add("a", 5, max_tokens=8), *[None] * 20]
@@ -261,18 +330,27 @@ def test_a_step_that_fails_on_a_lost_device_ends_the_process_and_another_failure
         loop.alive = lambda alive=alive: alive  # type: ignore[method-assign, misc]
         if alive:
             loop.run()
-            assert any(out.finish_reason == "error" for m in link.sent if isinstance(m, News) for out in m.outputs)
+            assert any(
+                out.finish_reason == "error"
+                for m in link.sent
+                if isinstance(m, News)
+                for out in m.outputs
+            )
         else:
             with pytest.raises(DeviceLost):
                 loop.run()
-            assert not any(isinstance(m, News) for m in link.sent), "the front says what became of them when it misses us"
+            assert not any(isinstance(m, News) for m in link.sent), (
+                "the front says what became of them when it misses us"
+            )
 
 
 # ---- steps that may take long ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_long_step_is_told_of_until_it_has_landed(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_is_told_of_until_it_has_landed(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of 14 tokens, a second each: before it is launched, and in all news until its result is there."""
     patience, landed = [0.0], []
     loop_of = EngineLoop.__init__
@@ -298,7 +376,9 @@ def test_a_long_step_is_told_of_until_it_has_landed(depth: int, monkeypatch: pyt
     monkeypatch.setattr(FakeLink, "send", send)
     _, sent = run([add("a", 14, max_tokens=4), *[None] * 12], depth)
     assert max(patience) == 14 and patience[-1] == 0 and landed[0] == 0
-    assert [id for m in sent if isinstance(m, News) for id, _ in m.begun] == ["a"], "and that it has begun, once"
+    assert [id for m in sent if isinstance(m, News) for id, _ in m.begun] == ["a"], (
+        "and that it has begun, once"
+    )
     first = next(i for i, m in enumerate(sent) if isinstance(m, News))
     assert sent[first].begun and not sent[first].outputs and sent[first].patience == 14
 
@@ -313,11 +393,16 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
         pass
 
     async def hang() -> None:
-        watched.phase, watched._dump, watched._kill = "ready", nothing, lambda: ended.append(time.monotonic())  # type: ignore
+        watched.phase, watched._dump, watched._kill = (
+            "ready",
+            nothing,
+            lambda: ended.append(time.monotonic()),
+        )  # type: ignore
         watch = asyncio.create_task(watched._watch(None))
         watched._take(News([], [("a", 0.0)], [], patience=1e6))
         for steps in range(10):
-            work.clear() if steps == 2 else work.setdefault("b", 1)  # the first leaves, another comes
+            # the first leaves, another comes
+            work.clear() if steps == 2 else work.setdefault("b", 1)
             watched._take(Beat(steps=1))
             await asyncio.sleep(0.2)
         watch.cancel()
@@ -350,5 +435,7 @@ def test_the_front_is_told_whether_there_is_room() -> None:
 
 
 def test_who_leaves_an_engine_that_rests_leaves_room() -> None:
-    _, sent = run([*[add(name, max_tokens=50) for name in "abcde"], None, None, Abort(list("abcde"))])
+    _, sent = run(
+        [*[add(name, max_tokens=50) for name in "abcde"], None, None, Abort(list("abcde"))]
+    )
     assert [news.full for news in sent if isinstance(news, News)][-1] is False

@@ -8,13 +8,17 @@ from octavo.serve.errors import ApiError
 from octavo.serve.messages import Loaded
 from octavo.serve.validate import fit
 
-MODEL = Loaded(300, 100, 4, 64, 8, 20, True, "float32", "cpu", "Llama", {}, None, None, kv_budget=48)
+MODEL = Loaded(
+    300, 100, 4, 64, 8, 20, True, "float32", "cpu", "Llama", {}, None, None, kv_budget=48
+)
 
 
 def test_a_reply_may_go_on_beyond_the_context() -> None:
     headers: dict[str, str] = {}
     assert fit([1] * 40, 5000, MODEL, "prompt", headers) == 5000 and not headers
-    assert fit([1] * 40, None, MODEL, "prompt", headers) == 60, "unless nobody says how far: then the context bounds it"
+    assert fit([1] * 40, None, MODEL, "prompt", headers) == 60, (
+        "unless nobody says how far: then the context bounds it"
+    )
 
 
 def test_a_prompt_beyond_the_budget_is_refused() -> None:

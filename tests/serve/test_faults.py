@@ -30,7 +30,9 @@ JSON = {"content-type": "application/json"}
 def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Takes templates from requests, and is strict in what the other server is not."""
     folder: Path = tmp_path_factory.mktemp("trusting")
-    with server(folder, request_templates=True, limits={"logprob_entries": 100}, check_interval=0.01) as found:
+    with server(
+        folder, request_templates=True, limits={"logprob_entries": 100}, check_interval=0.01
+    ) as found:
         yield found
 
 
@@ -47,17 +49,26 @@ def test_a_name_twice_after_very_many_others_is_found_in_linear_time(running: Ru
     names = [f'"{k:x}":0' for k in range(300_000)]
     body = f'{{"prompt": "x", "metadata": {{{",".join(names)},"{299_999:x}":1}}}}'.encode()
     begun = time.monotonic()
-    check_error(running.http.post(TEXT, content=body, headers=JSON), 400, f"{299_999:x}", "invalid_json")
+    check_error(
+        running.http.post(TEXT, content=body, headers=JSON), 400, f"{299_999:x}", "invalid_json"
+    )
     assert time.monotonic() - begun < 5
 
 
 # ---- B: identity ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("priority", ["9223372036854775807", "-9223372036854775808", "1.5", "true", '"1"', "NaN", "1e400", "[]"])
+@pytest.mark.parametrize(
+    "priority",
+    ["9223372036854775807", "-9223372036854775808", "1.5", "true", '"1"', "NaN", "1e400", "[]"],
+)
 def test_a_priority_that_is_none(running: Running, priority: str) -> None:
     body = f'{{"prompt": "x", "priority": {priority}}}'.encode()
-    check_error(running.http.post(TEXT, content=body, headers=JSON), 400, None if priority == "NaN" else "priority")
+    check_error(
+        running.http.post(TEXT, content=body, headers=JSON),
+        400,
+        None if priority == "NaN" else "priority",
+    )
 
 
 # ---- C: what a request says -----------------------------------------------------------------------------------
@@ -98,9 +109,16 @@ def test_a_malicious_template(trusting: Running, template: str) -> None:
     assert trusting.complete()["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "add_generation_prompt", "template", "raise_exception"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenize", "messages", "tools", "add_generation_prompt", "template", "raise_exception"],
+)
 def test_template_options_that_are_the_servers_own(running: Running, name: str) -> None:
-    check_error(running.post(CHAT, {"messages": HI, "chat_template_kwargs": {name: 1}}), 400, "chat_template_kwargs")
+    check_error(
+        running.post(CHAT, {"messages": HI, "chat_template_kwargs": {name: 1}}),
+        400,
+        "chat_template_kwargs",
+    )
 
 
 @pytest.mark.parametrize("given", [2**31, 10**9, 2**63 - 1])
@@ -111,11 +129,16 @@ def test_huge_max_tokens_are_an_upper_bound_and_told(running: Running, given: in
 
 def test_ignore_eos_without_a_maximum_ends_with_the_context(running: Running) -> None:
     reply = running.post(CHAT, {"messages": HI, "ignore_eos": True})
-    assert reply.json()["choices"][0]["finish_reason"] == "length" and reply.json()["usage"]["total_tokens"] == 1024
+    assert (
+        reply.json()["choices"][0]["finish_reason"] == "length"
+        and reply.json()["usage"]["total_tokens"] == 1024
+    )
 
 
 @pytest.mark.parametrize("maximum", [0, 1])
-def test_echo_with_logprobs_gives_the_prompts_with_a_null_first(running: Running, maximum: int) -> None:
+def test_echo_with_logprobs_gives_the_prompts_with_a_null_first(
+    running: Running, maximum: int
+) -> None:
     choice = running.complete(prompt="abc", echo=True, max_tokens=maximum, logprobs=1)["choices"][0]
     values = choice["logprobs"]["token_logprobs"]
     assert values[0] is None and len(values) == 3 + maximum and all(v <= 0 for v in values[1:])
@@ -179,7 +202,11 @@ def test_a_schema(running: Running, schema: Any, code: Any) -> None:
 @pytest.mark.parametrize("schema", [False, True, None, "x", []])
 def test_a_schema_that_is_no_object(running: Running, schema: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    check_error(running.post(CHAT, {"messages": HI, "response_format": form}), 400, "response_format.json_schema.schema")
+    check_error(
+        running.post(CHAT, {"messages": HI, "response_format": form}),
+        400,
+        "response_format.json_schema.schema",
+    )
 
 
 @pytest.mark.parametrize("depth", [100, 1000, 20_000])
@@ -192,7 +219,9 @@ def test_a_schema_nested_deep(running: Running, depth: int) -> None:
     assert time.monotonic() - begun < 7 and reply.status_code in (200, 400), reply.text
     if depth >= 1000:
         check_error(reply, 400)
-    text = json.dumps({"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": deep}}).encode()
+    text = json.dumps(
+        {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": deep}}
+    ).encode()
     assert running.http.post(TEXT, content=text, headers=JSON).status_code in (200, 400)
     probe(running)
     assert running.complete()["usage"]["completion_tokens"] == 4
@@ -209,7 +238,9 @@ def test_very_many_distinct_schemas(trusting: Running) -> None:
     def ask(k: int) -> None:
         properties = {f"p{k}_{i}": {"type": "string", "maxLength": 20} for i in range(20)}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
-        reply = trusting.post(TEXT, {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": schema}})
+        reply = trusting.post(
+            TEXT, {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": schema}}
+        )
         assert reply.status_code == 200, reply.text
 
     for k in range(300):
@@ -223,7 +254,9 @@ def test_very_many_distinct_schemas(trusting: Running) -> None:
 
 def test_parallel_tool_calls_null_is_the_default(running: Running) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    reply = running.post(CHAT, {"messages": HI, "max_tokens": 1, "tools": [tool], "parallel_tool_calls": None})
+    reply = running.post(
+        CHAT, {"messages": HI, "max_tokens": 1, "tools": [tool], "parallel_tool_calls": None}
+    )
     assert reply.status_code == 200
 
 
@@ -232,7 +265,10 @@ def test_parallel_tool_calls_null_is_the_default(running: Running) -> None:
 
 def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_path: Path) -> None:
     port = free_port()
-    with server(tmp_path, ready=False, health_port=port) as front, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+    with (
+        server(tmp_path, ready=False, health_port=port) as front,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
         assert http.get("/livez").json()["state"] == "alive"
         assert http.get("/metrics").status_code == 404
         front.process.send_signal(signal.SIGUSR2)
@@ -250,12 +286,16 @@ def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_p
         time.sleep(0.3)
         assert front.metrics()["octavo:event_loop_lag_seconds"] > 1
         log = front.log.read_text()
-        assert "the event loop has been blocked" in log and "launch.py" in log, "and where it stands"
+        assert "the event loop has been blocked" in log and "launch.py" in log, (
+            "and where it stands"
+        )
         asked = time.monotonic()
         for _ in range(100):  # who connects and says nothing keeps nobody out for long
             idle = socket.create_connection(("127.0.0.1", port))
             idle.close()
-        assert http.get("/livez").status_code == 200 and time.monotonic() - asked < 3, "a crowd does not hold up a probe"
+        assert http.get("/livez").status_code == 200 and time.monotonic() - asked < 3, (
+            "a crowd does not hold up a probe"
+        )
 
 
 def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
@@ -272,7 +312,9 @@ def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
         found.server_close()
 
 
-def test_the_books_are_checked_while_it_serves_and_every_block_is_counted(trusting: Running) -> None:
+def test_the_books_are_checked_while_it_serves_and_every_block_is_counted(
+    trusting: Running,
+) -> None:
     checks = trusting.metrics()["octavo:invariant_checks_total"]
     for k in range(8):
         trusting.complete(prompt=[k] * 200, max_tokens=50)
@@ -281,7 +323,10 @@ def test_the_books_are_checked_while_it_serves_and_every_block_is_counted(trusti
         assert sum(parts) == found["octavo:kv_blocks_total"] == 512, parts
     time.sleep(0.5)
     found = trusting.metrics()
-    assert found["octavo:invariant_checks_total"] > checks and found["octavo:invariant_failures_total"] == 0
+    assert (
+        found["octavo:invariant_checks_total"] > checks
+        and found["octavo:invariant_failures_total"] == 0
+    )
 
 
 # ---- E: streams -----------------------------------------------------------------------------------------------
@@ -298,7 +343,13 @@ def test_a_deadline_in_a_stream_is_a_typed_error_before_the_end(running: Running
 
 def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Running) -> None:
     """Cancelling is idempotent, ends that stream and no other, and a label that clients share never crosses streams."""
-    body = {"max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True, "request_id": "same"}
+    body = {
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "request_id": "same",
+    }
     prompts = [[k] * 20 for k in (1, 2, 3)]
 
     def text(found: list[dict[str, Any]]) -> str:
@@ -307,12 +358,21 @@ def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Runn
     alone = [text(events(running.post(TEXT, {**body, "prompt": p}).text)) for p in prompts]
     with contextlib.ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=running.url))
-        open_ = [stack.enter_context(http.stream("POST", TEXT, json={**body, "prompt": p})) for p in prompts]
+        open_ = [
+            stack.enter_context(http.stream("POST", TEXT, json={**body, "prompt": p}))
+            for p in prompts
+        ]
         ids = [reply.headers["x-request-id"] for reply in open_]
         assert len(set(ids)) == 3
         with ThreadPoolExecutor(8) as pool:
-            replies = list(pool.map(lambda _: httpx.post(f"{running.url}/v1/requests/{ids[1]}/cancel"), range(8)))
-        assert {r.status_code for r in replies} == {200} and sum(r.json()["cancelled"] for r in replies) >= 1
+            replies = list(
+                pool.map(
+                    lambda _: httpx.post(f"{running.url}/v1/requests/{ids[1]}/cancel"), range(8)
+                )
+            )
+        assert {r.status_code for r in replies} == {200} and sum(
+            r.json()["cancelled"] for r in replies
+        ) >= 1
         check_error(running.post("/v1/requests/same/cancel", None), 404)
         found = [events(reply.read().decode()) for reply in open_]
     assert text(found[0]) == alone[0] and text(found[2]) == alone[2]
@@ -325,22 +385,33 @@ def test_leaving_while_blocks_are_brought_back(tmp_path: Path, tier: str) -> Non
     """From host memory or from disk, each block slowly: blocks and slots come back, and the next one gets the same tokens."""
     engine = {"num_gpu_blocks_override": 40, "swap_space": 1 / 1024, "max_model_len": 512}
     if tier == "disk":
-        engine |= {"kv_disk_path": str(tmp_path / "kv"), "swap_space": 24 * 4096 / 2**30}  # host memory for half a prompt only
+        # host memory for half a prompt only
+        engine |= {"kv_disk_path": str(tmp_path / "kv"), "swap_space": 24 * 4096 / 2**30}
     with server(tmp_path, engine=engine, program="tests.serve.slow_tiers_engine") as slow:
-        bodies = [{"prompt": [k] * 400, "max_tokens": 8, "ignore_eos": True, "temperature": 0} for k in range(1, 4)]
+        bodies = [
+            {"prompt": [k] * 400, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+            for k in range(1, 4)
+        ]
         want = [slow.complete(**b)["choices"][0]["text"] for b in bodies]
         before = slow.metrics()
         for k in range(9):
-            asyncio.run(leave(slow.port, {**bodies[k % 3], "stream": k % 2 == 0}, 0.01 * (k + 1), None))
+            asyncio.run(
+                leave(slow.port, {**bodies[k % 3], "stream": k % 2 == 0}, 0.01 * (k + 1), None)
+            )
         found = settled(slow, 5)
         name = "kv_tier_loads_total" if tier == "host" else "kv_tier_fetches_total"
-        assert found[f"octavo:{name}"] > before[f"octavo:{name}"], "they left while something was brought"
+        assert found[f"octavo:{name}"] > before[f"octavo:{name}"], (
+            "they left while something was brought"
+        )
         assert [slow.complete(**b)["choices"][0]["text"] for b in bodies] == want
         for _ in range(100):
             found = settled(slow, 5)
             if found["octavo:kv_host_slots_busy"] == 0:
                 break
             time.sleep(0.05)
-        assert found["octavo:kv_host_slots_busy"] == 0 and found["octavo:invariant_failures_total"] == 0
+        assert (
+            found["octavo:kv_host_slots_busy"] == 0
+            and found["octavo:invariant_failures_total"] == 0
+        )
         parts = [found[f"octavo:kv_blocks_{state}"] for state in ("used", "cached", "free")]
         assert parts[0] == 0 and sum(parts) == 40

@@ -72,7 +72,8 @@ ROUTES = [
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_without_a_key_every_route_is_closed(locked: Running, method: str, path: str) -> None:
     reply = raw(locked.port, http_request(path, b"{}", "Connection: close", method=method))
-    if reply.startswith(b"HTTP/1.1 200"):  # what stands after the ? is no part of the path: that is the probe, and says no more
+    # what stands after the ? is no part of the path: that is the probe, and says no more
+    if reply.startswith(b"HTTP/1.1 200"):
         assert path.partition("?")[0] == "/livez" and b'"data"' not in reply
         return
     assert reply.startswith(b"HTTP/1.1 401"), reply[:200]
@@ -95,14 +96,21 @@ def test_without_a_key_every_route_is_closed(locked: Running, method: str, path:
     ],
 )
 def test_other_headers_open_nothing(locked: Running, headers: list[str]) -> None:
-    reply = raw(locked.port, http_request("/v1/models", b"", *headers, "Connection: close", method="GET"))
+    reply = raw(
+        locked.port, http_request("/v1/models", b"", *headers, "Connection: close", method="GET")
+    )
     assert reply.startswith(b"HTTP/1.1 401"), reply[:200]
 
 
 def test_two_keys_in_one_request_open_nothing_that_one_does_not(locked: Running) -> None:
-    for pair in ((f"Bearer {ALICE}", f"Bearer {ROOT}"), ("Bearer wrong-0123456789", f"Bearer {ROOT}")):
+    for pair in (
+        (f"Bearer {ALICE}", f"Bearer {ROOT}"),
+        ("Bearer wrong-0123456789", f"Bearer {ROOT}"),
+    ):
         headers = [f"Authorization: {value}" for value in pair]
-        reply = raw(locked.port, http_request("/v1/dumps", b"", *headers, "Connection: close", method="GET"))
+        reply = raw(
+            locked.port, http_request("/v1/dumps", b"", *headers, "Connection: close", method="GET")
+        )
         assert reply.startswith((b"HTTP/1.1 401", b"HTTP/1.1 403")), reply[:200]
 
 
@@ -138,7 +146,9 @@ def test_wrong_keys(locked: Running, header: str | None) -> None:
 def test_a_key_of_other_characters(locked: Running) -> None:
     for key in (b"k\xc3\xa9y\xff", b"", b" ", ALICE.encode() + b"\xc2\xa0"):
         header = b"\r\nAuthorization: Bearer " + key + b"\r\n\r\n"
-        data = http_request("/v1/completions", b"{}", "Connection: close").replace(b"\r\n\r\n", header, 1)
+        data = http_request("/v1/completions", b"{}", "Connection: close").replace(
+            b"\r\n\r\n", header, 1
+        )
         assert raw(locked.port, data).startswith(b"HTTP/1.1 401")
 
 
@@ -158,7 +168,11 @@ def test_keys_share_no_cache(locked: Running) -> None:
 
 def test_a_flood_of_one_key_leaves_the_others_their_share_of_the_cache(locked: Running) -> None:
     def cached(prompt: list[int]) -> int:
-        return int(complete(locked, ALICE, prompt=prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return int(
+            complete(locked, ALICE, prompt=prompt).json()["usage"]["prompt_tokens_details"][
+                "cached_tokens"
+            ]
+        )
 
     kept = [[word] * 321 for word in (40, 41, 42)]
     assert [cached(prompt) for prompt in kept] == [0, 0, 0]
@@ -175,15 +189,21 @@ def test_an_administrators_route(locked: Running) -> None:
 def test_a_key_over_its_limits(locked: Running) -> None:
     with httpx.Client(base_url=locked.url, headers=bearer(BOB)) as bob:
         with bob.stream(
-            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+            "POST",
+            "/v1/completions",
+            json={"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True},
         ) as first:
             assert first.status_code == 200
             reply = bob.post("/v1/completions", json=BODY)
             check_error(reply, 429, code="rate_limit_exceeded")
-            assert int(reply.headers["retry-after"]) >= 1 and int(reply.headers["retry-after-ms"]) > 0
+            assert (
+                int(reply.headers["retry-after"]) >= 1 and int(reply.headers["retry-after-ms"]) > 0
+            )
         time.sleep(0.1)
         codes = [bob.post("/v1/completions", json=BODY).status_code for _ in range(5)]
-    assert codes[0] == 200 and codes[-1] == 429, "one at a time again; then the minute's four are used up"
+    assert codes[0] == 200 and codes[-1] == 429, (
+        "one at a time again; then the minute's four are used up"
+    )
     assert complete(locked, ALICE).status_code == 200, "others are not concerned"
 
 
@@ -193,7 +213,12 @@ def test_cancelling_is_for_the_owner(locked: Running) -> None:
         with http.stream("POST", "/v1/completions", json=body, headers=bearer(ALICE)) as stream:
             id = stream.headers["x-request-id"]
             check_error(locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ROOT)), 404)
-            assert locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ALICE)).json()["cancelled"] is True
+            assert (
+                locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ALICE)).json()[
+                    "cancelled"
+                ]
+                is True
+            )
             text = stream.read().decode()
     assert json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]["code"] == "cancelled"
 
@@ -222,7 +247,12 @@ def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch
         return a == b
 
     monkeypatch.setattr("octavo.serve.keys.hmac.compare_digest", compare)
-    for header, name in ((f"Bearer {ALICE}", "alice"), (f"Bearer {ROOT}", "root"), ("Bearer no", None), ("Bearer ", None)):
+    for header, name in (
+        (f"Bearer {ALICE}", "alice"),
+        (f"Bearer {ROOT}", "root"),
+        ("Bearer no", None),
+        ("Bearer ", None),
+    ):
         compared.clear()
         if name is None:
             with pytest.raises(ApiError):
@@ -245,9 +275,15 @@ def guesses(keys: Keys, address: str) -> int:
 
 def test_a_network_of_addresses_has_one_allowance() -> None:
     keys = Keys(_keys(FILE), Limits(failed_logins=3))
-    assert guesses(keys, "2001:db8::1") == 3 and guesses(keys, "2001:db8::ffff:2") == 0, "one IPv6 network"
+    assert guesses(keys, "2001:db8::1") == 3 and guesses(keys, "2001:db8::ffff:2") == 0, (
+        "one IPv6 network"
+    )
     assert guesses(keys, "2001:db8:0:1::1") == 3, "another"
-    assert guesses(keys, "10.0.0.1") == 3 and guesses(keys, "::ffff:10.0.0.1") == 0 and guesses(keys, "10.0.0.2") == 3
+    assert (
+        guesses(keys, "10.0.0.1") == 3
+        and guesses(keys, "::ffff:10.0.0.1") == 0
+        and guesses(keys, "10.0.0.2") == 3
+    )
 
 
 def test_a_flood_of_addresses_does_not_clear_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +313,15 @@ BAD_FILES = {
     "a short key": ('[[keys]]\nname = "a"\nkey = "short"', "at least 16"),
     "a key with a space": ('[[keys]]\nname = "a"\nkey = "0123456789 abcdef"', "no spaces"),
     "neither key nor digest": ('[[keys]]\nname = "a"', "either"),
-    "twice one key": ("".join(f'[[keys]]\nname = "{n}"\nkey = "0123456789abcdef"\n' for n in "ab"), "'a' and 'b' have the same"),
+    "twice one key": (
+        "".join(f'[[keys]]\nname = "{n}"\nkey = "0123456789abcdef"\n' for n in "ab"),
+        "'a' and 'b' have the same",
+    ),
     "twice one name": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\n' * 2, "two keys"),
-    "a limit of 0": ('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\nmax_concurrency = 0', "below 1"),
+    "a limit of 0": (
+        '[[keys]]\nname = "a"\nkey = "0123456789abcdef"\nmax_concurrency = 0',
+        "below 1",
+    ),
     "a bad digest": ('[[keys]]\nname = "a"\nsha256 = "abc"', "64"),
 }
 

@@ -24,7 +24,16 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
-from tests.serve.running import ROOT, Running, alive, check_error, children, events, free_port, server
+from tests.serve.running import (
+    ROOT,
+    Running,
+    alive,
+    check_error,
+    children,
+    events,
+    free_port,
+    server,
+)
 from tests.serve.test_streams import settled
 
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -47,7 +56,9 @@ async def streams(running: Running, count: int, then: Any, max_tokens: int = 100
 
     async def one(http: httpx.AsyncClient) -> str:
         text = ""
-        async with http.stream("POST", f"{running.url}/v1/completions", json={**LONG, "max_tokens": max_tokens}) as reply:
+        async with http.stream(
+            "POST", f"{running.url}/v1/completions", json={**LONG, "max_tokens": max_tokens}
+        ) as reply:
             assert reply.status_code == 200
             async for part in reply.aiter_text():
                 if not text:
@@ -67,7 +78,9 @@ async def streams(running: Running, count: int, then: Any, max_tokens: int = 100
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose engine can be made to hang or fail, with a quick watchdog."""
     folder = tmp_path_factory.mktemp("mortal")
-    with server(folder, program="tests.serve.hanging_engine", stall_dump=0.5, stall_kill=1.5, keep_alive=0.2) as found:
+    with server(
+        folder, program="tests.serve.hanging_engine", stall_dump=0.5, stall_kill=1.5, keep_alive=0.2
+    ) as found:
         yield found
 
 
@@ -80,7 +93,10 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
         died = time.monotonic()
         for text in texts:
             last = events(text)[-1]
-            assert last["error"]["code"] == "engine_restarting" and last["error"]["type"] == "overloaded_error"
+            assert (
+                last["error"]["code"] == "engine_restarting"
+                and last["error"]["type"] == "overloaded_error"
+            )
         check_error(mortal.post("/v1/completions", {"prompt": "x"}), 503, code="engine_restarting")
         state = mortal.get("/readyz")
         assert state.status_code == 503 and state.json()["state"] == "restarting"
@@ -91,18 +107,27 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
     time.sleep(0.2)
     assert abs(mortal.open_files() - files) <= 2, "the same but for a probe's connection"
     found = settled(mortal)
-    assert found["octavo:engine_starts_total"] == 2 and 0 < found["octavo:engine_recovery_seconds"] < 10
+    assert (
+        found["octavo:engine_starts_total"] == 2
+        and 0 < found["octavo:engine_recovery_seconds"] < 10
+    )
 
 
 def test_a_failing_step_ends_its_requests_and_no_others(mortal: Running) -> None:
     engine = mortal.children()
     reply = mortal.post("/v1/completions", {"prompt": [14] * 5})
     error = check_error(reply, 500, code="engine_error")
-    assert "passwd" not in reply.text and error["type"] == "server_error" and reply.headers["x-should-retry"] == "true"
+    assert (
+        "passwd" not in reply.text
+        and error["type"] == "server_error"
+        and reply.headers["x-should-retry"] == "true"
+    )
     assert mortal.complete()["usage"]["completion_tokens"] == 4 and mortal.children() == engine
 
 
-def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_alone(mortal: Running) -> None:
+def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_alone(
+    mortal: Running,
+) -> None:
     """503, and those that were in the same steps get their tokens."""
     other = {"prompt": [21] * 30, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     alone, engine = mortal.complete(**other)["choices"][0]["text"], mortal.children()
@@ -110,14 +135,28 @@ def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_a
 
     async def together() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=mortal.url, timeout=30) as http:
-            bodies = [other, {"prompt": [16] * 50, "max_tokens": 5}, other, {"prompt": [16] * 60, "max_tokens": 5}]
-            return list(await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies)))
+            bodies = [
+                other,
+                {"prompt": [16] * 50, "max_tokens": 5},
+                other,
+                {"prompt": [16] * 60, "max_tokens": 5},
+            ]
+            return list(
+                await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies))
+            )
 
     replies = asyncio.run(together())
     for reply in replies[1::2]:
         error = check_error(reply, 503, code="out_of_memory")
-        assert error["type"] == "overloaded_error" and reply.headers["retry-after"] and "passwd" not in reply.text
-    assert [r.json()["choices"][0]["text"] for r in replies[::2]] == [alone, alone] and mortal.children() == engine
+        assert (
+            error["type"] == "overloaded_error"
+            and reply.headers["retry-after"]
+            and "passwd" not in reply.text
+        )
+    assert [r.json()["choices"][0]["text"] for r in replies[::2]] == [
+        alone,
+        alone,
+    ] and mortal.children() == engine
     assert mortal.complete()["usage"]["completion_tokens"] == 4
     assert settled(mortal)["octavo:engine_steps_shrunk_total"] >= before + 2
 
@@ -126,17 +165,28 @@ def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
     with httpx.Client(base_url=mortal.url, timeout=30) as http:
         begun = time.monotonic()
         done: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: done.append(http.post("/v1/completions", json={"prompt": [13] * 5})))
+        thread = threading.Thread(
+            target=lambda: done.append(http.post("/v1/completions", json={"prompt": [13] * 5}))
+        )
         thread.start()
         while mortal.get("/readyz").status_code == 200:
             assert time.monotonic() - begun < 5
             time.sleep(0.02)
-        assert mortal.get("/readyz").json()["state"] == "stalled" and mortal.get("/livez").status_code == 200
+        assert (
+            mortal.get("/readyz").json()["state"] == "stalled"
+            and mortal.get("/livez").status_code == 200
+        )
         thread.join()
     check_error(done[0], 503, code="engine_restarting")
     assert 1 < time.monotonic() - begun < 6
-    dump = next(json.loads(line) for line in mortal.log.read_text().splitlines() if line.startswith('{"event"'))
-    assert dump["event"] == "engine_stalled" and any("hanging_engine.py" in line for line in dump["stacks"])
+    dump = next(
+        json.loads(line)
+        for line in mortal.log.read_text().splitlines()
+        if line.startswith('{"event"')
+    )
+    assert dump["event"] == "engine_stalled" and any(
+        "hanging_engine.py" in line for line in dump["stacks"]
+    )
     assert "5 prompt tokens, waits" in dump["requests"][0]
     mortal.wait()
     assert mortal.complete()["usage"]["completion_tokens"] == 4
@@ -167,7 +217,9 @@ def test_a_failing_step_in_a_stream_ends_it_with_a_typed_error(mortal: Running) 
     assert error["code"] == "engine_error"
 
 
-def test_a_request_that_fails_again_and_again_is_refused_and_others_are_not(mortal: Running) -> None:
+def test_a_request_that_fails_again_and_again_is_refused_and_others_are_not(
+    mortal: Running,
+) -> None:
     bad = {"prompt": [14] * 7, "max_tokens": 1}
     assert mortal.post("/v1/completions", bad).headers["x-should-retry"] == "true"
     for _ in range(3):
@@ -175,7 +227,9 @@ def test_a_request_that_fails_again_and_again_is_refused_and_others_are_not(mort
         check_error(reply, 500, code="poison_request")
         assert reply.headers["x-should-retry"] == "false"
     assert mortal.complete()["usage"]["completion_tokens"] == 4
-    check_error(mortal.post("/v1/completions", {**bad, "prompt": [14] * 8}), 500, code="engine_error")
+    check_error(
+        mortal.post("/v1/completions", {**bad, "prompt": [14] * 8}), 500, code="engine_error"
+    )
 
 
 def test_a_request_that_ends_the_engine_twice_is_refused_from_then_on(mortal: Running) -> None:
@@ -219,7 +273,10 @@ def test_the_first_signal_drains_and_the_second_cuts_off(tmp_path: Path) -> None
                 if front.get("/readyz").status_code == 503:
                     break
                 time.sleep(0.01)
-            assert front.get("/readyz").json()["state"] == "draining" and front.get("/livez").status_code == 200
+            assert (
+                front.get("/readyz").json()["state"] == "draining"
+                and front.get("/livez").status_code == 200
+            )
             check_error(front.post("/v1/completions", {"prompt": "x"}), 503, code="draining")
             time.sleep(0.1)
             assert front.process.poll() is None, "somebody is still being served"
@@ -234,7 +291,9 @@ def test_the_first_signal_drains_and_the_second_cuts_off(tmp_path: Path) -> None
 
 def test_draining_lets_requests_finish(tmp_path: Path) -> None:
     with server(tmp_path) as front:
-        texts = asyncio.run(streams(front, 4, lambda: front.process.send_signal(signal.SIGTERM), 300))
+        texts = asyncio.run(
+            streams(front, 4, lambda: front.process.send_signal(signal.SIGTERM), 300)
+        )
         assert all(events(text)[-1]["choices"][0]["finish_reason"] == "length" for text in texts)
         assert front.process.wait(10) == 0
 
@@ -254,7 +313,13 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
 
 
 def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "octavo", *argv], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        [sys.executable, "-m", "octavo", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
 
 
 def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProcess[str]]:
@@ -262,10 +327,16 @@ def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProce
     used, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = octavo("serve", *argv)
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.monotonic() - begun, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime, done
+    return (
+        time.monotonic() - begun,
+        now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime,
+        done,
+    )
 
 
-def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running, tmp_path: Path) -> None:
+def test_what_keeps_a_server_from_starting_is_told_in_one_line(
+    running: Running, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "keys.toml").write_text("")
     model = tiny.model_dir()
@@ -302,21 +373,40 @@ def test_what_keeps_a_server_from_starting_is_told_in_one_line(running: Running,
         assert done.returncode not in (0, None), argv
         line, *more = done.stderr.strip().splitlines()
         assert line.startswith("error: ") and says in done.stderr, done.stderr
-        assert not more or ("lacking" in argv[-1] and "Traceback" not in done.stderr), "one line, or a list of tensors"
-        assert took < 5 or (cpu < 4 and took < 30), (argv, took, cpu)  # longer only where others have the cores
+        assert not more or ("lacking" in argv[-1] and "Traceback" not in done.stderr), (
+            "one line, or a list of tensors"
+        )
+        # longer only where others have the cores
+        assert took < 5 or (cpu < 4 and took < 30), (argv, took, cpu)
 
 
 def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
     port = free_port()
-    argv = [sys.executable, "-m", "octavo", "serve", tiny.model_dir(), "--port", str(port), "--max-model-len", "256"]
+    argv = [
+        sys.executable,
+        "-m",
+        "octavo",
+        "serve",
+        tiny.model_dir(),
+        "--port",
+        str(port),
+        "--max-model-len",
+        "256",
+    ]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             lines = [process.stdout.readline() for _ in range(6)]
-            assert "weights" in lines[1] and "tokens in" in lines[2] and f"http://127.0.0.1:{port}/v1" in lines[3]
+            assert (
+                "weights" in lines[1]
+                and "tokens in" in lines[2]
+                and f"http://127.0.0.1:{port}/v1" in lines[3]
+            )
             assert lines[4] == f"watch:   http://127.0.0.1:{port}/\n", "the live page"
             line = lines[5].partition("curl ")[2]
-            reply = subprocess.run(f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20).stdout
+            reply = subprocess.run(
+                f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20
+            ).stdout
             assert json.loads(reply)["choices"][0]["message"]["role"] == "assistant"
             (engine,) = children(process.pid)
         finally:
@@ -338,7 +428,10 @@ def test_an_engine_that_cannot_be_started_again_just_now_is_tried_once_more() ->
         while supervisor.starts < 4:
             await asyncio.sleep(0.01)
             assert not running.done()
-        assert supervisor.phase in ("down", "starting") and len(os.listdir("/proc/self/fd")) <= before + 1
+        assert (
+            supervisor.phase in ("down", "starting")
+            and len(os.listdir("/proc/self/fd")) <= before + 1
+        )
         supervisor.command = dies
         while supervisor.starts < 5:
             await asyncio.sleep(0.01)
@@ -356,11 +449,17 @@ def test_numbers_that_are_none_end_who_meets_them_and_nobody_else(tmp_path: Path
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with server(tmp_path, model=str(folder)) as running:
         want = running.complete(temperature=0)
-        for more in ({}, {"logprobs": 1, "temperature": 0}, {"use_beam_search": True, "best_of": 2, "temperature": 0}):
+        for more in (
+            {},
+            {"logprobs": 1, "temperature": 0},
+            {"use_beam_search": True, "best_of": 2, "temperature": 0},
+        ):
             reply = running.post("/v1/completions", {"prompt": "zebra", "max_tokens": 4, **more})
             assert "no finite number" in check_error(reply, 500, code="not_a_number")["message"]
         reply = running.post("/v1/completions", {"prompt": "zebra", "stream": True})
-        assert '"code":"not_a_number"' in reply.text, "in the stream, or in its place if that had not begun"
+        assert '"code":"not_a_number"' in reply.text, (
+            "in the stream, or in its place if that had not begun"
+        )
         assert running.complete(temperature=0)["choices"] == want["choices"]
 
 

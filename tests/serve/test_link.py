@@ -12,7 +12,17 @@ import pytest
 
 from octavo.serve import link
 from octavo.serve.link import LENGTH, EngineLink, FrontLink
-from octavo.serve.messages import Abort, Add, Beat, Failed, Phase, Refused, Shutdown, ToEngine, ToFront
+from octavo.serve.messages import (
+    Abort,
+    Add,
+    Beat,
+    Failed,
+    Phase,
+    Refused,
+    Shutdown,
+    ToEngine,
+    ToFront,
+)
 from octavo.types import SamplingParams
 
 
@@ -28,7 +38,9 @@ def count(data: bytes) -> int:
     return found
 
 
-def talk(say: Callable[[FrontLink], Any], asked: int = 0) -> tuple[list[ToEngine], list[int], list[ToFront]]:
+def talk(
+    say: Callable[[FrontLink], Any], asked: int = 0
+) -> tuple[list[ToEngine], list[int], list[ToFront]]:
     """What the engine's end hears, how many messages left together each time, and what the front's end hears."""
     heard: list[ToEngine] = []
     sizes: list[int] = []
@@ -60,7 +72,9 @@ def talk(say: Callable[[FrontLink], Any], asked: int = 0) -> tuple[list[ToEngine
     return heard, sizes, answers
 
 
-def test_what_is_said_in_one_turn_goes_as_one_message_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_in_one_turn_goes_as_one_message_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(link, "LONGEST_WAIT", 10.0)
     said: list[ToEngine] = [add("a"), add("b"), Abort(["a"]), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said])
@@ -141,7 +155,9 @@ def test_a_long_turn_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_that_cannot_be_used_is_refused_and_the_others_are_heard() -> None:
     bad = add("bad")
     bad.params.temperature = -1.0
-    heard, sizes, answers = talk(lambda front: [front.send(message) for message in (add("a"), bad, add("b"))])
+    heard, sizes, answers = talk(
+        lambda front: [front.send(message) for message in (add("a"), bad, add("b"))]
+    )
     assert [m.id for m in heard if isinstance(m, Add)] == ["a", "b"] and sizes == [3]
     assert [m.id for m in answers if isinstance(m, Refused)] == ["bad"]
 
@@ -156,7 +172,9 @@ def test_what_is_said_last_is_no_error_when_the_link_is_closed() -> None:
     errors: list[Any] = []
 
     async def watched() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: errors.append(context)
+        )
         await run()
 
     asyncio.run(watched())

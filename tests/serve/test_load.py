@@ -39,7 +39,11 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         queue.enter(str(k), Owner(), tokens)
     with pytest.raises(ApiError, match="80 prompt tokens") as caught:
         queue.check(1, 40)
-    assert caught.value.status == 429 and caught.value.code == "queue_full" and caught.value.type == "overloaded_error"
+    assert (
+        caught.value.status == 429
+        and caught.value.code == "queue_full"
+        and caught.value.type == "overloaded_error"
+    )
     queue.check(1, 20)
     queue.enter("2", Owner(), 20)
     with pytest.raises(ApiError, match="3 requests"):
@@ -88,7 +92,9 @@ def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyP
     for k in range(30):  # ten a second
         now += 0.1
         queue.leave(str(k), begun=True)
-    assert [queue.retry_after() for _ in range(3)] == pytest.approx([2.0, 2.07, 2.14], rel=0.01), "one after another"
+    assert [queue.retry_after() for _ in range(3)] == pytest.approx([2.0, 2.07, 2.14], rel=0.01), (
+        "one after another"
+    )
     now += 2.05
     assert queue.retry_after() == pytest.approx(2.14, rel=0.01), "the first of them came back"
     for k in range(30, 50):
@@ -105,14 +111,29 @@ def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    engine = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40, "max_model_len": 1024}
-    with server(tmp_path_factory.mktemp("small"), engine=engine, max_queue=4, queue_timeout=1.0, request_timeout=20.0) as found:
+    engine = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 40,
+        "max_model_len": 1024,
+    }
+    with server(
+        tmp_path_factory.mktemp("small"),
+        engine=engine,
+        max_queue=4,
+        queue_timeout=1.0,
+        request_timeout=20.0,
+    ) as found:
         yield found
 
 
 async def post_all(small: Running, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-    async with httpx.AsyncClient(base_url=small.url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
-        return list(await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies)))
+    async with httpx.AsyncClient(
+        base_url=small.url, timeout=60, limits=httpx.Limits(max_connections=None)
+    ) as http:
+        return list(
+            await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+        )
 
 
 def test_a_burst_of_ten_times_what_fits(small: Running) -> None:
@@ -126,7 +147,10 @@ def test_a_burst_of_ten_times_what_fits(small: Running) -> None:
         if reply.status_code == 429:
             error = check_error(reply, 429, code="queue_full")
             assert error["type"] == "overloaded_error"
-            assert 0 < int(reply.headers["retry-after-ms"]) <= 120_000 and 1 <= int(reply.headers["retry-after"]) <= 120
+            assert (
+                0 < int(reply.headers["retry-after-ms"]) <= 120_000
+                and 1 <= int(reply.headers["retry-after"]) <= 120
+            )
         else:
             assert reply.json()["choices"][0]["text"] == alone
     assert small.metrics()['octavo:rejections_total{reason="queue_full"}'] == codes[429]
@@ -136,14 +160,21 @@ def test_a_burst_of_ten_times_what_fits(small: Running) -> None:
 
 
 def test_a_burst_that_rows_and_queue_hold_is_taken(small: Running) -> None:
-    replies = asyncio.run(post_all(small, [{"prompt": "hello", "max_tokens": 2, "ignore_eos": True}] * 6))
+    replies = asyncio.run(
+        post_all(small, [{"prompt": "hello", "max_tokens": 2, "ignore_eos": True}] * 6)
+    )
     assert [r.status_code for r in replies] == [200] * 6
 
 
 def test_openai_python_comes_back_by_itself(small: Running) -> None:
     async def run() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=20) as client:
-            calls = (client.completions.create(model=NAME, prompt="hello", max_tokens=10, temperature=0) for _ in range(16))
+        async with openai.AsyncOpenAI(
+            base_url=f"{small.url}/v1", api_key="x", max_retries=20
+        ) as client:
+            calls = (
+                client.completions.create(model=NAME, prompt="hello", max_tokens=10, temperature=0)
+                for _ in range(16)
+            )
             return [reply.choices[0].text for reply in await asyncio.gather(*calls)]
 
     assert len(set(asyncio.run(run()))) == 1
@@ -164,31 +195,45 @@ def test_too_long_in_the_queue(small: Running) -> None:
 
 
 def test_too_long_in_all(small: Running) -> None:
-    for options in ({"json": {**BUSY, "timeout": 0.1}}, {"json": BUSY, "headers": {"x-request-timeout": "0.1"}}):
+    for options in (
+        {"json": {**BUSY, "timeout": 0.1}},
+        {"json": BUSY, "headers": {"x-request-timeout": "0.1"}},
+    ):
         begun = time.monotonic()
         reply = small.http.post("/v1/completions", **options)
         error = check_error(reply, 504, code="deadline_exceeded")
         assert error["type"] == "timeout_error" and time.monotonic() - begun < 1
     found = events(small.post("/v1/completions", {**BUSY, "timeout": 0.2, "stream": True}).text)
-    assert found[-1]["error"]["code"] == "deadline_exceeded" and len(found) > 1, "what came before it was sent"
+    assert found[-1]["error"]["code"] == "deadline_exceeded" and len(found) > 1, (
+        "what came before it was sent"
+    )
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "0", "1e9"])
 def test_a_bad_timeout_header(small: Running, value: str) -> None:
-    check_error(small.post("/v1/completions", BUSY, headers={"x-request-timeout": value}), 400, "timeout")
+    check_error(
+        small.post("/v1/completions", BUSY, headers={"x-request-timeout": value}), 400, "timeout"
+    )
 
 
 def test_what_can_never_fit_is_refused_at_once(small: Running) -> None:
     """The context would hold it, the KV pool would not, even when empty."""
     reply = small.post("/v1/completions", {"prompt": [1] * 700})
     check_error(reply, 400, "prompt", "kv_capacity_exceeded")
-    reply = small.post("/v1/completions", {"prompt": [1] * 600, "max_tokens": 500, "ignore_eos": True})
-    assert reply.json()["usage"]["completion_tokens"] == 41 and reply.headers["x-max-tokens"] == "41"
+    reply = small.post(
+        "/v1/completions", {"prompt": [1] * 600, "max_tokens": 500, "ignore_eos": True}
+    )
+    assert (
+        reply.json()["usage"]["completion_tokens"] == 41 and reply.headers["x-max-tokens"] == "41"
+    )
 
 
 def test_a_full_pool_goes_on(small: Running) -> None:
     """Two sequences that together outgrow the pool: one gives way, and both end with the tokens they have alone."""
-    bodies = [{"prompt": [k] * 30, "max_tokens": 500, "ignore_eos": True, "temperature": 0} for k in (1, 2)]
+    bodies = [
+        {"prompt": [k] * 30, "max_tokens": 500, "ignore_eos": True, "temperature": 0}
+        for k in (1, 2)
+    ]
     alone = [small.complete(**b)["choices"][0]["text"] for b in bodies]
     together = asyncio.run(post_all(small, bodies))
     assert [r.json()["choices"][0]["text"] for r in together] == alone
@@ -205,7 +250,9 @@ def test_a_minute_of_ten_times_overload(tmp_path: Path) -> None:
             codes: Counter[int] = Counter()
             tokens = 0
             end = time.monotonic() + seconds
-            body = http_request("/v1/completions", b'{"prompt": "hello", "max_tokens": 30, "ignore_eos": true}')
+            body = http_request(
+                "/v1/completions", b'{"prompt": "hello", "max_tokens": 30, "ignore_eos": true}'
+            )
 
             async def client() -> None:
                 nonlocal tokens
@@ -213,13 +260,17 @@ def test_a_minute_of_ten_times_overload(tmp_path: Path) -> None:
                 while time.monotonic() < end:
                     writer.write(body)
                     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                    reply = json.loads(await reader.readexactly(int(re.findall(r"content-length: (\d+)", head)[0])))
+                    reply = json.loads(
+                        await reader.readexactly(int(re.findall(r"content-length: (\d+)", head)[0]))
+                    )
                     status = int(head[9:12])
                     codes[status] += 1
                     if status == 200:
                         tokens += reply["usage"]["completion_tokens"]
                     else:
-                        await asyncio.sleep(int(re.findall(r"retry-after-ms: (\d+)", head)[0]) / 1000)
+                        await asyncio.sleep(
+                            int(re.findall(r"retry-after-ms: (\d+)", head)[0]) / 1000
+                        )
                 writer.close()
 
             # httpx would do, but with 480 connections it takes more time than the server
@@ -235,5 +286,6 @@ def test_a_minute_of_ten_times_overload(tmp_path: Path) -> None:
         codes, tokens = asyncio.run(load(480, 60))
         assert set(codes) == {200, 429}, codes
         assert rss() - before < 20 * 2**20, (before, rss())
-        peak += asyncio.run(load(48, 10))[1]  # before and after: other work on the machine comes and goes
+        # before and after: other work on the machine comes and goes
+        peak += asyncio.run(load(48, 10))[1]
         assert tokens / 60 >= 0.9 * peak / 20, (tokens / 60, peak / 20)

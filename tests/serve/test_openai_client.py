@@ -32,20 +32,34 @@ def test_chat(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model=NAME, messages=HI, max_tokens=6, temperature=0)
     (choice,) = reply.choices
     assert choice.finish_reason in ("length", "stop") and choice.message.role == "assistant"
-    assert reply.usage is not None and reply.usage.prompt_tokens == 5 and reply.usage.completion_tokens == 6
-    assert reply.usage.prompt_tokens_details is not None and reply.usage.prompt_tokens_details.cached_tokens == 0
+    assert (
+        reply.usage is not None
+        and reply.usage.prompt_tokens == 5
+        and reply.usage.completion_tokens == 6
+    )
+    assert (
+        reply.usage.prompt_tokens_details is not None
+        and reply.usage.prompt_tokens_details.cached_tokens == 0
+    )
     assert reply.id.startswith("chatcmpl-")
 
 
 def test_a_stream_is_the_whole_reply_in_pieces(client: openai.OpenAI) -> None:
     same = dict(model=NAME, messages=HI, max_tokens=40, seed=3)
     whole = client.chat.completions.create(**same)
-    chunks = list(client.chat.completions.create(**same, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**same, stream=True, stream_options={"include_usage": True})
+    )
     *pieces, last = chunks
-    assert "".join(c.choices[0].delta.content or "" for c in pieces) == whole.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in pieces)
+        == whole.choices[0].message.content
+    )
     assert pieces[0].choices[0].delta.role == "assistant"
     assert all(c.choices[0].delta.role is None for c in pieces[1:])
-    assert [c.choices[0].finish_reason for c in pieces if c.choices[0].finish_reason] == [whole.choices[0].finish_reason]
+    assert [c.choices[0].finish_reason for c in pieces if c.choices[0].finish_reason] == [
+        whole.choices[0].finish_reason
+    ]
     assert last.choices == [] and last.usage == whole.usage
     assert all(c.usage is None for c in pieces)
     assert len({(c.id, c.created, c.model, c.object) for c in chunks}) == 1
@@ -94,7 +108,12 @@ def test_echoed_prompt_logprobs_as_lm_eval_asks_for_them(client: openai.OpenAI) 
         )
         found = reply.choices[0].logprobs
         assert found is not None and found.token_logprobs and found.top_logprobs and found.tokens
-        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(prompt) + max_tokens
+        assert (
+            len(found.tokens)
+            == len(found.token_logprobs)
+            == len(found.top_logprobs)
+            == len(prompt) + max_tokens
+        )
         assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
         for k in range(1, len(prompt)):
             assert found.token_logprobs[k] == pytest.approx(float(want[k - 1, prompt[k]]), abs=1e-4)
@@ -138,7 +157,9 @@ def test_n_choices_differ_and_share_the_prompt(client: openai.OpenAI) -> None:
 
 
 def test_best_of_returns_the_likeliest(client: openai.OpenAI) -> None:
-    same = dict(model=NAME, prompt="abc", max_tokens=6, seed=5, logprobs=0, extra_body={"ignore_eos": True})
+    same = dict(
+        model=NAME, prompt="abc", max_tokens=6, seed=5, logprobs=0, extra_body={"ignore_eos": True}
+    )
     every = client.completions.create(n=6, **same).choices
     best = client.completions.create(n=2, best_of=6, **same).choices
     ranked = sorted(every, key=lambda c: -sum(c.logprobs.token_logprobs))  # type: ignore[union-attr,arg-type]
@@ -151,16 +172,24 @@ def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
     stop = text[5:7]
     cut = client.completions.create(**same, stop=[stop, "never there"]).choices[0]
     assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
-    streamed = "".join(c.choices[0].text for c in client.completions.create(**same, stop=stop, stream=True))
+    streamed = "".join(
+        c.choices[0].text for c in client.completions.create(**same, stop=stop, stream=True)
+    )
     assert streamed == cut.text
 
 
 def test_seeds_and_biases_and_penalties_are_heard(client: openai.OpenAI) -> None:
     def text(**options: object) -> str:
-        return client.completions.create(model=NAME, prompt="hello", max_tokens=8, **options).choices[0].text  # type: ignore
+        return (
+            client.completions.create(model=NAME, prompt="hello", max_tokens=8, **options)
+            .choices[0]
+            .text
+        )  # type: ignore
 
     assert text(seed=7) == text(seed=7) != text(seed=8)
-    assert set(text(temperature=0, logit_bias={"65": 100})) == {"b"}, "token 65 of this vocabulary is a b"
+    assert set(text(temperature=0, logit_bias={"65": 100})) == {"b"}, (
+        "token 65 of this vocabulary is a b"
+    )
     assert text(temperature=0, logit_bias={"65": 100}, extra_body={"stop_token_ids": [65]}) == ""
     assert text(temperature=0, frequency_penalty=2, presence_penalty=2) != text(temperature=0)
 
@@ -168,7 +197,11 @@ def test_seeds_and_biases_and_penalties_are_heard(client: openai.OpenAI) -> None
 def test_errors_have_types_and_codes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=NAME, prompt=[1] * 2000)
-    assert caught.value.code == "context_length_exceeded" and "2000" in str(caught.value) and "1024" in str(caught.value)
+    assert (
+        caught.value.code == "context_length_exceeded"
+        and "2000" in str(caught.value)
+        and "1024" in str(caught.value)
+    )
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-9", messages=HI)
 
@@ -188,7 +221,9 @@ def test_many_streams_at_once_do_not_mix(running: Running) -> None:
     async def run() -> tuple[list[str], list[str]]:
         async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="unused") as client:
             alone = [await _stream_of(client, k) for k in range(8)]
-            return alone, list(await asyncio.gather(*(_stream_of(client, k % 8) for k in range(32))))
+            return alone, list(
+                await asyncio.gather(*(_stream_of(client, k % 8) for k in range(32)))
+            )
 
     alone, together = asyncio.run(run())
     assert together == alone * 4

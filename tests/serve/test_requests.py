@@ -183,18 +183,27 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None, str | None]] = {
     ],
 )
 def test_what_is_said_is_in_jsons_words(running: Running, body: dict[str, Any], said: str) -> None:
-    assert said in check_error(running.post(CHAT, {"messages": HI, **body}), 400, next(iter(body)))["message"]
+    assert (
+        said
+        in check_error(running.post(CHAT, {"messages": HI, **body}), 400, next(iter(body)))[
+            "message"
+        ]
+    )
 
 
 @pytest.mark.parametrize(("path", "body", "param", "code"), BAD.values(), ids=BAD.keys())
-def test_refused(running: Running, path: str, body: dict[str, Any], param: str | None, code: str | None) -> None:
+def test_refused(
+    running: Running, path: str, body: dict[str, Any], param: str | None, code: str | None
+) -> None:
     body = {**({"messages": HI} if path == CHAT and "messages" not in body and param != "messages" else {}),
             **({"prompt": "hi"} if path == TEXT and "prompt" not in body and param != "prompt" else {}), **body}  # fmt: skip
     for last in (False, True):  # the second time where others had the cores
         begun = time.monotonic()
         if any(v == float("inf") for v in body.values()):
             reply = running.http.post(
-                path, content=b'{"messages": [], "temperature": Infinity}', headers={"content-type": "application/json"}
+                path,
+                content=b'{"messages": [], "temperature": Infinity}',
+                headers={"content-type": "application/json"},
             )
         else:
             reply = running.post(path, body)
@@ -208,7 +217,11 @@ def test_refused(running: Running, path: str, body: dict[str, Any], param: str |
 
 def test_a_float_too_large_for_one(running: Running) -> None:
     body = b'{"prompt": "hi", "temperature": 1e999}'
-    check_error(running.http.post(TEXT, content=body, headers={"content-type": "application/json"}), 400, "temperature")
+    check_error(
+        running.http.post(TEXT, content=body, headers={"content-type": "application/json"}),
+        400,
+        "temperature",
+    )
 
 
 # what is fine, though it may look odd
@@ -245,12 +258,16 @@ def test_accepted(running: Running, path: str, body: dict[str, Any]) -> None:
 
 
 def test_an_unknown_model(running: Running) -> None:
-    check_error(running.post(CHAT, {"model": "gpt-9", "messages": HI}), 404, "model", "model_not_found")
+    check_error(
+        running.post(CHAT, {"model": "gpt-9", "messages": HI}), 404, "model", "model_not_found"
+    )
     check_error(running.post(TEXT, {"model": "", "prompt": "x"}), 404, "model", "model_not_found")
 
 
 def test_unknown_fields_are_named_and_counted(running: Running) -> None:
-    reply = running.post(CHAT, {"messages": HI, "max_tokens": 1, "wat": 1, "reasoning_effort": "low", "priority": 3})
+    reply = running.post(
+        CHAT, {"messages": HI, "max_tokens": 1, "wat": 1, "reasoning_effort": "low", "priority": 3}
+    )
     assert reply.status_code == 200
     assert reply.headers["x-ignored-params"] == "wat, reasoning_effort, priority"
     assert running.metrics()["octavo:ignored_params_total"] >= 1
@@ -279,7 +296,9 @@ def test_what_was_cut_from_a_prompt_is_not_echoed(running: Running) -> None:
         "ignore_eos": True,
     }
     (choice,) = running.post(TEXT, asked).json()["choices"]
-    assert choice["text"].startswith("three") and "".join(choice["logprobs"]["tokens"][:5]) == "three"
+    assert (
+        choice["text"].startswith("three") and "".join(choice["logprobs"]["tokens"][:5]) == "three"
+    )
 
 
 def test_max_tokens_is_an_upper_bound(running: Running) -> None:
@@ -289,8 +308,13 @@ def test_max_tokens_is_an_upper_bound(running: Running) -> None:
 
 
 def test_truncation_happens_only_where_asked_for_and_is_told(running: Running) -> None:
-    reply = running.post(TEXT, {"prompt": [5] * 2000, "max_tokens": 2, "truncate_prompt_tokens": 100})
-    assert reply.headers["x-truncated-tokens"] == "1900" and reply.json()["usage"]["prompt_tokens"] == 100
+    reply = running.post(
+        TEXT, {"prompt": [5] * 2000, "max_tokens": 2, "truncate_prompt_tokens": 100}
+    )
+    assert (
+        reply.headers["x-truncated-tokens"] == "1900"
+        and reply.json()["usage"]["prompt_tokens"] == 100
+    )
 
 
 def test_a_request_brings_no_template(running: Running) -> None:
@@ -312,13 +336,17 @@ def test_cached_tokens_are_always_told(running: Running) -> None:
     first, second = (running.complete(prompt=prompt, cache_salt="told")["usage"] for _ in range(2))
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}
     assert second["prompt_tokens_details"] == {"cached_tokens": 96}
-    assert running.complete(prompt=prompt, cache_salt="other")["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert running.complete(prompt=prompt, cache_salt="other")["usage"][
+        "prompt_tokens_details"
+    ] == {"cached_tokens": 0}
 
 
 def test_prompt_logprobs_by_token_id(running: Running) -> None:
     found = running.complete(prompt=[1, 2, 3], prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
     assert found[0] is None and "2" in found[1] and "3" in found[2]
-    chat_found = running.post(CHAT, {"messages": HI, "max_tokens": 1, "prompt_logprobs": 0}).json()["prompt_logprobs"]
+    chat_found = running.post(CHAT, {"messages": HI, "max_tokens": 1, "prompt_logprobs": 0}).json()[
+        "prompt_logprobs"
+    ]
     assert chat_found[0] is None and len(chat_found[1]) == 1
 
 
@@ -328,8 +356,12 @@ def test_an_echo_can_be_streamed(running: Running) -> None:
     reply = running.post(TEXT, {**same, "stream": True})
     pieces = [e["choices"][0] for e in events(reply.text)]
     assert "".join(p["text"] for p in pieces) == whole["text"]
-    assert [v for p in pieces for v in p["logprobs"]["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
-    assert [v for p in pieces for v in p["logprobs"]["text_offset"]] == whole["logprobs"]["text_offset"]
+    assert [v for p in pieces for v in p["logprobs"]["token_logprobs"]] == whole["logprobs"][
+        "token_logprobs"
+    ]
+    assert [v for p in pieces for v in p["logprobs"]["text_offset"]] == whole["logprobs"][
+        "text_offset"
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -350,15 +382,31 @@ def test_offsets_are_those_of_the_text(running: Running, stream: bool) -> None:
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_at_a_stop_string_are_the_same_in_a_stream(running: Running, echo: bool) -> None:
-    body = {"prompt": "x", "guided_regex": "c?ab", "stop": ["ab"], "logprobs": 0, "max_tokens": 5, "echo": echo, "seed": 1}
+    body = {
+        "prompt": "x",
+        "guided_regex": "c?ab",
+        "stop": ["ab"],
+        "logprobs": 0,
+        "max_tokens": 5,
+        "echo": echo,
+        "seed": 1,
+    }
     whole = running.complete(**body)["choices"][0]
-    pieces = [e["choices"][0] for e in events(running.post(TEXT, {**body, "stream": True, "ignore_eos": True}).text)]
+    pieces = [
+        e["choices"][0]
+        for e in events(running.post(TEXT, {**body, "stream": True, "ignore_eos": True}).text)
+    ]
     streamed = [at for p in pieces for at in (p["logprobs"] or {"text_offset": []})["text_offset"]]
     assert streamed == whole["logprobs"]["text_offset"] and max(streamed) <= len(whole["text"])
 
 
 def test_what_is_to_be_cut_may_be_of_any_length(running: Running) -> None:
     long = "a" * 3_000_000
-    check_error(running.post(TEXT, {"prompt": long, "max_tokens": 1}), 400, "prompt", "context_length_exceeded")
+    check_error(
+        running.post(TEXT, {"prompt": long, "max_tokens": 1}),
+        400,
+        "prompt",
+        "context_length_exceeded",
+    )
     reply = running.post(TEXT, {"prompt": long, "max_tokens": 1, "truncate_prompt_tokens": 5})
     assert reply.status_code == 200 and reply.json()["usage"]["prompt_tokens"] == 5

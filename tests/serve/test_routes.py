@@ -20,16 +20,24 @@ JSON = {"content-type": "application/json"}
 
 
 def test_generate_has_exactly_its_shape(running: Running) -> None:
-    reply = running.post("/generate", {"prompt": "hello", "max_new_tokens": 5, "temperature": 0}).json()
+    reply = running.post(
+        "/generate", {"prompt": "hello", "max_new_tokens": 5, "temperature": 0}
+    ).json()
     assert list(reply) == ["generated_text"]
-    assert reply["generated_text"] == running.complete(max_tokens=5, temperature=0, ignore_eos=False)["choices"][0]["text"]
+    assert (
+        reply["generated_text"]
+        == running.complete(max_tokens=5, temperature=0, ignore_eos=False)["choices"][0]["text"]
+    )
 
 
 def test_batch_generate_has_exactly_its_shape(running: Running) -> None:
     body = {"prompts": ["one", "two"], "max_new_tokens": 5, "temperature": 0}
     reply = running.post("/batch_generate", body).json()
     assert list(reply) == ["generated_texts"]
-    singles = [running.post("/generate", {"prompt": p, "max_new_tokens": 5, "temperature": 0}).json() for p in ("one", "two")]
+    singles = [
+        running.post("/generate", {"prompt": p, "max_new_tokens": 5, "temperature": 0}).json()
+        for p in ("one", "two")
+    ]
     assert reply["generated_texts"] == [s["generated_text"] for s in singles]
 
 
@@ -52,7 +60,9 @@ def test_batch_generate_has_exactly_its_shape(running: Running) -> None:
         ("/v1/chat/completions/render", {}, "messages"),
     ],
 )
-def test_bad_requests_to_them(running: Running, path: str, body: dict[str, object], param: str | None) -> None:
+def test_bad_requests_to_them(
+    running: Running, path: str, body: dict[str, object], param: str | None
+) -> None:
     error = check_error(running.http.post(path, content=json.dumps(body), headers=JSON), 400)
     assert param is None or error["param"] == param
 
@@ -60,17 +70,26 @@ def test_bad_requests_to_them(running: Running, path: str, body: dict[str, objec
 def test_tokens_there_and_back(running: Running) -> None:
     text = "hello wörld \U0001f600"
     found = running.post("/tokenize", {"prompt": text}).json()
-    assert found["count"] == len(found["tokens"]) == len(text.encode()) and found["max_model_len"] == 1024
+    assert (
+        found["count"] == len(found["tokens"]) == len(text.encode())
+        and found["max_model_len"] == 1024
+    )
     assert running.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
-    strings = running.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()["token_strs"]
+    strings = running.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()[
+        "token_strs"
+    ]
     assert strings == ["a", "b"]
 
 
 def test_special_tokens_are_found_where_nothing_is_generated(running: Running) -> None:
     """lm-eval learns their ids so. What is generated from a text sees characters."""
     assert running.post("/tokenize", {"prompt": "<|eos|>"}).json()["tokens"] == [256]
-    plain = running.post("/tokenize", {"prompt": "<|eos|>", "parse_special": False}).json()["tokens"]
-    assert len(plain) == len("<|eos|>") == running.complete(prompt="<|eos|>")["usage"]["prompt_tokens"]
+    plain = running.post("/tokenize", {"prompt": "<|eos|>", "parse_special": False}).json()[
+        "tokens"
+    ]
+    assert (
+        len(plain) == len("<|eos|>") == running.complete(prompt="<|eos|>")["usage"]["prompt_tokens"]
+    )
 
 
 def test_render_shows_what_a_chat_becomes(running: Running) -> None:
@@ -82,10 +101,16 @@ def test_render_shows_what_a_chat_becomes(running: Running) -> None:
 
 def test_tokenizer_info(running: Running) -> None:
     found = running.get("/tokenizer_info").json()
-    assert found["eos_token"] == "<|eos|>" and found["bos_token_id"] == 257 and "messages" in found["chat_template"]
+    assert (
+        found["eos_token"] == "<|eos|>"
+        and found["bos_token_id"] == 257
+        and "messages" in found["chat_template"]
+    )
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/health", "/version", "/v1/limits", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/livez", "/readyz", "/startupz", "/health", "/version", "/v1/limits", "/openapi.json"]
+)
 def test_what_tells_about_the_server(running: Running, path: str) -> None:
     assert running.get(path).status_code == 200
     assert running.http.head(path).status_code == 200
@@ -93,7 +118,9 @@ def test_what_tells_about_the_server(running: Running, path: str) -> None:
 
 def test_limits_are_told(running: Running) -> None:
     found = running.get("/v1/limits").json()
-    assert found["max_model_len"] == 1024 and found["body_bytes"] == 8 * 2**20 and found["stops"] == 4
+    assert (
+        found["max_model_len"] == 1024 and found["body_bytes"] == 8 * 2**20 and found["stops"] == 4
+    )
 
 
 NAMES = [  # with a prefix each
@@ -143,9 +170,15 @@ def test_metrics_have_the_names_that_dashboards_know(running: Running) -> None:
     for name in NAMES:
         assert re.search(rf"^octavo:{name}[ {{]", text, re.MULTILINE), name
     assert 'octavo:request_success_total{finished_reason="length",model_name="tiny"}' in text
-    for name in ("inference_requests_total", "inference_tokens_generated_total", "inference_request_latency_seconds_count"):
+    for name in (
+        "inference_requests_total",
+        "inference_tokens_generated_total",
+        "inference_request_latency_seconds_count",
+    ):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
-    edges = re.findall(r'^inference_request_latency_seconds_bucket\{le="([^"]+)"', text, re.MULTILINE)
+    edges = re.findall(
+        r'^inference_request_latency_seconds_bucket\{le="([^"]+)"', text, re.MULTILINE
+    )
     assert edges == ["0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "50.0", "+Inf"]
 
 
@@ -161,7 +194,10 @@ def test_metrics_count_what_happened(running: Running) -> None:
 
     assert grew("octavo:prompt_tokens_total") == 10 and grew("octavo:generation_tokens_total") == 7
     assert grew("inference_requests_total") == 1 and grew("inference_tokens_generated_total") == 7
-    assert grew("octavo:time_to_first_token_seconds_count") == 1 and grew("octavo:inter_token_latency_seconds_count") == 6
+    assert (
+        grew("octavo:time_to_first_token_seconds_count") == 1
+        and grew("octavo:inter_token_latency_seconds_count") == 6
+    )
     assert grew("octavo:prefill_tokens_total") == 10 and grew("octavo:decode_tokens_total") == 6
     blocks = [after[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free")]
     assert sum(blocks) == 512 and blocks[0] == 0
@@ -170,7 +206,10 @@ def test_metrics_count_what_happened(running: Running) -> None:
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_metrics_tell_waiting_from_computing(running: Running, tokens: int) -> None:
     """Of a request that ends with its first step too."""
-    names = [f"octavo:{name}_seconds_sum" for name in ("request_queue_time", "request_prefill_time", "time_to_first_token")]
+    names = [
+        f"octavo:{name}_seconds_sum"
+        for name in ("request_queue_time", "request_prefill_time", "time_to_first_token")
+    ]
     before = running.metrics()
     running.complete(prompt=[tokens] * 120, max_tokens=tokens)
     time.sleep(0.05)
@@ -192,7 +231,11 @@ def test_a_client_that_leaves_is_no_error_and_its_tokens_count(running: Running)
     for patience in [0.01 * 1.5**k for k in range(16)]:
         before, aborted = running.metrics(), ended("abort")
         with contextlib.suppress(httpx.TimeoutException):
-            running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 200, "ignore_eos": True}, timeout=patience)
+            running.http.post(
+                "/v1/completions",
+                json={"prompt": "x", "max_tokens": 200, "ignore_eos": True},
+                timeout=patience,
+            )
         time.sleep(0.6)
         generated, decoded = (running.metrics()[name] - before[name] for name in names)
         if ended("abort") > aborted and decoded > 3:
@@ -203,10 +246,18 @@ def test_a_client_that_leaves_is_no_error_and_its_tokens_count(running: Running)
 
 def test_no_label_comes_from_a_client(running: Running) -> None:
     for k in range(5):
-        running.post("/v1/completions", {"prompt": "secret words", "max_tokens": 1, f"field{k}": 1, "user": f"user{k}"})
+        running.post(
+            "/v1/completions",
+            {"prompt": "secret words", "max_tokens": 1, f"field{k}": 1, "user": f"user{k}"},
+        )
         running.get(f"/path{k}")
     text = running.get("/metrics").text
-    assert "secret" not in text and "user1" not in text and "path1" not in text and "field1" not in text
+    assert (
+        "secret" not in text
+        and "user1" not in text
+        and "path1" not in text
+        and "field1" not in text
+    )
 
 
 def test_the_description_names_every_route(running: Running) -> None:
@@ -225,10 +276,23 @@ def test_logs_hold_no_prompt(running: Running) -> None:
 
 def test_other_ways_to_run_it(tmp_path: Path) -> None:
     """Strict fields, templates from requests, vLLM's metric names, an origin that may use it."""
-    options = dict(strict_params=True, request_templates=True, metrics_prefix="vllm", allowed_origins=["https://app.example"])
+    options = dict(
+        strict_params=True,
+        request_templates=True,
+        metrics_prefix="vllm",
+        allowed_origins=["https://app.example"],
+    )
     with server(tmp_path, **options) as other:
-        check_error(other.post("/v1/completions", {"prompt": "x", "wat": 1}), 400, "wat", "unsupported_parameter")
-        body = {"messages": [{"role": "user", "content": "hi"}], "chat_template": "Q: {{ messages[0].content }}"}
+        check_error(
+            other.post("/v1/completions", {"prompt": "x", "wat": 1}),
+            400,
+            "wat",
+            "unsupported_parameter",
+        )
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "chat_template": "Q: {{ messages[0].content }}",
+        }
         assert other.post("/v1/chat/completions/render", body).json()["prompt"] == "Q: hi"
         body["chat_template"] = "{{ ''.__class__.__mro__ }}"
         assert other.post("/v1/chat/completions", body).status_code in (400, 500)
@@ -239,10 +303,16 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
         assert "vllm:num_requests_running" in other.get("/metrics").text
         headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
         assert (
-            other.http.options("/v1/completions", headers=headers).headers["access-control-allow-origin"] == "https://app.example"
+            other.http.options("/v1/completions", headers=headers).headers[
+                "access-control-allow-origin"
+            ]
+            == "https://app.example"
         )
         headers["origin"] = "https://evil.com"
-        assert "access-control-allow-origin" not in other.http.options("/v1/completions", headers=headers).headers
+        assert (
+            "access-control-allow-origin"
+            not in other.http.options("/v1/completions", headers=headers).headers
+        )
         assert other.get("/v1/models").json()["data"][0]["id"] == NAME
 
 
@@ -250,9 +320,13 @@ def test_a_chat_template_of_the_servers_own(tmp_path: Path) -> None:
     with server(tmp_path, chat_template="A: {{ messages[0].content }}") as other:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         assert other.post("/v1/chat/completions/render", body).json()["prompt"] == "A: hi"
-        assert other.get("/tokenizer_info").json()["chat_template"] == "A: {{ messages[0].content }}"
+        assert (
+            other.get("/tokenizer_info").json()["chat_template"] == "A: {{ messages[0].content }}"
+        )
         refused = other.post("/v1/chat/completions", {**body, "chat_template": "x"})
-        assert "--trust-request-chat-template" in check_error(refused, 403, "chat_template")["message"]
+        assert (
+            "--trust-request-chat-template" in check_error(refused, 403, "chat_template")["message"]
+        )
 
 
 def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -> None:
@@ -261,5 +335,7 @@ def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -> None
     assert config.pop("chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with server(tmp_path, model=str(folder)) as other:
-        reply = other.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        reply = other.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+        )
         assert "--chat-template FILE" in check_error(reply, 400, "messages")["message"]

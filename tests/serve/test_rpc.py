@@ -22,7 +22,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.front import Front
@@ -35,7 +37,10 @@ from tests.serve.test_streams import settled
 
 SERVICE = "octavo.v1.InferenceService"
 KEY = "alice-0123456789abcdef"
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 LONG = pb.GenerateRequest(prompt="hello", max_new_tokens=900, ignore_eos=True)
 Code = grpc.StatusCode
 
@@ -46,7 +51,10 @@ class Rpc:
     def __init__(self, running: Running, port: int):
         self.running, self.port = running, port
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.stub, self.health = InferenceServiceStub(self.channel), health_pb2_grpc.HealthStub(self.channel)
+        self.stub, self.health = (
+            InferenceServiceStub(self.channel),
+            health_pb2_grpc.HealthStub(self.channel),
+        )
         self.watch: Any = None
         self.watched: list[int] = []
         self.early: dict[str, Any] = {}
@@ -56,7 +64,9 @@ class Rpc:
 
     def services(self, **options: Any) -> set[str]:
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        (reply,) = reflection_pb2_grpc.ServerReflectionStub(self.channel).ServerReflectionInfo(iter([ask]), **options)
+        (reply,) = reflection_pb2_grpc.ServerReflectionStub(self.channel).ServerReflectionInfo(
+            iter([ask]), **options
+        )
         return {service.name for service in reply.list_services_response.service}
 
 
@@ -64,16 +74,22 @@ class Rpc:
 def rpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rpc]:
     """Watched from its start on, by `rpc.watch`."""
     port, limits = free_port(), {"send_seconds": 0.5, "body_seconds": 0.5}
-    with server(tmp_path_factory.mktemp("rpc"), ready=False, grpc_port=port, limits=limits) as running:
+    with server(
+        tmp_path_factory.mktemp("rpc"), ready=False, grpc_port=port, limits=limits
+    ) as running:
         found = Rpc(running, port)
         found.watch = found.health.Watch(health_pb2.HealthCheckRequest())
         found.watched = [next(found.watch).status]
-        found.early = refused(lambda: found.stub.Generate(LONG), Code.UNAVAILABLE, "engine_starting")
+        found.early = refused(
+            lambda: found.stub.Generate(LONG), Code.UNAVAILABLE, "engine_starting"
+        )
         found.watched.append(next(found.watch).status)
         yield found
         found.channel.close()
         log = running.log.read_text()
-        assert "Traceback" not in log and "never retrieved" not in log and "fork" not in log, log[-3000:]
+        assert "Traceback" not in log and "never retrieved" not in log and "fork" not in log, log[
+            -3000:
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +97,20 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rpc]:
     """With a key, and room for one request that runs, one that waits, and ten calls."""
     folder, port = tmp_path_factory.mktemp("locked"), free_port()
     (folder / "keys.toml").write_text(f'[[keys]]\nname = "alice"\nkey = "{KEY}"\n')
-    tight: dict[str, Any] = {"engine": {"max_num_seqs": 1}, "max_queue": 1, "limits": {"connections": 10}}
+    tight: dict[str, Any] = {
+        "engine": {"max_num_seqs": 1},
+        "max_queue": 1,
+        "limits": {"connections": 10},
+    }
     with server(folder, keys_file=str(folder / "keys.toml"), grpc_port=port, **tight) as running:
         found = Rpc(running, port)
         yield found
         found.channel.close()
 
 
-def refused(call: Callable[[], Any], code: grpc.StatusCode, name: str | None = ...) -> dict[str, Any]:  # type: ignore[assignment]
+def refused(
+    call: Callable[[], Any], code: grpc.StatusCode, name: str | None = ...
+) -> dict[str, Any]:  # type: ignore[assignment]
     """The error, which must look as every error does; and its metadata under "metadata"."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
@@ -98,7 +120,11 @@ def refused(call: Callable[[], Any], code: grpc.StatusCode, name: str | None = .
     assert metadata["x-request-id"].startswith("req_")
     body: dict[str, Any] = json.loads(metadata["octavo-error-bin"])["error"]
     assert set(body) == {"message", "type", "param", "code"} and body["message"] == error.details()
-    assert "Traceback" not in error.details() and "/octavo/" not in error.details() and "0x" not in error.details()
+    assert (
+        "Traceback" not in error.details()
+        and "/octavo/" not in error.details()
+        and "0x" not in error.details()
+    )
     if name is not ...:
         assert body["code"] == name
     return {**body, "metadata": metadata}
@@ -108,13 +134,26 @@ def refused(call: Callable[[], Any], code: grpc.StatusCode, name: str | None = .
 
 
 @pytest.mark.parametrize(
-    "more", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7}, {"stop": ["e"]}]
+    "more",
+    [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7},
+        {"stop": ["e"]},
+    ],
 )
 def test_generate_says_what_http_says(rpc: Rpc, more: dict[str, Any]) -> None:
     more = {"seed": 3, **more}
-    want = rpc.running.post("/generate", {"prompt": "hello", "max_new_tokens": 24, **more}).json()["generated_text"]
-    reply, call = rpc.stub.Generate.with_call(pb.GenerateRequest(prompt="hello", max_new_tokens=24, **more))
-    assert reply.generated_text == want and 1 <= reply.tokens_generated <= 24 and 0 < reply.latency_ms < 10_000
+    want = rpc.running.post("/generate", {"prompt": "hello", "max_new_tokens": 24, **more}).json()[
+        "generated_text"
+    ]
+    reply, call = rpc.stub.Generate.with_call(
+        pb.GenerateRequest(prompt="hello", max_new_tokens=24, **more)
+    )
+    assert (
+        reply.generated_text == want
+        and 1 <= reply.tokens_generated <= 24
+        and 0 < reply.latency_ms < 10_000
+    )
     assert dict(call.trailing_metadata())["x-request-id"].startswith("req_")
 
 
@@ -129,8 +168,13 @@ def test_a_stream_is_the_same_text_in_pieces(rpc: Rpc) -> None:
 
 def test_a_batch_is_in_order(rpc: Rpc) -> None:
     prompts = ["hello", "one two", "x"]
-    reply = rpc.stub.BatchGenerate(pb.BatchGenerateRequest(prompts=prompts, max_new_tokens=8, temperature=0))
-    alone = [rpc.stub.Generate(pb.GenerateRequest(prompt=p, max_new_tokens=8, temperature=0)) for p in prompts]
+    reply = rpc.stub.BatchGenerate(
+        pb.BatchGenerateRequest(prompts=prompts, max_new_tokens=8, temperature=0)
+    )
+    alone = [
+        rpc.stub.Generate(pb.GenerateRequest(prompt=p, max_new_tokens=8, temperature=0))
+        for p in prompts
+    ]
     assert [r.generated_text for r in reply.responses] == [r.generated_text for r in alone]
     assert [r.tokens_generated for r in reply.responses] == [r.tokens_generated for r in alone]
 
@@ -140,12 +184,27 @@ ASKED: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.5, "seed": 3},
     "stop_token_ids": {"stop_token_ids": list(range(97, 123)), "seed": 3},
     "include_stop_str_in_output": {"stop": ["vZ"], "include_stop_str_in_output": True, "seed": 3},
-    "penalties": {"presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.3, "temperature": 0},
+    "penalties": {
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.3,
+        "temperature": 0,
+    },
     "logit_bias": {"logit_bias": {65: 100.0}, "temperature": 0},
     "allowed_token_ids": {"allowed_token_ids": [65, 66], "seed": 3},
-    "special tokens": {"allowed_token_ids": [256, 65], "skip_special_tokens": False, "ignore_eos": True, "seed": 3},
+    "special tokens": {
+        "allowed_token_ids": [256, 65],
+        "skip_special_tokens": False,
+        "ignore_eos": True,
+        "seed": 3,
+    },
     "min_tokens": {"min_tokens": 20, "stop_token_ids": list(range(200)), "seed": 3},
-    "beams": {"use_beam_search": True, "best_of": 4, "length_penalty": 0.5, "early_stopping": "never"},
+    "beams": {
+        "use_beam_search": True,
+        "best_of": 4,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    },
     "beams that stop early": {"use_beam_search": True, "best_of": 4, "early_stopping": "true"},
     "best_of": {"best_of": 3, "seed": 3},
     "regex": {"structured_outputs": {"regex": "[a-f]{3,9}"}, "seed": 3},
@@ -153,48 +212,89 @@ ASKED: dict[str, dict[str, Any]] = {
     "json": {"structured_outputs": {"json": '{"type": "boolean"}'}, "seed": 3},
     "grammar": {"structured_outputs": {"grammar": 'start: "a" | "bc"'}, "seed": 3},
     "any object": {"structured_outputs": {"json_object": True}, "seed": 3},
-    "labels": {"model": NAME, "cache_salt": "s", "request_id": "me", "timeout": 30.0, "temperature": 0},
+    "labels": {
+        "model": NAME,
+        "cache_salt": "s",
+        "request_id": "me",
+        "timeout": 30.0,
+        "temperature": 0,
+    },
 }
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_every_field_means_what_it_means_over_http(rpc: Rpc, name: str) -> None:
     asked = {"max_new_tokens": 24, **ASKED[name]}
-    body = {**asked, "early_stopping": {"true": True}.get(str(asked.get("early_stopping")), asked.get("early_stopping"))}
+    body = {
+        **asked,
+        "early_stopping": {"true": True}.get(
+            str(asked.get("early_stopping")), asked.get("early_stopping")
+        ),
+    }
     want = rpc.running.post("/generate", {"prompt": "hello", **body}).json()["generated_text"]
     plain = rpc.stub.Generate(pb.GenerateRequest(prompt="hello", max_new_tokens=24, **{
         k: v for k, v in asked.items() if k in ("seed", "temperature")})).generated_text  # fmt: skip
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="hello", **asked)).generated_text == want
-    batch = rpc.stub.BatchGenerate(pb.BatchGenerateRequest(prompts=["hello"] * 2, **asked)).responses
+    batch = rpc.stub.BatchGenerate(
+        pb.BatchGenerateRequest(prompts=["hello"] * 2, **asked)
+    ).responses
     assert "seed" in asked or [r.generated_text for r in batch] == [want] * 2
     assert want != plain or name == "labels", "it shows"
 
 
 def test_no_field_of_http_is_missing() -> None:
     """By the same names; what is said in another way here is named."""
-    other_ways = {"response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "user"}
-    for message, struct in ((pb.GenerateRequest, GenerateRequest), (pb.BatchGenerateRequest, BatchGenerateRequest)):
-        assert {f.name for f in message.DESCRIPTOR.fields} == set(struct.__struct_fields__) - other_ways
-    one, many = ({f.name: (f.number, f.type) for f in m.DESCRIPTOR.fields} for m in (pb.GenerateRequest, pb.BatchGenerateRequest))
+    other_ways = {
+        "response_format",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "user",
+    }
+    for message, struct in (
+        (pb.GenerateRequest, GenerateRequest),
+        (pb.BatchGenerateRequest, BatchGenerateRequest),
+    ):
+        assert {f.name for f in message.DESCRIPTOR.fields} == set(
+            struct.__struct_fields__
+        ) - other_ways
+    one, many = (
+        {f.name: (f.number, f.type) for f in m.DESCRIPTOR.fields}
+        for m in (pb.GenerateRequest, pb.BatchGenerateRequest)
+    )
     assert {**one, "prompts": one["prompt"]} == {**many, "prompt": many["prompts"]}
 
 
 def test_replies_say_how_they_ended_and_what_was_cached(rpc: Rpc) -> None:
-    ask = pb.GenerateRequest(prompt="a prompt of several blocks " * 4, max_new_tokens=4, cache_salt="rpc", ignore_eos=True)
+    ask = pb.GenerateRequest(
+        prompt="a prompt of several blocks " * 4,
+        max_new_tokens=4,
+        cache_salt="rpc",
+        ignore_eos=True,
+    )
     first, second = rpc.stub.Generate(ask), rpc.stub.Generate(ask)
     *pieces, last = rpc.stub.GenerateStream(ask)
-    assert first.finish_reason == last.finish_reason == "length" and first.prompt_tokens == last.prompt_tokens == 108
+    assert (
+        first.finish_reason == last.finish_reason == "length"
+        and first.prompt_tokens == last.prompt_tokens == 108
+    )
     assert first.cached_tokens == 0 and second.cached_tokens == last.cached_tokens == 96
     assert all(p.prompt_tokens == 0 for p in pieces)
 
 
 def test_fields_without_effect_are_named(rpc: Rpc) -> None:
-    _, call = rpc.stub.Generate.with_call(pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=3))
+    _, call = rpc.stub.Generate.with_call(
+        pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=3)
+    )
     assert dict(call.trailing_metadata())["x-ignored-params"] == "priority"
 
 
 def test_what_is_left_out_has_its_default(rpc: Rpc) -> None:
-    assert rpc.stub.Generate(pb.GenerateRequest(prompt="hello", ignore_eos=True)).tokens_generated == 128
+    assert (
+        rpc.stub.Generate(pb.GenerateRequest(prompt="hello", ignore_eos=True)).tokens_generated
+        == 128
+    )
 
 
 def test_health(rpc: Rpc) -> None:
@@ -208,7 +308,11 @@ def test_health(rpc: Rpc) -> None:
 
 
 def test_reflection_lists_the_services(rpc: Rpc) -> None:
-    assert rpc.services() == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert rpc.services() == {
+        SERVICE,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
 
 
 def test_reflection_is_all_that_a_client_needs(rpc: Rpc) -> None:
@@ -216,22 +320,43 @@ def test_reflection_is_all_that_a_client_needs(rpc: Rpc) -> None:
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(rpc.channel))
     method = pool.FindServiceByName(SERVICE).FindMethodByName("Generate")
     ask, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-    body = json_format.ParseDict({"prompt": "hello", "max_new_tokens": 8, "structured_outputs": {"choice": ["yes"]}}, ask())
+    body = json_format.ParseDict(
+        {"prompt": "hello", "max_new_tokens": 8, "structured_outputs": {"choice": ["yes"]}}, ask()
+    )
     found = reply.FromString(rpc.raw(f"/{SERVICE}/{method.name}", body.SerializeToString()))
-    assert json_format.MessageToDict(found, preserving_proto_field_name=True)["generated_text"] == "yes"
+    assert (
+        json_format.MessageToDict(found, preserving_proto_field_name=True)["generated_text"]
+        == "yes"
+    )
 
 
 # ---- what is wrong with a call ----------------------------------------------------------------------------
 
 BAD = {
-    "negative length": (pb.GenerateRequest(prompt="x", max_new_tokens=-1), "max_new_tokens", "param_out_of_range"),
-    "too hot": (pb.GenerateRequest(prompt="x", temperature=2.5), "temperature", "param_out_of_range"),
-    "no number": (pb.GenerateRequest(prompt="x", temperature=float("nan")), "temperature", "param_out_of_range"),
+    "negative length": (
+        pb.GenerateRequest(prompt="x", max_new_tokens=-1),
+        "max_new_tokens",
+        "param_out_of_range",
+    ),
+    "too hot": (
+        pb.GenerateRequest(prompt="x", temperature=2.5),
+        "temperature",
+        "param_out_of_range",
+    ),
+    "no number": (
+        pb.GenerateRequest(prompt="x", temperature=float("nan")),
+        "temperature",
+        "param_out_of_range",
+    ),
     "top_p": (pb.GenerateRequest(prompt="x", top_p=-1), "top_p", "param_out_of_range"),
     "stops": (pb.GenerateRequest(prompt="x", stop=list("abcde")), "stop", "param_out_of_range"),
     "empty stop": (pb.GenerateRequest(prompt="x", stop=[""]), "stop", None),
     "best_of": (pb.GenerateRequest(prompt="x", best_of=100), "best_of", "param_out_of_range"),
-    "early_stopping": (pb.GenerateRequest(prompt="x", use_beam_search=True, early_stopping="soon"), "early_stopping", None),
+    "early_stopping": (
+        pb.GenerateRequest(prompt="x", use_beam_search=True, early_stopping="soon"),
+        "early_stopping",
+        None,
+    ),
     "two structures": (
         pb.GenerateRequest(prompt="x", structured_outputs={"regex": "a", "choice": ["b"]}),
         "structured_outputs",
@@ -243,7 +368,11 @@ BAD = {
         "invalid_structured_output",
     ),
     "timeout": (pb.GenerateRequest(prompt="x", timeout=-1), "timeout", "param_out_of_range"),
-    "token ids": (pb.GenerateRequest(prompt="x", allowed_token_ids=[-1]), "allowed_token_ids", "param_out_of_range"),
+    "token ids": (
+        pb.GenerateRequest(prompt="x", allowed_token_ids=[-1]),
+        "allowed_token_ids",
+        "param_out_of_range",
+    ),
     "too long": (pb.GenerateRequest(prompt="hello " * 3000), "prompt", "context_length_exceeded"),
 }
 
@@ -261,14 +390,17 @@ def test_too_few_and_too_many_prompts(rpc: Rpc, count: int) -> None:
     assert refused(lambda: rpc.stub.BatchGenerate(ask), Code.INVALID_ARGUMENT)["param"] == "prompts"
 
 
-@pytest.mark.parametrize("data", [b"\x0a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 40, b"\x0a\x05abc"])
+@pytest.mark.parametrize(
+    "data", [b"\x0a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 40, b"\x0a\x05abc"]
+)
 def test_messages_that_are_none(rpc: Rpc, data: bytes) -> None:
     """Text that is not UTF-8, lengths beyond the end, noise."""
     refused(lambda: rpc.raw(f"/{SERVICE}/Generate", data), Code.INVALID_ARGUMENT)
 
 
 def test_a_field_that_is_not_known_is_named(rpc: Rpc) -> None:
-    data = pb.GenerateRequest(prompt="x", max_new_tokens=1).SerializeToString() + b"\x98\x06\x01"  # field 99
+    # field 99
+    data = pb.GenerateRequest(prompt="x", max_new_tokens=1).SerializeToString() + b"\x98\x06\x01"
     reply, call = rpc.channel.unary_unary(f"/{SERVICE}/Generate").with_call(data)
     assert pb.GenerateResponse.FromString(reply).tokens_generated == 1
     assert dict(call.trailing_metadata())["x-ignored-params"] == "field-99"
@@ -280,10 +412,17 @@ def test_unknown_methods(rpc: Rpc, method: str) -> None:
 
 
 def test_a_call_without_its_message(rpc: Rpc) -> None:
-    refused(lambda: list(rpc.channel.stream_stream(f"/{SERVICE}/Generate")(iter(()))), Code.INVALID_ARGUMENT)
+    refused(
+        lambda: list(rpc.channel.stream_stream(f"/{SERVICE}/Generate")(iter(()))),
+        Code.INVALID_ARGUMENT,
+    )
     never = threading.Event()
     silent = (b"" for _ in iter(never.wait, True))
-    refused(lambda: list(rpc.channel.stream_stream(f"/{SERVICE}/Generate")(silent)), Code.DEADLINE_EXCEEDED, "body_timeout")
+    refused(
+        lambda: list(rpc.channel.stream_stream(f"/{SERVICE}/Generate")(silent)),
+        Code.DEADLINE_EXCEEDED,
+        "body_timeout",
+    )
     never.set()
 
 
@@ -293,15 +432,23 @@ def test_messages_over_the_limit_and_compressed_ones(rpc: Rpc) -> None:
         rpc.stub.Generate(pb.GenerateRequest(prompt="x" * (9 * 2**20)))
     assert caught.value.code() is Code.RESOURCE_EXHAUSTED
     with pytest.raises(grpc.RpcError) as caught:
-        rpc.stub.Generate(pb.GenerateRequest(prompt="x" * 10_000), compression=grpc.Compression.Gzip)
+        rpc.stub.Generate(
+            pb.GenerateRequest(prompt="x" * 10_000), compression=grpc.Compression.Gzip
+        )
     assert caught.value.code() is Code.UNIMPLEMENTED
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1
 
 
 def test_another_model_and_what_cannot_be_streamed(rpc: Rpc) -> None:
-    refused(lambda: rpc.stub.Generate(pb.GenerateRequest(prompt="x", model="gpt-9")), Code.NOT_FOUND, "model_not_found")
+    refused(
+        lambda: rpc.stub.Generate(pb.GenerateRequest(prompt="x", model="gpt-9")),
+        Code.NOT_FOUND,
+        "model_not_found",
+    )
     best = pb.GenerateRequest(prompt="x", best_of=2)
-    refused(lambda: list(rpc.stub.GenerateStream(best)), Code.INVALID_ARGUMENT, "unsupported_parameter")
+    refused(
+        lambda: list(rpc.stub.GenerateStream(best)), Code.INVALID_ARGUMENT, "unsupported_parameter"
+    )
     late = pb.GenerateRequest(prompt="x", timeout=0.02, max_new_tokens=900, ignore_eos=True)
     refused(lambda: rpc.stub.Generate(late), Code.DEADLINE_EXCEEDED, "deadline_exceeded")
 
@@ -311,11 +458,17 @@ def test_another_model_and_what_cannot_be_streamed(rpc: Rpc) -> None:
 
 def test_deadlines(rpc: Rpc) -> None:
     for seconds in (0.001, 0.1):
-        for call in (lambda t: rpc.stub.Generate(LONG, timeout=t), lambda t: list(rpc.stub.GenerateStream(LONG, timeout=t))):
+        for call in (
+            lambda t: rpc.stub.Generate(LONG, timeout=t),
+            lambda t: list(rpc.stub.GenerateStream(LONG, timeout=t)),
+        ):
             begun = time.monotonic()
             with pytest.raises(grpc.RpcError) as caught:
                 call(seconds)
-            assert caught.value.code() is Code.DEADLINE_EXCEEDED and time.monotonic() - begun < seconds + 0.5
+            assert (
+                caught.value.code() is Code.DEADLINE_EXCEEDED
+                and time.monotonic() - begun < seconds + 0.5
+            )
     settled(rpc.running)
 
 
@@ -333,7 +486,9 @@ def test_cancelling_frees_the_blocks(rpc: Rpc) -> None:
         assert not whole.done()
     whole.cancel()
     found = settled(rpc.running)
-    assert between - begun < 900 and found["octavo:generation_tokens_total"] - between < 900, "ended, not finished"
+    assert between - begun < 900 and found["octavo:generation_tokens_total"] - between < 900, (
+        "ended, not finished"
+    )
     assert found["octavo:open_streams"] == 0
 
 
@@ -342,7 +497,9 @@ def test_a_stream_is_cancelled_over_http(rpc: Rpc) -> None:
     next(stream)
     id = dict(stream.initial_metadata())["x-request-id"]
     assert rpc.running.post(f"/v1/requests/{id}/cancel", {}).json()["cancelled"] is True
-    assert refused(lambda: list(stream), Code.CANCELLED, "cancelled")["metadata"]["x-request-id"] == id
+    assert (
+        refused(lambda: list(stream), Code.CANCELLED, "cancelled")["metadata"]["x-request-id"] == id
+    )
     settled(rpc.running)
 
 
@@ -354,7 +511,9 @@ def test_a_channel_that_vanishes_frees_the_blocks(rpc: Rpc) -> None:
 
 
 def test_a_client_that_does_not_read_is_left(rpc: Rpc) -> None:
-    narrow = grpc.insecure_channel(f"127.0.0.1:{rpc.port}", [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)])
+    narrow = grpc.insecure_channel(
+        f"127.0.0.1:{rpc.port}", [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    )
     streams = [InferenceServiceStub(narrow).GenerateStream(LONG) for _ in range(20)]
     begun = time.monotonic()
     while rpc.running.metrics()["octavo:open_streams"] < 20:
@@ -370,7 +529,9 @@ def test_a_client_that_does_not_read_is_left(rpc: Rpc) -> None:
 
 
 def test_watchers_hear_of_a_start_and_of_the_engines_death(rpc: Rpc) -> None:
-    assert rpc.watched == [NOT_SERVING, SERVING] and int(rpc.early["metadata"]["retry-after-ms"]) > 0
+    assert (
+        rpc.watched == [NOT_SERVING, SERVING] and int(rpc.early["metadata"]["retry-after-ms"]) > 0
+    )
     stream = rpc.stub.GenerateStream(LONG)
     next(stream)
     os.kill(rpc.running.children()[0], signal.SIGKILL)
@@ -425,7 +586,9 @@ def test_a_full_queue_says_when_to_come_back(locked: Rpc) -> None:
     next(first)
     second = locked.stub.GenerateStream(LONG, **GOOD)
     second.initial_metadata()  # it waits
-    found = refused(lambda: locked.stub.Generate(LONG, **GOOD), Code.RESOURCE_EXHAUSTED, "queue_full")
+    found = refused(
+        lambda: locked.stub.Generate(LONG, **GOOD), Code.RESOURCE_EXHAUSTED, "queue_full"
+    )
     assert 0 < int(found["metadata"]["retry-after-ms"]) <= 120_000
     assert found["metadata"]["grpc-retry-pushback-ms"] == found["metadata"]["retry-after-ms"]
     second.cancel()
@@ -481,7 +644,16 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     folder = Path("octavo/serve/proto")
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    argv = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, str(folder / "octavo.proto")]
+    argv = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        "-I.",
+        *outputs,
+        str(folder / "octavo.proto"),
+    ]
     subprocess.run(argv, cwd=ROOT, check=True, timeout=60)
     made = {path.name: path.read_text() for path in (tmp_path / folder).iterdir()}
-    assert made == {path.name: path.read_text() for path in (ROOT / folder).glob("*_pb2*") if path.is_file()}
+    assert made == {
+        path.name: path.read_text() for path in (ROOT / folder).glob("*_pb2*") if path.is_file()
+    }

@@ -33,24 +33,40 @@ def test_the_engine_is_told() -> None:
     loop, _ = run([message])
     (seq,) = loop.engine.scheduler.live.values()
     request = seq.request
-    assert (request.priority, request.deadline, request.key, request.cache_salt) == (-3, 9.5, "alice", "salt")
+    assert (request.priority, request.deadline, request.key, request.cache_salt) == (
+        -3,
+        9.5,
+        "alice",
+        "salt",
+    )
 
 
 @pytest.fixture(scope="module")
 def urgent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
     folder = tmp_path_factory.mktemp("urgent")
-    engine = {"scheduling_policy": "priority", "max_num_seqs": 1, "record_trace": str(folder / "trace.jsonl")}
+    engine = {
+        "scheduling_policy": "priority",
+        "max_num_seqs": 1,
+        "record_trace": str(folder / "trace.jsonl"),
+    }
     with server(folder, engine=engine) as found:
         yield found, folder / "trace.jsonl"
 
 
-async def urgent_among(url: str, headers: list[dict[str, str]], priorities: list[int]) -> tuple[float, float]:
+async def urgent_among(
+    url: str, headers: list[dict[str, str]], priorities: list[int]
+) -> tuple[float, float]:
     """Seconds that a long request and a short one took which came when the long one was at work."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def ask(tokens: int, which: int) -> float:
             begun = time.monotonic()
-            body = {"prompt": [9] * 8, "max_tokens": tokens, "ignore_eos": True, "priority": priorities[which]}
+            body = {
+                "prompt": [9] * 8,
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "priority": priorities[which],
+            }
             reply = await http.post("/v1/completions", json=body, headers=headers[which])
             assert reply.status_code == 200, reply.text
             assert "x-ignored-params" not in reply.headers
@@ -75,11 +91,22 @@ def test_an_urgent_request_does_not_wait_for_a_long_one(urgent: tuple[Running, P
 
 def test_a_key_decides_who_comes_sooner_and_a_request_may_only_come_later(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text(KEYS)
-    engine = {"scheduling_policy": "priority", "max_num_seqs": 1, "record_trace": str(tmp_path / "trace.jsonl")}
+    engine = {
+        "scheduling_policy": "priority",
+        "max_num_seqs": 1,
+        "record_trace": str(tmp_path / "trace.jsonl"),
+    }
     with server(tmp_path, engine=engine, keys_file=str(tmp_path / "keys.toml")) as running:
-        slow, fast = ({"authorization": f"Bearer {name}-0123456789abcdef"} for name in ("slow", "fast"))
+        slow, fast = (
+            {"authorization": f"Bearer {name}-0123456789abcdef"} for name in ("slow", "fast")
+        )
         body = {"prompt": [9] * 8, "max_tokens": 1, "priority": -1}
-        check_error(running.post("/v1/completions", body, headers=slow), 400, "priority", "param_out_of_range")
+        check_error(
+            running.post("/v1/completions", body, headers=slow),
+            400,
+            "priority",
+            "param_out_of_range",
+        )
         for headers, priority in ((slow, 2), (fast, 3)):
             fields = {**body, "priority": priority, "timeout": 50}
             assert running.post("/v1/completions", fields, headers=headers).status_code == 200

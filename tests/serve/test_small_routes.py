@@ -23,7 +23,9 @@ def loading(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server that is asked everything before its model is there: {route: reply}."""
     bodies = {"/batch_generate": {"prompts": ["x"]}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]},
               RENDER: {"messages": HI}, "/generate": {"prompt": "x"}}  # fmt: skip
-    with server(tmp_path_factory.mktemp("loading"), ready=False, program="tests.serve.late_engine") as front:
+    with server(
+        tmp_path_factory.mktemp("loading"), ready=False, program="tests.serve.late_engine"
+    ) as front:
         found = {path: front.post(path, body) for path, body in bodies.items()}
         found["/tokenizer_info"] = front.get("/tokenizer_info")
         found["/v1/limits"], found["/v1/models"] = front.get("/v1/limits"), front.get("/v1/models")
@@ -47,14 +49,19 @@ def ask(ws: ClientConnection, **body: Any) -> dict[str, Any]:
 # ---- before there is a model --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/generate", "/batch_generate", "/tokenize", "/detokenize", "/tokenizer_info", RENDER])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/batch_generate", "/tokenize", "/detokenize", "/tokenizer_info", RENDER]
+)
 def test_what_needs_a_model_says_that_it_is_not_there_yet(loading: Any, path: str) -> None:
     check_error(loading[path], 503, None, "engine_starting")
     assert int(loading[path].headers["retry-after-ms"]) > 0
 
 
 def test_what_needs_none_answers(loading: Any) -> None:
-    assert loading["/v1/limits"].json()["max_model_len"] is None and loading["/v1/models"].status_code == 200
+    assert (
+        loading["/v1/limits"].json()["max_model_len"] is None
+        and loading["/v1/models"].status_code == 200
+    )
     assert loading["/ws/generate"]["error"]["code"] == "engine_starting"
 
 
@@ -66,13 +73,19 @@ def test_a_websocket_tells_what_http_says_in_headers(running: Running) -> None:
         done = ask(ws, prompt="x" * 1000, max_new_tokens=500, ignore_eos=True, wat=1, priority=2)
         assert done["headers"] == {"x-ignored-params": "wat, priority", "x-max-tokens": "24"}
         assert done["id"].startswith("req_") and done["finish_reason"] == "length"
-        assert done["usage"]["prompt_tokens"] == 1000 and done["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert done["usage"]["prompt_tokens"] == 1000 and done["usage"][
+            "prompt_tokens_details"
+        ] == {"cached_tokens": 0}
         assert ask(ws, prompt="x", max_new_tokens=1)["headers"] == {}
 
 
 def test_a_websocket_takes_bytes_for_the_text_that_they_are(running: Running) -> None:
     with socket(running) as ws:
-        ws.send(json.dumps({"prompt": "x", "max_new_tokens": 3, "ignore_eos": True, "stream": True}).encode())
+        ws.send(
+            json.dumps(
+                {"prompt": "x", "max_new_tokens": 3, "ignore_eos": True, "stream": True}
+            ).encode()
+        )
         while (message := json.loads(ws.recv(timeout=10))).get("type") == "text":
             pass
         assert message["usage"]["completion_tokens"] == 3
@@ -83,9 +96,19 @@ def test_a_websocket_takes_bytes_for_the_text_that_they_are(running: Running) ->
 
 def test_plain_generation_refuses_what_it_would_not_do(running: Running) -> None:
     for body in ({"stream": True}, {"n": 2}, {"messages": []}, {"max_tokens": 3}):
-        said = check_error(running.post("/generate", {"prompt": "x", **body}), 400, next(iter(body)), "unsupported_parameter")
+        said = check_error(
+            running.post("/generate", {"prompt": "x", **body}),
+            400,
+            next(iter(body)),
+            "unsupported_parameter",
+        )
         assert "/v1/" in said["message"] or "max_new_tokens" in said["message"]
-    assert running.post("/generate", {"prompt": "x", "max_new_tokens": 1, "stream": False, "n": 1}).status_code == 200
+    assert (
+        running.post(
+            "/generate", {"prompt": "x", "max_new_tokens": 1, "stream": False, "n": 1}
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,19 +116,36 @@ def test_plain_generation_refuses_what_it_would_not_do(running: Running) -> None
     [
         ({"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
         ({"prompt": "x", "max_tokens": 2}, "max_tokens", "unsupported_parameter"),
-        ({"prompt": "x", "use_beam_search": True, "best_of": 2}, "use_beam_search", "unsupported_parameter"),
+        (
+            {"prompt": "x", "use_beam_search": True, "best_of": 2},
+            "use_beam_search",
+            "unsupported_parameter",
+        ),
         ({"prompt": "x" * 2000}, "prompt", "context_length_exceeded"),
-        ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs", "invalid_structured_output"),
+        (
+            {"prompt": "x", "structured_outputs": {"regex": "("}},
+            "structured_outputs",
+            "invalid_structured_output",
+        ),
         ({"prompt": "x", "model": "gpt-9"}, "model", "model_not_found"),
         ({"prompt": "x", "tools": TOOLS}, "tools", "unsupported_parameter"),
-        ({"prompt": "x", "max_new_tokens": 900, "ignore_eos": True, "timeout": 0.02}, None, "deadline_exceeded"),
+        (
+            {"prompt": "x", "max_new_tokens": 900, "ignore_eos": True, "timeout": 0.02},
+            None,
+            "deadline_exceeded",
+        ),
         ({"max_new_tokens": 1}, "prompt", None),
     ],
 )
-def test_what_a_websocket_refuses(running: Running, body: dict[str, Any], param: str | None, code: str | None) -> None:
+def test_what_a_websocket_refuses(
+    running: Running, body: dict[str, Any], param: str | None, code: str | None
+) -> None:
     with socket(running) as ws:
         error = ask(ws, **body)["error"]
-        assert set(error) == {"message", "type", "param", "code"} and (error["param"], error["code"]) == (param, code)
+        assert set(error) == {"message", "type", "param", "code"} and (
+            error["param"],
+            error["code"],
+        ) == (param, code)
         assert ask(ws, prompt="x", max_new_tokens=1)["type"] == "done", "it goes on"
 
 
@@ -138,7 +178,10 @@ def test_a_batch_larger_than_the_queue_is_taken(tmp_path: Path) -> None:
 
 def test_the_best_of_several_for_each_prompt(running: Running) -> None:
     body = {"prompts": ["one", "two"], "max_new_tokens": 6, "use_beam_search": True, "best_of": 3}
-    alone = [running.post("/generate", {**body, "prompt": p}).json()["generated_text"] for p in body["prompts"]]  # type: ignore[attr-defined]
+    alone = [
+        running.post("/generate", {**body, "prompt": p}).json()["generated_text"]
+        for p in body["prompts"]
+    ]  # type: ignore[attr-defined]
     assert running.post("/batch_generate", body).json() == {"generated_texts": alone}
 
 
@@ -147,13 +190,19 @@ def test_the_best_of_several_for_each_prompt(running: Running) -> None:
     [
         ({"prompts": ["x", "y" * 2000]}, "prompt", "context_length_exceeded"),
         ({"prompts": ["x", 5]}, "prompts.1", None),
-        ({"prompts": ["x"], "min_tokens": 5, "max_new_tokens": 4}, "min_tokens", "param_out_of_range"),
+        (
+            {"prompts": ["x"], "min_tokens": 5, "max_new_tokens": 4},
+            "min_tokens",
+            "param_out_of_range",
+        ),
         ({"prompts": ["x"] * 200, "best_of": 20}, "n", "param_out_of_range"),
         ({"prompts": ["x"], "guided_regex": "("}, "guided_regex", "invalid_structured_output"),
         ({"prompts": ["x"], "prompt": "x"}, "prompt", "unsupported_parameter"),
     ],
 )
-def test_what_a_batch_is_refused_for(running: Running, body: dict[str, Any], param: str, code: str | None) -> None:
+def test_what_a_batch_is_refused_for(
+    running: Running, body: dict[str, Any], param: str, code: str | None
+) -> None:
     check_error(running.post("/batch_generate", body), 400, param, code)
 
 
@@ -184,35 +233,59 @@ def test_a_prompt_is_shown_as_it_would_be_used(running: Running) -> None:
         ({"messages": HI, "tool_choice": "auto"}, 400, "tool_choice", None),
         ({"messages": HI, "model": "gpt-9"}, 404, "model", "model_not_found"),
         ({"messages": HI, "chat_template": "x"}, 403, "chat_template", "template_not_allowed"),
-        ({"messages": HI, "chat_template_kwargs": {"nonsense": 1}}, 400, "chat_template_kwargs", None),
-        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages", "context_length_exceeded"),
+        (
+            {"messages": HI, "chat_template_kwargs": {"nonsense": 1}},
+            400,
+            "chat_template_kwargs",
+            None,
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x" * 200_000}]},
+            400,
+            "messages",
+            "context_length_exceeded",
+        ),
     ],
 )
-def test_what_is_not_shown(running: Running, body: dict[str, Any], status: int, param: str, code: str | None) -> None:
+def test_what_is_not_shown(
+    running: Running, body: dict[str, Any], status: int, param: str, code: str | None
+) -> None:
     check_error(running.post(RENDER, body), status, param, code)
 
 
 def test_a_prompt_somewhat_too_long_can_be_looked_at(running: Running) -> None:
     body = {"messages": [{"role": "user", "content": "x" * 1500}]}
     assert running.post(RENDER, body).json()["count"] > 1024
-    check_error(running.post("/v1/chat/completions", body), 400, "messages", "context_length_exceeded")
+    check_error(
+        running.post("/v1/chat/completions", body), 400, "messages", "context_length_exceeded"
+    )
 
 
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})]
+)
 def test_tokens_of_another_model(running: Running, path: str, body: dict[str, Any]) -> None:
     check_error(running.post(path, {"model": "gpt-9", **body}), 404, "model", "model_not_found")
 
 
 def test_the_tokenizer_is_told_as_lm_eval_reads_it(running: Running) -> None:
     found = running.get("/tokenizer_info").json()
-    assert found["model_max_length"] == 1024 and found["eos_token_id"] == 256 and found["vocab_size"] > 256
+    assert (
+        found["model_max_length"] == 1024
+        and found["eos_token_id"] == 256
+        and found["vocab_size"] > 256
+    )
     check_error(running.post("/tokenizer_info", {}), 405, code="method_not_allowed")
 
 
 def test_every_limit_is_told_under_its_name(running: Running) -> None:
     found = running.get("/v1/limits").json()
     assert set(Limits.__dataclass_fields__) < set(found)
-    assert found["max_queue"] == 256 and found["longest_sequence"] == 1024 and found["request_timeout"] == 600
+    assert (
+        found["max_queue"] == 256
+        and found["longest_sequence"] == 1024
+        and found["request_timeout"] == 600
+    )
     check_error(running.post("/v1/limits", {}), 405, code="method_not_allowed")
 
 
@@ -221,6 +294,10 @@ def test_a_model_that_is_not_there(running: Running) -> None:
     check_error(running.get("/v1/models/gpt-9"), 404, "model", "model_not_found")
 
 
-@pytest.mark.parametrize(("id", "status", "code"), [("req_0", 404, "request_not_found"), ("x" * 129, 400, None)])
-def test_a_request_that_cannot_be_cancelled(running: Running, id: str, status: int, code: str | None) -> None:
+@pytest.mark.parametrize(
+    ("id", "status", "code"), [("req_0", 404, "request_not_found"), ("x" * 129, 400, None)]
+)
+def test_a_request_that_cannot_be_cancelled(
+    running: Running, id: str, status: int, code: str | None
+) -> None:
     check_error(running.post(f"/v1/requests/{id}/cancel", None), status, code=code)

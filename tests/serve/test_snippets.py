@@ -34,7 +34,9 @@ def run(page: str, running: Running, rpc: int | None = None) -> list[str]:
     said, namespace = [], {"__name__": "__main__"}
     for block in blocks((ROOT / page).read_text()):
         if block.kind == "python" and (page != "README.md" or ADDRESS in block.body):
-            code = block.body.replace(ADDRESS, f"127.0.0.1:{running.port}").replace("127.0.0.1:50051", f"127.0.0.1:{rpc}")
+            code = block.body.replace(ADDRESS, f"127.0.0.1:{running.port}").replace(
+                "127.0.0.1:50051", f"127.0.0.1:{rpc}"
+            )
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(code, page, "exec"), namespace)
             said.append(out.getvalue())
@@ -47,11 +49,20 @@ def test_the_readmes_python(named: Running) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize(("page", "line"), CURLS, ids=[f"{page} {i}" for i, (page, _) in enumerate(CURLS)])
+@pytest.mark.parametrize(
+    ("page", "line"), CURLS, ids=[f"{page} {i}" for i, (page, _) in enumerate(CURLS)]
+)
 def test_curl_lines(named: Running, page: str, line: str) -> None:
     here = f"127.0.0.1:{named.port}"
-    argv = shlex.split(line.replace("\\\n", " ").replace(ADDRESS, here).replace("localhost:8000", here))
-    done = subprocess.run([*argv, "--silent", "--show-error", "--fail-with-body"], capture_output=True, text=True, timeout=30)
+    argv = shlex.split(
+        line.replace("\\\n", " ").replace(ADDRESS, here).replace("localhost:8000", here)
+    )
+    done = subprocess.run(
+        [*argv, "--silent", "--show-error", "--fail-with-body"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["choices"]
 

@@ -25,9 +25,16 @@ def settled(running: Running, seconds: float = 2.0) -> dict[str, float]:
     begun = time.monotonic()
     while True:
         found = running.metrics()
-        if found["octavo:num_requests_open"] == found["octavo:kv_blocks_used"] == found["octavo:num_requests_running"] == 0:
+        if (
+            found["octavo:num_requests_open"]
+            == found["octavo:kv_blocks_used"]
+            == found["octavo:num_requests_running"]
+            == 0
+        ):
             return found
-        assert time.monotonic() - begun < seconds, {k: v for k, v in found.items() if "num_" in k or "blocks" in k}
+        assert time.monotonic() - begun < seconds, {
+            k: v for k, v in found.items() if "num_" in k or "blocks" in k
+        }
         time.sleep(0.01)
 
 
@@ -36,7 +43,8 @@ def settled(running: Running, seconds: float = 2.0) -> dict[str, float]:
 
 def test_the_stream_is_well_formed(running: Running) -> None:
     reply = running.post(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 5}
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 5},
     )
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     found = events(reply.text)
@@ -47,7 +55,9 @@ def test_the_stream_is_well_formed(running: Running) -> None:
 
 
 def test_what_is_wrong_before_the_stream_is_an_ordinary_error(running: Running) -> None:
-    check_error(running.post("/v1/completions", {"prompt": [1] * 5000, "stream": True}), 400, "prompt")
+    check_error(
+        running.post("/v1/completions", {"prompt": [1] * 5000, "stream": True}), 400, "prompt"
+    )
 
 
 # ---- clients that leave -----------------------------------------------------------------------------------
@@ -81,7 +91,12 @@ def test_200_clients_leave_at_random_and_every_block_comes_back(running: Running
             await asyncio.sleep(g.random() * 2)
             body = {"prompt": [g.randrange(250) for _ in range(g.choice([3, 400]))], "max_tokens": g.choice([1, 500]),
                     "ignore_eos": True, "n": g.choice([1, 1, 3]), "stream": g.random() < 0.6}  # fmt: skip
-            await leave(running.port, body, g.random() * 0.05, g.choice([None, None, 1, 3000]) if body["stream"] else None)
+            await leave(
+                running.port,
+                body,
+                g.random() * 0.05,
+                g.choice([None, None, 1, 3000]) if body["stream"] else None,
+            )
 
         async with httpx.AsyncClient(timeout=60) as http:
             staying = asyncio.create_task(http.post(f"{running.url}/v1/completions", json=LONG))
@@ -93,7 +108,11 @@ def test_200_clients_leave_at_random_and_every_block_comes_back(running: Running
     for name in ("octavo:num_requests_waiting", "octavo:num_tokens_waiting", "octavo:open_streams"):
         assert after[name] == 0
     total = sum(after[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free"))
-    assert total == sum(before[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free")) == 512
+    assert (
+        total
+        == sum(before[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free"))
+        == 512
+    )
 
 
 @pytest.mark.parametrize(("stream", "size"), [(False, 1), (True, 1), (False, 200_000)])
@@ -101,8 +120,15 @@ def test_who_leaves_is_noticed_at_once(running: Running, stream: bool, size: int
     """Whatever was asked: of a large body no more is read than is wanted, and who does not read sees nobody leave."""
     before = settled(running)["octavo:engine_steps_total"]
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
-        connection.sendall(http_request("/v1/completions", json.dumps({**LONG, "stream": stream, "user": "u" * size}).encode()))
-        while (found := running.metrics())["octavo:kv_blocks_used"] == 0 and found["octavo:engine_steps_total"] < before + 800:
+        connection.sendall(
+            http_request(
+                "/v1/completions",
+                json.dumps({**LONG, "stream": stream, "user": "u" * size}).encode(),
+            )
+        )
+        while (found := running.metrics())["octavo:kv_blocks_used"] == 0 and found[
+            "octavo:engine_steps_total"
+        ] < before + 800:
             time.sleep(0.005)
     left = time.monotonic()
     steps = settled(running)["octavo:engine_steps_total"] - before
@@ -113,7 +139,11 @@ def test_who_leaves_is_noticed_at_once(running: Running, stream: bool, size: int
 def test_leaving_between_the_last_token_and_the_end(running: Running) -> None:
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", running.port)) as connection:
-            connection.sendall(http_request("/v1/completions", b'{"prompt": "hi", "max_tokens": 2, "stream": true}'))
+            connection.sendall(
+                http_request(
+                    "/v1/completions", b'{"prompt": "hi", "max_tokens": 2, "stream": true}'
+                )
+            )
             while b'finish_reason":"length' not in connection.recv(65536):
                 pass
     settled(running)
@@ -132,10 +162,16 @@ def test_cancelling_by_id(running: Running) -> None:
         http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
     ):
         id = stream.headers["x-request-id"]
-        assert running.post(f"/v1/requests/{id}/cancel", None).json() == {"id": id, "cancelled": True}
+        assert running.post(f"/v1/requests/{id}/cancel", None).json() == {
+            "id": id,
+            "cancelled": True,
+        }
         found = events(stream.read().decode())
     assert found[-1]["error"]["code"] == "cancelled"
-    assert running.post(f"/v1/requests/{id}/cancel", None).json() == {"id": id, "cancelled": False}, "again: nothing to do"
+    assert running.post(f"/v1/requests/{id}/cancel", None).json() == {
+        "id": id,
+        "cancelled": False,
+    }, "again: nothing to do"
     check_error(running.post("/v1/requests/req_unknown/cancel", None), 404)
     check_error(running.post("/v1/requests/a%20b/cancel", None), 400)
     settled(running)
@@ -147,7 +183,9 @@ def test_cancelling_by_id(running: Running) -> None:
 def test_a_client_that_does_not_read_is_left(tmp_path: Path) -> None:
     """Its connection is cut, its blocks come back, and others never notice."""
     with server(tmp_path, limits={"send_seconds": 0.3}) as quick:
-        body = json.dumps({**LONG, "temperature": 1, "n": 16, "stream": True, "logprobs": 5}).encode()
+        body = json.dumps(
+            {**LONG, "temperature": 1, "n": 16, "stream": True, "logprobs": 5}
+        ).encode()
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", quick.port))
@@ -185,11 +223,16 @@ def test_a_websocket_streams_the_same_text(running: Running) -> None:
         for _ in range(2):
             socket.send(json.dumps(same))
             text, end = read_all(socket)
-            assert text == want and end["type"] == "done" and end["usage"]["completion_tokens"] == 20
+            assert (
+                text == want and end["type"] == "done" and end["usage"]["completion_tokens"] == 20
+            )
 
 
 def test_a_refused_websocket_is_no_error_of_ours(running: Running) -> None:
-    with pytest.raises(InvalidStatus), connect(f"ws://127.0.0.1:{running.port}/ws/nowhere", open_timeout=5):
+    with (
+        pytest.raises(InvalidStatus),
+        connect(f"ws://127.0.0.1:{running.port}/ws/nowhere", open_timeout=5),
+    ):
         pass
     assert "handshake" not in running.log.read_text()
 
@@ -233,7 +276,9 @@ def test_a_websocket_message_over_the_limit(running: Running) -> None:
     assert running.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.com", "null", "http://localhost.evil.com", "http://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.com", "null", "http://localhost.evil.com", "http://127.0.0.1:1"]
+)
 def test_a_websocket_from_another_origin(running: Running, origin: str) -> None:
     with pytest.raises(InvalidStatus) as caught:
         ws(running, origin=origin)

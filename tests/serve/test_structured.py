@@ -22,10 +22,21 @@ from tests.serve.running import NAME, Running, check_error, events, server
 HI = [{"role": "user", "content": "hi"}]
 TAGS = {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 0, "maxItems": 3}
 PARTS = {"colour": {"enum": ["red", "green"]}, "tags": TAGS, "ok": {"type": "boolean"}}
-SCHEMA = {"type": "object", "properties": PARTS, "required": list(PARTS), "additionalProperties": False}
-FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": PARTS,
+    "required": list(PARTS),
+    "additionalProperties": False,
+}
+FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True},
+}
 # Takes some seconds to compile, in 0.2 MB.
-MONSTER = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(5000)}}
+MONSTER = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(5000)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +47,14 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_json_schema_whole_and_streamed(client: openai.OpenAI, seed: int) -> None:
-    same: Any = dict(model=NAME, messages=HI, response_format=FORMAT, max_tokens=200, temperature=1.5, seed=seed)
+    same: Any = dict(
+        model=NAME, messages=HI, response_format=FORMAT, max_tokens=200, temperature=1.5, seed=seed
+    )
     whole = client.chat.completions.create(**same).choices[0]
     assert whole.finish_reason == "stop"
-    assert whole.message.content is not None and schemas.valid(SCHEMA, json.loads(whole.message.content))
+    assert whole.message.content is not None and schemas.valid(
+        SCHEMA, json.loads(whole.message.content)
+    )
     chunks = list(client.chat.completions.create(**same, stream=True))
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.message.content
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -54,21 +69,31 @@ def test_a_reply_parses_into_a_model(client: openai.OpenAI) -> None:
         part: Part | None
         ok: bool
 
-    reply = client.chat.completions.parse(model=NAME, messages=HI, response_format=Thing, max_tokens=100, temperature=1.5, seed=1)  # type: ignore[arg-type]
+    reply = client.chat.completions.parse(
+        model=NAME, messages=HI, response_format=Thing, max_tokens=100, temperature=1.5, seed=1
+    )  # type: ignore[arg-type]
     assert isinstance(reply.choices[0].message.parsed, Thing)
 
 
 def test_json_object_and_what_max_tokens_cuts(client: openai.OpenAI) -> None:
-    same: Any = dict(model=NAME, messages=HI, response_format={"type": "json_object"}, temperature=1.5)
+    same: Any = dict(
+        model=NAME, messages=HI, response_format={"type": "json_object"}, temperature=1.5
+    )
     for seed in range(3):
         choice = client.chat.completions.create(**same, max_tokens=60, seed=seed).choices[0]
         text = choice.message.content or ""
         assert text[0] == "{" and not re.match(r"\{\s", text)
-        assert isinstance(json.loads(text), dict) if choice.finish_reason == "stop" else choice.finish_reason == "length"
+        assert (
+            isinstance(json.loads(text), dict)
+            if choice.finish_reason == "stop"
+            else choice.finish_reason == "length"
+        )
 
 
 def test_n_choices_are_guided_each(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(model=NAME, messages=HI, response_format=FORMAT, max_tokens=200, n=5, seed=3)  # type: ignore[call-overload]
+    reply = client.chat.completions.create(
+        model=NAME, messages=HI, response_format=FORMAT, max_tokens=200, n=5, seed=3
+    )  # type: ignore[call-overload]
     contents = [c.message.content for c in reply.choices]
     assert len(set(contents)) > 1 and all(schemas.valid(SCHEMA, json.loads(c)) for c in contents)
 
@@ -77,7 +102,16 @@ def test_n_choices_are_guided_each(client: openai.OpenAI) -> None:
     ("body", "pattern"),
     [
         ({"structured_outputs": {"json": SCHEMA}}, None),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None, "disable_any_whitespace": True}}, None),
+        (
+            {
+                "structured_outputs": {
+                    "json": json.dumps(SCHEMA),
+                    "regex": None,
+                    "disable_any_whitespace": True,
+                }
+            },
+            None,
+        ),
         ({"structured_outputs": {"regex": r"\d{3}-\d{4}"}}, r"\d{3}-\d{4}"),
         ({"structured_outputs": {"choice": ["yes", "no", 'quo"te']}}, 'yes|no|quo"te'),
         ({"structured_outputs": {"grammar": 'start: "<" /[a-z]{3}/ ">"'}}, "<[a-z]{3}>"),
@@ -93,8 +127,15 @@ def test_the_ways_to_say_it(running: Running, body: dict[str, Any], pattern: str
     fields = {"prompt": "hello", "temperature": 1.5, "seed": 1, "max_tokens": 200, **body}
     choice = running.post("/v1/completions", fields).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
-    assert re.fullmatch(pattern, choice["text"]) if pattern else schemas.valid(SCHEMA, json.loads(choice["text"]))
-    plain = running.post("/generate", {"prompt": "hello", "temperature": 1.5, "seed": 1, "max_new_tokens": 200, **body})
+    assert (
+        re.fullmatch(pattern, choice["text"])
+        if pattern
+        else schemas.valid(SCHEMA, json.loads(choice["text"]))
+    )
+    plain = running.post(
+        "/generate",
+        {"prompt": "hello", "temperature": 1.5, "seed": 1, "max_new_tokens": 200, **body},
+    )
     assert plain.json() == {"generated_text": choice["text"]}
 
 
@@ -111,16 +152,25 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_is_refused_is_not_counted_as_done(running: Running) -> None:
     def done() -> list[str]:
         lines = running.get("/metrics").text.splitlines()
-        return [line for line in lines if line.startswith(("octavo:request_success_total", "inference_requests_total"))]
+        return [
+            line
+            for line in lines
+            if line.startswith(("octavo:request_success_total", "inference_requests_total"))
+        ]
 
     before = done()
-    assert running.post("/v1/chat/completions", {"messages": HI, "guided_regex": "a("}).status_code == 400
+    assert (
+        running.post("/v1/chat/completions", {"messages": HI, "guided_regex": "a("}).status_code
+        == 400
+    )
     assert len(before) > 1 and done() == before
 
 
 @pytest.mark.parametrize(("body", "param", "says"), BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_followed_is_a_400(running: Running, body: dict[str, Any], param: str, says: str, stream: bool) -> None:
+def test_what_cannot_be_followed_is_a_400(
+    running: Running, body: dict[str, Any], param: str, says: str, stream: bool
+) -> None:
     begun = time.monotonic()
     reply = running.post("/v1/chat/completions", {"messages": HI, "stream": stream, **body})
     assert time.monotonic() - begun < 1
@@ -136,11 +186,21 @@ def test_openai_raises_for_a_bad_schema_in_a_stream_too(client: openai.OpenAI) -
 
 def test_a_grammar_that_becomes_too_complex_ends_alone(running: Running) -> None:
     grammar = f"start: x\nx: {' | '.join('x ' * k for k in range(2, 12))} | /[a-z]/"
-    wild = {"prompt": "hello", "max_tokens": 500, "guided_grammar": grammar, "logit_bias": {str(tiny.EOS): -100}}
-    error = check_error(running.post("/v1/completions", wild), 400, "guided_grammar", "structured_output_failed")
+    wild = {
+        "prompt": "hello",
+        "max_tokens": 500,
+        "guided_grammar": grammar,
+        "logit_bias": {str(tiny.EOS): -100},
+    }
+    error = check_error(
+        running.post("/v1/completions", wild), 400, "guided_grammar", "structured_output_failed"
+    )
     assert "too long" in error["message"]
     reply = running.http.post("/v1/completions", json={**wild, "stream": True})
-    assert reply.status_code == 200 and events(reply.text)[-1]["error"]["code"] == "structured_output_failed"
+    assert (
+        reply.status_code == 200
+        and events(reply.text)[-1]["error"]["code"] == "structured_output_failed"
+    )
     assert running.complete()["usage"]["completion_tokens"] == 4
 
 
@@ -181,14 +241,18 @@ def test_a_monster_is_refused_in_time_and_holds_up_nobody(impatient: Running) ->
     while len(arrived) < 5:
         time.sleep(0.005)
     begun = time.monotonic()
-    reply = impatient.post("/v1/completions", {"prompt": "hi", "structured_outputs": {"json": MONSTER}})
+    reply = impatient.post(
+        "/v1/completions", {"prompt": "hi", "structured_outputs": {"json": MONSTER}}
+    )
     refused = time.monotonic()
     check_error(reply, 400, "structured_outputs", "structured_output_timeout")
     small = impatient.post("/v1/completions", {"prompt": "hi", "guided_choice": ["fine"]})
     assert small.json()["choices"][0]["text"] == "fine", "the other thread compiles on"
     neighbour.join()
     assert refused - begun < 3
-    assert sum(begun < t < refused for t in arrived) > 20, "the neighbour's stream went on meanwhile"
+    assert sum(begun < t < refused for t in arrived) > 20, (
+        "the neighbour's stream went on meanwhile"
+    )
 
 
 def test_an_abandoned_compilation_leaves_nothing_behind(impatient: Running) -> None:

@@ -36,7 +36,11 @@ def test_several_that_were_in_two_failures_are_tried_one_at_a_time() -> None:
     suspects = Suspects()
     for _ in range(2):
         assert suspects.blame([POISON, A, B]) == set()
-    assert code(suspects, A) is None and code(suspects, POISON, A) == "engine_restarting" and code(suspects, C, A) is None
+    assert (
+        code(suspects, A) is None
+        and code(suspects, POISON, A) == "engine_restarting"
+        and code(suspects, C, A) is None
+    )
     suspects.acquit(A)
     assert code(suspects, POISON, A) is None
     assert suspects.blame([POISON, A, C]) == {fingerprint(POISON)}
@@ -63,7 +67,15 @@ def test_it_is_forgotten_with_time_and_bounded() -> None:
 
 
 def test_other_parameters_are_another_request() -> None:
-    assert len({fingerprint(r) for r in (request(1), request(1, max_tokens=3), request(1, 1), request(1))}) == 3
+    assert (
+        len(
+            {
+                fingerprint(r)
+                for r in (request(1), request(1, max_tokens=3), request(1, 1), request(1))
+            }
+        )
+        == 3
+    )
 
 
 def test_nothing_known_costs_nothing() -> None:

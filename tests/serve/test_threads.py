@@ -113,7 +113,10 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.mark.parametrize("length", [10, 600])
 def test_a_tokenizer_that_panics(faulty: Running, length: int) -> None:
-    for path, body in (("/v1/completions", {"prompt": "PANIC".ljust(length)}), ("/tokenize", {"prompt": "PANIC".ljust(length)})):
+    for path, body in (
+        ("/v1/completions", {"prompt": "PANIC".ljust(length)}),
+        ("/tokenize", {"prompt": "PANIC".ljust(length)}),
+    ):
         check_error(faulty.post(path, body), 500, code="internal_error")
     assert faulty.complete()["usage"]["completion_tokens"] == 4
     settled(faulty)
@@ -123,7 +126,9 @@ def test_tokenizers_that_hang_starve_nobody(faulty: Running) -> None:
     """More of them than there are threads, one after another."""
     for _ in range(4):
         begun = time.monotonic()
-        check_error(faulty.post("/v1/completions", {"prompt": "HANG".ljust(600)}), 408, code="text_timeout")
+        check_error(
+            faulty.post("/v1/completions", {"prompt": "HANG".ljust(600)}), 408, code="text_timeout"
+        )
         assert time.monotonic() - begun < 1
     assert faulty.get("/livez").status_code == 200
     assert faulty.complete(prompt="x" * 700)["usage"]["completion_tokens"] == 4
@@ -140,14 +145,22 @@ def test_text_that_cannot_be_made_of_tokens_ends_its_own_request_only(faulty: Ru
         async with httpx.AsyncClient(base_url=faulty.url, timeout=30) as http:
             more = {"stream": True, "stream_options": {"include_usage": True}}
             bodies = [{**body, **more}, {**other, **more}] * 4
-            return [r.text for r in await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies))]
+            return [
+                r.text
+                for r in await asyncio.gather(
+                    *(http.post("/v1/completions", json=b) for b in bodies)
+                )
+            ]
 
     for k, text in enumerate(asyncio.run(both())):
         found = events(text)
         if k % 2:
             assert "".join(e["choices"][0]["text"] for e in found if e["choices"]) == alone
             continue
-        assert found[-1]["error"]["code"] == "internal_error" and found[-1]["error"]["type"] == "server_error"
+        assert (
+            found[-1]["error"]["code"] == "internal_error"
+            and found[-1]["error"]["type"] == "server_error"
+        )
         assert found[-2]["usage"]["completion_tokens"] == 3 and "passwd" not in text
     check_error(faulty.post("/v1/completions", body), 500, code="internal_error")
     settled(faulty)

@@ -27,17 +27,25 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
     async def run() -> list[Any]:
         worker = TextWorker(1, 5.0)
         try:
-            return await asyncio.gather(*(worker.encode(tokenizer, text, 4096) for text in texts), return_exceptions=True)
+            return await asyncio.gather(
+                *(worker.encode(tokenizer, text, 4096) for text in texts), return_exceptions=True
+            )
         finally:
             worker.close()
 
     return asyncio.run(run())
 
 
-def test_together_or_alone_the_tokens_are_the_same(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_together_or_alone_the_tokens_are_the_same(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     many = Tokenizer.encode_many
-    monkeypatch.setattr(Tokenizer, "encode_many", lambda self, asked: (calls.append(len(asked)), many(self, asked))[1])
+    monkeypatch.setattr(
+        Tokenizer,
+        "encode_many",
+        lambda self, asked: (calls.append(len(asked)), many(self, asked))[1],
+    )
     texts = ["hello", "a <|im_end|> b", "ünïcödé 漢字", "x" * (INLINE + 1), " "]
     assert encode(tokenizer, texts) == [tokenizer.encode(text) for text in texts]
     assert calls == [4], "all but the long one, at once"
@@ -47,7 +55,11 @@ def test_one_that_cannot_be_tokenised_is_the_only_one_to_hear_of_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad, last = encode(tokenizer, ["hello", "half \ud800 a pair", "world"])
-    assert good == tokenizer.encode("hello") and last == tokenizer.encode("world") and isinstance(bad, InvalidRequest)
+    assert (
+        good == tokenizer.encode("hello")
+        and last == tokenizer.encode("world")
+        and isinstance(bad, InvalidRequest)
+    )
 
     def panic(self: Tokenizer, *args: Any) -> Any:
         raise Panic("a secret")
@@ -57,13 +69,17 @@ def test_one_that_cannot_be_tokenised_is_the_only_one_to_hear_of_it(
     assert encode(tokenizer, ["hello"]) == [expected]
     monkeypatch.setattr(Tokenizer, "encode", panic)
     (error,) = encode(tokenizer, ["hello"])
-    assert isinstance(error, RuntimeError), "a panic is an error of this request, and no end of the loop"
+    assert isinstance(error, RuntimeError), (
+        "a panic is an error of this request, and no end of the loop"
+    )
 
 
 def test_who_leaves_before_the_turn_is_over_disturbs_nobody(tokenizer: Tokenizer) -> None:
     async def run() -> list[int]:
         worker = TextWorker(1, 5.0)
-        first, second = (asyncio.create_task(worker.encode(tokenizer, text, 4096)) for text in ("hello", "world"))
+        first, second = (
+            asyncio.create_task(worker.encode(tokenizer, text, 4096)) for text in ("hello", "world")
+        )
         await asyncio.sleep(0)
         first.cancel()
         try:

@@ -27,7 +27,12 @@ def tool(name: str = "f", **function: Any) -> dict[str, Any]:
 def said(text: str, *names: str, **more: Any) -> dict[str, Any]:
     """A request that is answered with this text."""
     tools = [tool(name) for name in names or ("f", "g")]
-    return {"messages": [{"role": "user", "content": text}], "tools": tools, "max_tokens": 400, **more}
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "tools": tools,
+        "max_tokens": 400,
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,9 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_a_stream_says_what_the_whole_reply_says(parrot: Running, client: openai.OpenAI, text: str) -> None:
+def test_a_stream_says_what_the_whole_reply_says(
+    parrot: Running, client: openai.OpenAI, text: str
+) -> None:
     whole = client.chat.completions.create(model=NAME, **said(text)).choices[0]
     content, calls, reason = "", [], None
     for chunk in client.chat.completions.create(model=NAME, **said(text), stream=True):
@@ -62,7 +69,11 @@ def test_a_stream_says_what_the_whole_reply_says(parrot: Running, client: openai
         for new in choice.delta.tool_calls or []:
             assert new.function is not None
             if new.id is not None:
-                assert new.index == len(calls) and new.type == "function" and new.function.arguments == ""
+                assert (
+                    new.index == len(calls)
+                    and new.type == "function"
+                    and new.function.arguments == ""
+                )
                 calls.append((new.id, new.function.name, ""))
             else:
                 id, name, arguments = calls[new.index]
@@ -76,9 +87,15 @@ def test_a_stream_says_what_the_whole_reply_says(parrot: Running, client: openai
 
 def test_content_and_calls_are_told_apart(parrot: Running) -> None:
     choice = parrot.post(CHAT, said(TEXTS["words and calls"])).json()["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look.\n\n\n\nDone."
+    assert (
+        choice["finish_reason"] == "tool_calls"
+        and choice["message"]["content"] == "I look.\n\n\n\nDone."
+    )
     functions = [call["function"] for call in choice["message"]["tool_calls"]]
-    assert functions == [{"name": "f", "arguments": '{"a": "é\\n"}'}, {"name": "g", "arguments": '{"a": "é\\n"}'}]
+    assert functions == [
+        {"name": "f", "arguments": '{"a": "é\\n"}'},
+        {"name": "g", "arguments": '{"a": "é\\n"}'},
+    ]
     bare = parrot.post(CHAT, said(CALL)).json()["choices"][0]["message"]
     assert bare["content"] is None and bare["role"] == "assistant"
 
@@ -87,9 +104,16 @@ def test_arguments_are_streamed_and_not_kept_back(parrot: Running) -> None:
     """This model's tokens are bytes: as many pieces come as the arguments have characters."""
     text = parrot.post(CHAT, said(CALL.replace("é", "long"), stream=True)).text
     deltas = [e["choices"][0]["delta"] for e in events(text)]
-    pieces = [c["function"]["arguments"] for d in deltas for c in d.get("tool_calls", []) if "id" not in c]
+    pieces = [
+        c["function"]["arguments"] for d in deltas for c in d.get("tool_calls", []) if "id" not in c
+    ]
     assert "".join(pieces) == '{"a": "long\\n"}' and len(pieces) >= len('{"a": "long\\n"}') - 2
-    assert all(set(c) == {"index", "function"} for d in deltas for c in d.get("tool_calls", []) if "id" not in c)
+    assert all(
+        set(c) == {"index", "function"}
+        for d in deltas
+        for c in d.get("tool_calls", [])
+        if "id" not in c
+    )
 
 
 def test_ids_are_unique(parrot: Running) -> None:
@@ -107,7 +131,11 @@ def test_each_choice_has_calls_of_its_own(parrot: Running) -> None:
     names, ends = [], []
     for event in events(text):
         for choice in event["choices"]:
-            names += [(choice["index"], c["function"]["name"]) for c in choice["delta"].get("tool_calls", []) if "id" in c]
+            names += [
+                (choice["index"], c["function"]["name"])
+                for c in choice["delta"].get("tool_calls", [])
+                if "id" in c
+            ]
             ends += [(choice["index"], choice["finish_reason"])] if choice["finish_reason"] else []
     assert sorted(names) == [(i, "f") for i in range(3)]
     assert sorted(ends) == [(i, "tool_calls") for i in range(3)]
@@ -123,44 +151,75 @@ def test_a_call_cut_by_the_length_says_so(parrot: Running) -> None:
 
 def test_parallel_calls_can_be_declined(parrot: Running) -> None:
     for parallel, calls in ((None, 2), (True, 2), (False, 1)):
-        message = parrot.post(CHAT, said(f"{CALL}{CALL}", parallel_tool_calls=parallel)).json()["choices"][0]["message"]
+        message = parrot.post(CHAT, said(f"{CALL}{CALL}", parallel_tool_calls=parallel)).json()[
+            "choices"
+        ][0]["message"]
         assert len(message["tool_calls"]) == calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_generated_after_the_one_call_that_was_wanted(parrot: Running, stream: bool) -> None:
+def test_nothing_is_generated_after_the_one_call_that_was_wanted(
+    parrot: Running, stream: bool
+) -> None:
     """This model's tokens are bytes."""
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     time.sleep(0.05)
     before = parrot.metrics()["octavo:generation_tokens_total"]
-    reply = parrot.post(CHAT, said(f"Well.{CALL}{' and words' * 30}{CALL}", parallel_tool_calls=False, n=2, **more))
+    reply = parrot.post(
+        CHAT, said(f"Well.{CALL}{' and words' * 30}{CALL}", parallel_tool_calls=False, n=2, **more)
+    )
     if stream:
         chunks = events(reply.text)
-        usage, ends = chunks[-1]["usage"], [c["finish_reason"] for e in chunks for c in e["choices"] if c["finish_reason"]]
+        usage, ends = (
+            chunks[-1]["usage"],
+            [c["finish_reason"] for e in chunks for c in e["choices"] if c["finish_reason"]],
+        )
         said_here = "".join(c["delta"].get("content") or "" for e in chunks for c in e["choices"])
     else:
         usage, ends = reply.json()["usage"], [c["finish_reason"] for c in reply.json()["choices"]]
         said_here = "".join(c["message"]["content"] for c in reply.json()["choices"])
         assert [len(c["message"]["tool_calls"]) for c in reply.json()["choices"]] == [1, 1]
     used = len(f"Well.{CALL}".encode()) - len("\n</tool_call>")
-    assert usage["completion_tokens"] == 2 * used and ends == ["tool_calls"] * 2 and sorted(said_here) == sorted("Well.Well.")
+    assert (
+        usage["completion_tokens"] == 2 * used
+        and ends == ["tool_calls"] * 2
+        and sorted(said_here) == sorted("Well.Well.")
+    )
     time.sleep(0.1)
-    assert parrot.metrics()["octavo:generation_tokens_total"] - before <= 2 * (used + 100), "the engine was told"
+    assert parrot.metrics()["octavo:generation_tokens_total"] - before <= 2 * (used + 100), (
+        "the engine was told"
+    )
 
 
 def test_usage_and_logprobs_come_with_calls(parrot: Running) -> None:
     whole = parrot.post(CHAT, said(CALL, logprobs=True)).json()
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(parrot.post(CHAT, said(CALL, logprobs=True, stream=True, stream_options=options)).text)
-    told = [at for e in chunks for c in e["choices"] for at in (c["logprobs"] or {"content": []})["content"]]
-    assert len(told) == len(whole["choices"][0]["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
-    assert chunks[-1]["usage"] == whole["usage"] | {"prompt_tokens_details": chunks[-1]["usage"]["prompt_tokens_details"]}
+    chunks = events(
+        parrot.post(CHAT, said(CALL, logprobs=True, stream=True, stream_options=options)).text
+    )
+    told = [
+        at
+        for e in chunks
+        for c in e["choices"]
+        for at in (c["logprobs"] or {"content": []})["content"]
+    ]
+    assert (
+        len(told)
+        == len(whole["choices"][0]["logprobs"]["content"])
+        == whole["usage"]["completion_tokens"]
+    )
+    assert chunks[-1]["usage"] == whole["usage"] | {
+        "prompt_tokens_details": chunks[-1]["usage"]["prompt_tokens_details"]
+    }
 
 
 def test_calls_are_content_where_none_were_asked_for(parrot: Running) -> None:
     for body in (said(CALL, tool_choice="none"), {**said(CALL), "tools": None}):
         choice = parrot.post(CHAT, body).json()["choices"][0]
-        assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None} and choice["finish_reason"] == "stop"
+        assert (
+            choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+            and choice["finish_reason"] == "stop"
+        )
 
 
 # ---- what the model is told -----------------------------------------------------------------------------
@@ -175,12 +234,19 @@ def test_tools_are_told_to_a_template_that_knows_none(running: Running) -> None:
     ]  # fmt: skip
     body = {"messages": messages, "tools": [tool(description="<|end|>")]}
     found = running.post(CHAT + "/render", body).json()
-    assert "<|system|>You can call functions." in found["prompt"] and '"name": "f"' in found["prompt"]
-    assert '<|assistant|><tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|end|>' in found["prompt"]
+    assert (
+        "<|system|>You can call functions." in found["prompt"] and '"name": "f"' in found["prompt"]
+    )
+    assert (
+        '<|assistant|><tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|end|>'
+        in found["prompt"]
+    )
     assert "<tool_response>\n42 <|end|>\n</tool_response>" in found["prompt"]
     assert found["token_ids"].count(258) == 4, "one end a message: what others wrote is characters"
     assert running.post("/tokenize", body).json()["tokens"] == found["token_ids"]
-    without = running.post(CHAT + "/render", {"messages": HI, "tools": [tool()], "tool_choice": "none"}).json()
+    without = running.post(
+        CHAT + "/render", {"messages": HI, "tools": [tool()], "tool_choice": "none"}
+    ).json()
     assert without["prompt"] == "<|user|>hi<|end|><|assistant|>"
 
 
@@ -191,10 +257,17 @@ def test_other_formats_and_none(tmp_path: Path) -> None:
         reply = auto.post(CHAT, said("x", chat_template=template))
         error = check_error(reply, 400, "tools", "unsupported_parameter")
         assert "--tool-parser" in error["message"] and "hermes" in error["message"]
-        assert auto.post(CHAT, {"messages": HI, "chat_template": template, "max_tokens": 2}).status_code == 200
+        assert (
+            auto.post(
+                CHAT, {"messages": HI, "chat_template": template, "max_tokens": 2}
+            ).status_code
+            == 200
+        )
     with server(tmp_path, tool_parser="llama_json", **options) as llama:
         call = '{"name": "f", "parameters": {"a": 1}}'
-        message = llama.post(CHAT, said(call, chat_template=template)).json()["choices"][0]["message"]
+        message = llama.post(CHAT, said(call, chat_template=template)).json()["choices"][0][
+            "message"
+        ]
         assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
         rendered = llama.post(CHAT + "/render", said(call, chat_template=template)).json()["prompt"]
         assert rendered.startswith('[{"type": "function"')
@@ -270,14 +343,21 @@ def test_an_unknown_tool_is_told_which_there_are(running: Running) -> None:
     {"role": "tool", "content": None},
     {"role": "system", "tool_calls": [{}]},
 ])  # fmt: skip
-def test_odd_calls_in_a_conversation_never_break_the_server(running: Running, message: dict[str, Any]) -> None:
+def test_odd_calls_in_a_conversation_never_break_the_server(
+    running: Running, message: dict[str, Any]
+) -> None:
     for body in ({"messages": [message]}, {"messages": [message, *HI], "tools": [tool()]}):
         reply = running.post(CHAT, {**body, "max_tokens": 1})
         assert reply.status_code in (200, 400), reply.text
 
 
 def test_tools_are_for_chats(running: Running) -> None:
-    check_error(running.post("/v1/completions", {"prompt": "x", "tools": [tool()]}), 400, "tools", "unsupported_parameter")
+    check_error(
+        running.post("/v1/completions", {"prompt": "x", "tools": [tool()]}),
+        400,
+        "tools",
+        "unsupported_parameter",
+    )
 
 
 # ---- calls that must be made -----------------------------------------------------------------------------
@@ -289,9 +369,17 @@ NAMED = {"type": "function", "function": {"name": "switch"}}
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_forced_call_is_made_whatever_the_model_would_say(running: Running, choice: Any, seed: int) -> None:
+def test_a_forced_call_is_made_whatever_the_model_would_say(
+    running: Running, choice: Any, seed: int
+) -> None:
     """This model has never seen a letter: all that it says is the grammar's doing."""
-    body = {"messages": HI, "tools": [SWITCH, tool("wait")], "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
+    body = {
+        "messages": HI,
+        "tools": [SWITCH, tool("wait")],
+        "tool_choice": choice,
+        "seed": seed,
+        "parallel_tool_calls": False,
+    }
     whole = running.post(CHAT, body).json()["choices"][0]
     assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
     (function,) = [call["function"] for call in whole["message"]["tool_calls"]]
@@ -301,16 +389,32 @@ def test_a_forced_call_is_made_whatever_the_model_would_say(running: Running, ch
     else:
         assert (function["name"], arguments, choice) == ("wait", {}, "required")
     chunks = events(running.post(CHAT, {**body, "stream": True}).text)
-    deltas = [call["function"] for e in chunks for call in e["choices"][0]["delta"].get("tool_calls", [])]
-    assert deltas[0]["name"] == function["name"] and "".join(d["arguments"] for d in deltas) == function["arguments"]
+    deltas = [
+        call["function"] for e in chunks for call in e["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert (
+        deltas[0]["name"] == function["name"]
+        and "".join(d["arguments"] for d in deltas) == function["arguments"]
+    )
 
 
 def test_an_answer_in_a_format_may_come_instead_of_a_call(running: Running) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     seen = set()
     for seed in range(20):
-        body = {"messages": HI, "tools": [SWITCH], "response_format": format, "seed": seed, "parallel_tool_calls": False}
+        body = {
+            "messages": HI,
+            "tools": [SWITCH],
+            "response_format": format,
+            "seed": seed,
+            "parallel_tool_calls": False,
+        }
         message = running.post(CHAT, body).json()["choices"][0]["message"]
         if "tool_calls" in message:
             assert message["content"] is None
@@ -326,7 +430,9 @@ def test_an_answer_in_a_format_may_come_instead_of_a_call(running: Running) -> N
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_cannot_be_followed_is_refused(running: Running, stream: bool) -> None:
     bad = tool(parameters={"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}})
-    reply = running.post(CHAT, {"messages": HI, "tools": [bad], "tool_choice": "required", "stream": stream})
+    reply = running.post(
+        CHAT, {"messages": HI, "tools": [bad], "tool_choice": "required", "stream": stream}
+    )
     assert "/$defs/none" in check_error(reply, 400, "tools", "invalid_structured_output")["message"]
 
 
@@ -338,8 +444,15 @@ def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
         choice = parrot.post(CHAT, said(text, tools=tools)).json()["choices"][0]
         assert choice["finish_reason"] == ("tool_calls" if "<" in text else "stop")
     wrong = CALL.replace('"é\\n"', "5")
-    assert parrot.post(CHAT, said(wrong, tools=[tool(parameters=schema)])).json()["choices"][0]["finish_reason"] == "tool_calls"
-    check_error(parrot.post(CHAT, said(wrong, tools=tools)), 400, "tools", "structured_output_failed")
+    assert (
+        parrot.post(CHAT, said(wrong, tools=[tool(parameters=schema)])).json()["choices"][0][
+            "finish_reason"
+        ]
+        == "tool_calls"
+    )
+    check_error(
+        parrot.post(CHAT, said(wrong, tools=tools)), 400, "tools", "structured_output_failed"
+    )
 
 
 def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
@@ -347,14 +460,21 @@ def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny.model_dir(), model)
     backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    backend.add_special_tokens([tokenizers.AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")])
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")]
+    )
     backend.save(str(model / "tokenizer.json"))
     with server(tmp_path, model=str(model)) as other:
         body = {"messages": HI, "tools": [SWITCH], "tool_choice": NAMED, "seed": 1}
         found = other.post(CHAT, {**body, "logprobs": True}).json()["choices"][0]
-        assert found["finish_reason"] == "tool_calls" and found["message"]["tool_calls"][0]["function"]["name"] == "switch"
+        assert (
+            found["finish_reason"] == "tool_calls"
+            and found["message"]["tool_calls"][0]["function"]["name"] == "switch"
+        )
         tokens = [at["token"] for at in found["logprobs"]["content"]]
         assert tokens[0] == "<tool_call>" and "</tool_call>" in tokens
         strict = {"type": "function", "function": {**SWITCH["function"], "strict": True}}
-        free = other.post(CHAT, {**body, "tools": [strict], "tool_choice": "auto", "max_tokens": 10}).json()["choices"][0]
+        free = other.post(
+            CHAT, {**body, "tools": [strict], "tool_choice": "auto", "max_tokens": 10}
+        ).json()["choices"][0]
         assert free["message"]["content"]

@@ -43,11 +43,16 @@ NOT_JSON = {
 @pytest.mark.parametrize("body", NOT_JSON.values(), ids=NOT_JSON.keys())
 def test_a_body_that_is_no_json_object(running: Running, body: bytes) -> None:
     begun = time.monotonic()
-    check_error(running.http.post("/v1/completions", content=body, headers=JSON), 400, code="invalid_json")
+    check_error(
+        running.http.post("/v1/completions", content=body, headers=JSON), 400, code="invalid_json"
+    )
     assert time.monotonic() - begun < 1
 
 
-@pytest.mark.parametrize("content", [None, "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"],
+)
 def test_another_content_type(running: Running, content: str | None) -> None:
     headers = {} if content is None else {"content-type": content}
     check_error(running.http.post(CHAT, content=json.dumps(GOOD).encode(), headers=headers), 415)
@@ -55,13 +60,21 @@ def test_another_content_type(running: Running, content: str | None) -> None:
 
 def test_json_with_a_charset_is_json(running: Running) -> None:
     headers = {"content-type": "application/json; charset=utf-8"}
-    assert running.http.post(CHAT, content=json.dumps(GOOD).encode(), headers=headers).status_code == 200
+    assert (
+        running.http.post(CHAT, content=json.dumps(GOOD).encode(), headers=headers).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 def test_a_compressed_body(running: Running, encoding: str) -> None:
     """A bomb would have to be unpacked to be found out: none is."""
-    check_error(running.http.post(CHAT, content=b"\x1f\x8b" * 100, headers={**JSON, "content-encoding": encoding}), 415)
+    check_error(
+        running.http.post(
+            CHAT, content=b"\x1f\x8b" * 100, headers={**JSON, "content-encoding": encoding}
+        ),
+        415,
+    )
 
 
 def test_a_body_over_the_limit(running: Running) -> None:
@@ -93,10 +106,18 @@ def test_a_prompt_far_beyond_the_context_is_refused_unread(running: Running) -> 
     assert time.monotonic() - begun < 1
 
 
-@pytest.mark.parametrize("headers", [["X-Big: " + "a" * 70_000], [f"X-{k}: 1" for k in range(300)]], ids=["too long", "too many"])
+@pytest.mark.parametrize(
+    "headers",
+    [["X-Big: " + "a" * 70_000], [f"X-{k}: 1" for k in range(300)]],
+    ids=["too long", "too many"],
+)
 def test_headers_over_the_limit(running: Running, headers: list[str]) -> None:
     reply = raw(running.port, http_request(CHAT, b"{}", *headers))
-    assert reply.startswith(b"HTTP/1.1 431") and b'"code":"headers_too_large"' in reply and b"x-request-id" in reply
+    assert (
+        reply.startswith(b"HTTP/1.1 431")
+        and b'"code":"headers_too_large"' in reply
+        and b"x-request-id" in reply
+    )
 
 
 def test_headers_without_end_are_refused_before_they_end(running: Running) -> None:
@@ -111,14 +132,30 @@ def test_bytes_that_are_no_http(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/nothing", "/v1", "/v1/chat/completions/", "/v1/engines", "/docs", "/static/../livez", "//livez"]
+    "path",
+    [
+        "/nothing",
+        "/v1",
+        "/v1/chat/completions/",
+        "/v1/engines",
+        "/docs",
+        "/static/../livez",
+        "//livez",
+    ],
 )
 def test_an_unknown_route(running: Running, path: str) -> None:
     reply = raw(running.port, http_request(path, b"", "Connection: close", method="GET"))
-    assert reply.startswith(b"HTTP/1.1 404") and b'"type":"not_found_error"' in reply and b"/openapi.json" in reply
+    assert (
+        reply.startswith(b"HTTP/1.1 404")
+        and b'"type":"not_found_error"' in reply
+        and b"/openapi.json" in reply
+    )
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models"), ("PUT", "/generate"), ("POST", "/livez")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", CHAT), ("DELETE", "/v1/models"), ("PUT", "/generate"), ("POST", "/livez")],
+)
 def test_a_wrong_method(running: Running, method: str, path: str) -> None:
     reply = running.http.request(method, path)
     check_error(reply, 405, code="method_not_allowed")
@@ -126,32 +163,53 @@ def test_a_wrong_method(running: Running, method: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.com", "127.0.0.1.evil.com", "localhost@evil.com", "", "evil.com:80", "[::ffff:8.8.8.8]", "["]
+    "host",
+    [
+        "evil.com",
+        "127.0.0.1.evil.com",
+        "localhost@evil.com",
+        "",
+        "evil.com:80",
+        "[::ffff:8.8.8.8]",
+        "[",
+    ],
 )
 def test_another_host_name_on_the_loopback(running: Running, host: str) -> None:
     reply = raw(running.port, http_request(CHAT, b"{}", "Connection: close", host=host))
     assert reply.startswith(b"HTTP/1.1 421"), reply[:100]
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "[::1]:80", "127.0.0.1:8000"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "[::1]:80", "127.0.0.1:8000"]
+)
 def test_names_of_the_loopback(running: Running, host: str) -> None:
-    assert raw(running.port, http_request("/livez", b"", "Connection: close", method="GET", host=host)).startswith(
-        b"HTTP/1.1 200"
-    )
+    assert raw(
+        running.port, http_request("/livez", b"", "Connection: close", method="GET", host=host)
+    ).startswith(b"HTTP/1.1 200")
 
 
 def test_a_web_page_of_another_origin_gets_no_permission(running: Running) -> None:
     reply = running.http.post(CHAT, json=GOOD, headers={"origin": "https://evil.com"})
     assert not [h for h in reply.headers if h.startswith("access-control")]
-    preflight = running.http.options(CHAT, headers={"origin": "https://evil.com", "access-control-request-method": "POST"})
-    assert preflight.status_code == 405 and not [h for h in preflight.headers if h.startswith("access-control")]
+    preflight = running.http.options(
+        CHAT, headers={"origin": "https://evil.com", "access-control-request-method": "POST"}
+    )
+    assert preflight.status_code == 405 and not [
+        h for h in preflight.headers if h.startswith("access-control")
+    ]
 
 
 def test_request_ids_are_ours_and_the_clients_is_a_label(running: Running) -> None:
     reply = running.http.get("/livez", headers={"x-request-id": "mine.1"})
-    assert reply.headers["x-request-id"].startswith("req_") and reply.headers["x-client-request-id"] == "mine.1"
+    assert (
+        reply.headers["x-request-id"].startswith("req_")
+        and reply.headers["x-client-request-id"] == "mine.1"
+    )
     for label in ("a b", "x" * 200, "a\tb", "<script>"):
-        assert "x-client-request-id" not in running.http.get("/livez", headers={"x-request-id": label}).headers
+        assert (
+            "x-client-request-id"
+            not in running.http.get("/livez", headers={"x-request-id": label}).headers
+        )
 
 
 def test_the_client_of_pipelined_requests_leaves(running: Running) -> None:
@@ -221,11 +279,16 @@ def test_a_websocket_is_not_waited_for_to_send_headers(tmp_path: Path, path: str
 
 
 def test_slow_headers_and_slow_bodies_are_cut_off(tmp_path: Path) -> None:
-    with server(tmp_path, ready=False, limits={"header_seconds": 0.3, "body_seconds": 0.5}) as quick:
+    with server(
+        tmp_path, ready=False, limits={"header_seconds": 0.3, "body_seconds": 0.5}
+    ) as quick:
         for data, status in (
             (b"GET /livez HTTP/1.1\r\nHost: lo", b"408"),
             (b"", b"408"),
-            (http_request(CHAT, b'{"mess')[:-6].replace(b"Length: 6", b"Length: 60") + b'{"mess', b"408"),
+            (
+                http_request(CHAT, b'{"mess')[:-6].replace(b"Length: 6", b"Length: 60") + b'{"mess',
+                b"408",
+            ),
         ):
             begun = time.monotonic()
             reply = raw(quick.port, data)
@@ -235,5 +298,8 @@ def test_slow_headers_and_slow_bodies_are_cut_off(tmp_path: Path) -> None:
 
 def test_no_part_of_the_package_unpickles_or_evaluates() -> None:
     root = Path(octavo.__file__).parent
-    pattern = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill)|torch\.load\(|(?<![\w.])eval\(", re.MULTILINE)
+    pattern = re.compile(
+        r"^\s*(import|from) (pickle|marshal|shelve|dill)|torch\.load\(|(?<![\w.])eval\(",
+        re.MULTILINE,
+    )
     assert [str(f) for f in root.rglob("*.py") if pattern.search(f.read_text())] == []

@@ -12,7 +12,12 @@ from typing import Any
 from octavo.serve.wire import drop_unread
 from tests.serve.running import Running, http_request, raw
 
-UPGRADE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
+UPGRADE = (
+    "Connection: Upgrade",
+    "Upgrade: websocket",
+    "Sec-WebSocket-Version: 13",
+    "Sec-WebSocket-Key: " + "A" * 22 + "==",
+)
 PING = b"\x89\xfd\0\0\0\0" + b"x" * 125
 
 
@@ -35,7 +40,12 @@ class Transport:
 
 def test_what_is_closed_and_never_read_is_cut() -> None:
     """uvicorn closes a connection, and the socket then waits until all is read: for ever, if nobody does."""
-    unread, slow, at_work, done = Transport(True, 5), Transport(True, 5000, 1), Transport(False, 5), Transport(True, 0)
+    unread, slow, at_work, done = (
+        Transport(True, 5),
+        Transport(True, 5000, 1),
+        Transport(False, 5),
+        Transport(True, 0),
+    )
 
     async def run() -> None:
         connections: set[Any] = {_Connection(t) for t in (unread, slow, at_work, done)}
@@ -74,4 +84,6 @@ def test_pings_whose_answers_nobody_reads_end_the_connection(running: Running) -
                 except OSError:
                     cut = True
             assert cut and memory(running) - before < 16 * 1024
-    assert b"200 OK" in raw(running.port, http_request("/livez", b"", "Connection: close", method="GET"))
+    assert b"200 OK" in raw(
+        running.port, http_request("/livez", b"", "Connection: close", method="GET")
+    )

@@ -17,13 +17,21 @@ BODY = json.dumps({"prompt": "hello", "max_tokens": 2, "ignore_eos": True}).enco
 @pytest.mark.parametrize("offer", ["Upgrade: h2c", "upgrade:h2c ", "UPGRADE: h2c"])
 def test_an_offer_of_http2_is_ignored(running: Running, offer: str) -> None:
     """Java's client makes one with each request, and curl --http2."""
-    headers = ("Connection: Upgrade, HTTP2-Settings, close", offer, "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
+    headers = (
+        "Connection: Upgrade, HTTP2-Settings, close",
+        offer,
+        "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA",
+    )
     reply = raw(running.port, http_request("/v1/completions", BODY, *headers))
     assert reply.startswith(b"HTTP/1.1 200 OK") and b'"completion_tokens":2' in reply
 
 
 def test_it_is_ignored_in_every_request_of_a_connection(running: Running) -> None:
-    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA",
+    )
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
         for _ in range(3):
             client.sendall(http_request("/v1/completions", BODY, *offer))
@@ -46,20 +54,40 @@ def test_no_offer_is_cut_out_of_a_body(running: Running) -> None:
 
 
 def test_only_a_head_that_is_plain_to_see_is_changed() -> None:
-    offered, plain = b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nHost: a\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\n\r\n"
+    offered, plain = (
+        b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nHost: a\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\n\r\n",
+    )
     body = b"\r\nUpgrade: h2c\r\n\r\n"
-    assert without_offer(offered + body) == plain + body and without_offer(plain + body) == plain + body
-    for odd in (b"POST / HTTP/1.1\nHost: a\n\n" + body, b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nHo", body):
+    assert (
+        without_offer(offered + body) == plain + body
+        and without_offer(plain + body) == plain + body
+    )
+    for odd in (
+        b"POST / HTTP/1.1\nHost: a\n\n" + body,
+        b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nHo",
+        body,
+    ):
         assert without_offer(odd) == odd
 
 
 def test_a_websocket_begins_with_get(running: Running) -> None:
     begun = time.monotonic()
-    reply = raw(running.port, http_request("/ws/generate", b"abc", "Connection: Upgrade", "Upgrade: websocket"), 3)
-    assert reply.startswith(b"HTTP/1.1 400") and b"invalid_http" in reply and time.monotonic() - begun < 2
+    reply = raw(
+        running.port,
+        http_request("/ws/generate", b"abc", "Connection: Upgrade", "Upgrade: websocket"),
+        3,
+    )
+    assert (
+        reply.startswith(b"HTTP/1.1 400")
+        and b"invalid_http" in reply
+        and time.monotonic() - begun < 2
+    )
 
 
 def test_two_hosts_are_none(running: Running) -> None:
     for second in ("Host: evil.com", "Host: localhost"):
-        reply = raw(running.port, http_request("/livez", b"", second, "Connection: close", method="GET"))
+        reply = raw(
+            running.port, http_request("/livez", b"", second, "Connection: close", method="GET")
+        )
         assert reply.startswith(b"HTTP/1.1 400") and b"invalid_http" in reply

@@ -24,13 +24,19 @@ def sent_views(sent: list[Any]) -> list[View]:
 
 
 def engine(num_blocks: int = 50, max_num_seqs: int = 4, depth: int = 1, tokens: int = 16) -> Engine:
-    schedule = ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_model_len=400, depth=depth)
-    scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=num_blocks), schedule, vocab_size=1000)
+    schedule = ScheduleConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_model_len=400, depth=depth
+    )
+    scheduler = Scheduler(
+        CacheConfig(block_size=4, num_blocks=num_blocks), schedule, vocab_size=1000
+    )
     return Engine(scheduler, FakeRunner(num_blocks, 4))
 
 
 def request(id: str, length: int = 5, first: int = 1, **params: Any) -> Request:
-    return Request(id, list(range(first, first + length)), SamplingParams(ignore_eos=True, **params))
+    return Request(
+        id, list(range(first, first + length)), SamplingParams(ignore_eos=True, **params)
+    )
 
 
 def watched(one: Engine) -> Viewer:
@@ -67,10 +73,14 @@ def test_who_has_not_looked_for_a_while_is_forgotten(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "FORGOTTEN", -1.0)
     loop, sent = run([add("a", max_tokens=9), None, Look(), *[None] * 12])
     assert len(sent_views(sent)) == 1
-    assert loop.observed.viewer is None and loop.engine.observers == [], "the engine is as it was before"
+    assert loop.observed.viewer is None and loop.engine.observers == [], (
+        "the engine is as it was before"
+    )
 
 
-def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "FORGOTTEN", -1.0)
     _, sent = run([Look(), add("a", max_tokens=3), *[None] * 5, Look()])
     assert [(view.steps, view.ended) for view in sent_views(sent)] == [([], [])] * 2
@@ -78,11 +88,27 @@ def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(monkeypatch: 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_step_is_told_once_with_its_time(depth: int) -> None:
-    _, sent = run([Look(), add("a", 20, max_tokens=6), None, None, Look(), *[None] * 4, Look(), *[None] * 12, Look()], depth)
+    _, sent = run(
+        [
+            Look(),
+            add("a", 20, max_tokens=6),
+            None,
+            None,
+            Look(),
+            *[None] * 4,
+            Look(),
+            *[None] * 12,
+            Look(),
+        ],
+        depth,
+    )
     steps = [step for view in sent_views(sent) for step in view.steps]
     numbers = [step.step for step in steps]
     assert numbers == sorted(set(numbers))
-    assert sum(step.prefill for step in steps) == 20 and [s.chunks for s in steps[:2]] == [[(1, 0, 16)], [(1, 16, 4)]]
+    assert sum(step.prefill for step in steps) == 20 and [s.chunks for s in steps[:2]] == [
+        [(1, 0, 16)],
+        [(1, 16, 4)],
+    ]
     assert sum(step.decode for step in steps) >= 5 and steps[0].begun == [(1, "a", 20, 0)]
     (end,) = [end for view in sent_views(sent) for end in view.ended]
     assert end == ("a", 0, "length")
@@ -90,14 +116,27 @@ def test_every_step_is_told_once_with_its_time(depth: int) -> None:
 
 
 def test_those_who_are_given_up_or_stopped_are_said_to_have_ended() -> None:
-    _, sent = run([Look(), add("a", max_tokens=50), add("b", max_tokens=50), None, None, Abort(["a"]), Stop("b", 0), Look()])
+    _, sent = run(
+        [
+            Look(),
+            add("a", max_tokens=50),
+            add("b", max_tokens=50),
+            None,
+            None,
+            Abort(["a"]),
+            Stop("b", 0),
+            Look(),
+        ]
+    )
     assert [view.ended for view in sent_views(sent)] == [[], [("a", 0, "abort"), ("b", 0, "stop")]]
 
 
 def test_a_request_that_waits_for_its_guide_says_so() -> None:
     _, sent = run([guided("g"), Look(), *[None] * 9], guides=FakeGuides(4))
     (view,) = sent_views(sent)
-    assert [(s.request, s.state) for s in view.sequences] == [("g", "waiting")] and "compiled" in view.sequences[0].why
+    assert [(s.request, s.state) for s in view.sequences] == [
+        ("g", "waiting")
+    ] and "compiled" in view.sequences[0].why
     assert view.waiting == 1
 
 
@@ -141,8 +180,17 @@ def test_states_and_lengths_are_the_schedulers() -> None:
         one.add(request(name, length, first=100 * ord(name) % 700, max_tokens=9))
     one.step()
     found = {s.request: s for s in viewer.view().sequences}
-    assert {name: s.state for name, s in found.items()} == {"a": "decode", "b": "prefill", "c": "waiting"}
-    assert (found["a"].prompt, found["a"].said, found["a"].limit, found["a"].blocks) == (5, 1, 14, 2)
+    assert {name: s.state for name, s in found.items()} == {
+        "a": "decode",
+        "b": "prefill",
+        "c": "waiting",
+    }
+    assert (found["a"].prompt, found["a"].said, found["a"].limit, found["a"].blocks) == (
+        5,
+        1,
+        14,
+        2,
+    )
     assert found["b"].computed == 11 and found["c"].why == "every row is in use"
 
 
@@ -204,7 +252,12 @@ def test_the_loop_goes_on_as_if_nobody_looked() -> None:
         link = FakeLink(script)
         loop = EngineLoop(engine(depth=2), link)  # type: ignore[arg-type]
         loop.run()
-        return [(out.request_id, out.tokens, out.finish_reason) for m in link.sent if hasattr(m, "outputs") for out in m.outputs]
+        return [
+            (out.request_id, out.tokens, out.finish_reason)
+            for m in link.sent
+            if hasattr(m, "outputs")
+            for out in m.outputs
+        ]
 
     quiet = [add("a", 30, max_tokens=9, seed=1), add("b", 6, max_tokens=12, seed=2), *[None] * 30]
     looked = [Look() if message is None and i % 2 else message for i, message in enumerate(quiet)]

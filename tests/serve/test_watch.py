@@ -33,7 +33,9 @@ LONG = {"prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 
 
 def watch(running: Running, **options: Any) -> ClientConnection:
-    return connect(f"ws://127.0.0.1:{running.port}/ws/watch", open_timeout=5, max_size=2**22, **options)
+    return connect(
+        f"ws://127.0.0.1:{running.port}/ws/watch", open_timeout=5, max_size=2**22, **options
+    )
 
 
 def frames(socket: ClientConnection, seconds: float = 10) -> Iterator[dict[str, Any]]:
@@ -50,7 +52,10 @@ def views(socket: ClientConnection, seconds: float = 10) -> Iterator[dict[str, A
 @contextlib.contextmanager
 def generating(running: Running, count: int = 1, **fields: Any) -> Iterator[list[threading.Thread]]:
     """Requests that run meanwhile, and are waited for."""
-    threads = [threading.Thread(target=running.post, args=("/v1/completions", LONG | fields)) for _ in range(count)]
+    threads = [
+        threading.Thread(target=running.post, args=("/v1/completions", LONG | fields))
+        for _ in range(count)
+    ]
     for thread in threads:
         thread.start()
     yield threads
@@ -62,15 +67,29 @@ def generating(running: Running, count: int = 1, **fields: Any) -> Iterator[list
 
 
 @pytest.mark.parametrize("path", PAGE)
-def test_the_page_is_served_with_headers_that_keep_it_to_itself(running: Running, path: str) -> None:
+def test_the_page_is_served_with_headers_that_keep_it_to_itself(
+    running: Running, path: str
+) -> None:
     reply = running.get(path)
     kind = {"css": "text/css", "js": "text/javascript"}.get(path.rpartition(".")[2], "text/html")
     assert reply.status_code == 200 and reply.headers["content-type"] == f"{kind}; charset=utf-8"
-    policy = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'" and policy["style-src"] == "'self'"
+    policy = dict(
+        part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";")
+    )
+    assert (
+        policy["default-src"] == "'none'"
+        and policy["script-src"] == "'self'"
+        and policy["style-src"] == "'self'"
+    )
     assert policy["frame-ancestors"] == "'none'"
-    assert reply.headers["cache-control"] == "no-cache" and reply.headers["x-content-type-options"] == "nosniff"
-    assert reply.content == (FOLDER / ("index.html" if path == "/" else path.removeprefix("/web/"))).read_bytes()
+    assert (
+        reply.headers["cache-control"] == "no-cache"
+        and reply.headers["x-content-type-options"] == "nosniff"
+    )
+    assert (
+        reply.content
+        == (FOLDER / ("index.html" if path == "/" else path.removeprefix("/web/"))).read_bytes()
+    )
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
@@ -79,8 +98,12 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
         assert not re.search(r"https?://|@import|\burl\(", text)
         named = re.findall(r"[\"'](/web/[\w.]+)[\"']", text)
         assert set(named) <= PAGE.keys()
-    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html), "the policy would block it"
-    assert not any("innerHTML" in text or "eval(" in text or 'setAttribute("style' in text for text in scripts)
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html), (
+        "the policy would block it"
+    )
+    assert not any(
+        "innerHTML" in text or "eval(" in text or 'setAttribute("style' in text for text in scripts
+    )
 
 
 def test_scripts_name_only_what_the_page_has() -> None:
@@ -93,7 +116,9 @@ def test_scripts_name_only_what_the_page_has() -> None:
 def test_the_package_contains_the_page() -> None:
     import tomllib
 
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["octavo"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["octavo"]
     packed = {file for pattern in data for file in (ROOT / "octavo").glob(pattern)}
     assert set(FOLDER.iterdir()) <= packed and len(PAGE) == len(list(FOLDER.iterdir()))
 
@@ -103,7 +128,8 @@ def test_the_package_contains_the_page() -> None:
 
 def test_a_frame_is_a_whole_picture(running: Running) -> None:
     with watch(running) as socket, generating(running, 3, n=2):
-        for frame in frames(socket):  # until the picture and the metrics agree: a newer beat may have come with an older view
+        # until the picture and the metrics agree: a newer beat may have come with an older view
+        for frame in frames(socket):
             view, beat = frame["view"], frame["beat"]
             if view and view["decoding"] >= 4:
                 used, cached = sum(view["used"]), sum(view["cached"])
@@ -113,17 +139,38 @@ def test_a_frame_is_a_whole_picture(running: Running) -> None:
         assert frame["server"]["state"] == "ready" and frame["server"]["name"] == "tiny"
         model = frame["model"]
         assert used + cached + beat["blocks_free"] == model["num_blocks"]
-        assert len(view["used"]) == len(view["owner"]) == len(view["cached"]) == -(-model["num_blocks"] // view["blocks"])
+        assert (
+            len(view["used"])
+            == len(view["owner"])
+            == len(view["cached"])
+            == -(-model["num_blocks"] // view["blocks"])
+        )
         ids = {sequence[0] for sequence in view["sequences"]}
-        assert all(owner in ids for cell, owner in zip(view["used"], view["owner"], strict=True) if cell)
-        id, request, _, state, prompt, said, limit, computed, _, blocks, preemptions, why = view["sequences"][0]
-        assert id in ids and request.startswith("req_") and state == "decode" and prompt == 5 and limit == 905
-        assert computed in (prompt + said - 1, prompt + said) and 16 * blocks >= computed and preemptions == 0 and why == ""
+        assert all(
+            owner in ids for cell, owner in zip(view["used"], view["owner"], strict=True) if cell
+        )
+        id, request, _, state, prompt, said, limit, computed, _, blocks, preemptions, why = view[
+            "sequences"
+        ][0]
+        assert (
+            id in ids
+            and request.startswith("req_")
+            and state == "decode"
+            and prompt == 5
+            and limit == 905
+        )
+        assert (
+            computed in (prompt + said - 1, prompt + said)
+            and 16 * blocks >= computed
+            and preemptions == 0
+            and why == ""
+        )
 
 
 def test_steps_beginnings_and_ends_are_told_once_each(running: Running) -> None:
     with watch(running) as socket:
-        next(view for view in views(socket) if not view["steps"] and not view["ended"])  # what others did has been told
+        # what others did has been told
+        next(view for view in views(socket) if not view["steps"] and not view["ended"])
         with generating(running, 2, max_tokens=20):
             begun, ended, steps = [], [], []
             for view in views(socket):
@@ -132,9 +179,13 @@ def test_steps_beginnings_and_ends_are_told_once_each(running: Running) -> None:
                 ended += [(entry[0], entry[2]) for entry in view["ended"]]
                 if len(ended) == 2:
                     break
-    assert sorted(begun) == sorted(request for request, _ in ended) and {reason for _, reason in ended} == {"length"}
+    assert sorted(begun) == sorted(request for request, _ in ended) and {
+        reason for _, reason in ended
+    } == {"length"}
     numbers = [step[0] for step in steps]
-    assert numbers == sorted(set(numbers)) and sum(step[2] for step in steps) == 10, "two prompts of five tokens"
+    assert numbers == sorted(set(numbers)) and sum(step[2] for step in steps) == 10, (
+        "two prompts of five tokens"
+    )
     assert all(step[9] > 0 for step in steps[:-1])
 
 
@@ -145,7 +196,9 @@ def test_no_text_and_no_token_goes_out(running: Running) -> None:
     with watch(running) as socket, generating(running, prompt=secret, cache_salt="hush-hush"):
         texts = [socket.recv(timeout=5) for _ in range(6)]
     assert any(str(len(ids)) in text and "decode" in text for text in texts), "it was seen running"
-    assert not any("xyzzy" in text or "hush" in text or tokens in text.replace(" ", "") for text in texts)
+    assert not any(
+        "xyzzy" in text or "hush" in text or tokens in text.replace(" ", "") for text in texts
+    )
 
 
 def test_nothing_is_asked_of_the_engine_while_nobody_watches(running: Running) -> None:
@@ -202,7 +255,9 @@ def test_a_watcher_that_reads_nothing_holds_up_nobody_and_is_left() -> None:
                         await asyncio.Event().wait()
                     gaps.append(json.loads(message["text"])["gap"])
 
-            await endpoint({"type": "websocket", "subprotocols": [], "octavo.caller": Caller()}, receive, send)
+            await endpoint(
+                {"type": "websocket", "subprotocols": [], "octavo.caller": Caller()}, receive, send
+            )
 
         begun = time.monotonic()
         reading = asyncio.create_task(connection(full=False))
@@ -238,8 +293,15 @@ def test_a_page_of_another_origin_may_not_watch(running: Running) -> None:
     assert refused.value.response.status_code == 403
     with watch(running, origin=f"http://127.0.0.1:{running.port}") as socket:  # type: ignore[arg-type]
         assert json.loads(socket.recv(timeout=5))["gap"] == 0
-    upgrade = ["Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {'A' * 22}=="]
-    reply = raw(running.port, http_request("/ws/watch", b"", *upgrade, method="GET", host="evil.com"), 2)
+    upgrade = [
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        f"Sec-WebSocket-Key: {'A' * 22}==",
+    ]
+    reply = raw(
+        running.port, http_request("/ws/watch", b"", *upgrade, method="GET", host="evil.com"), 2
+    )
     assert reply.startswith(b"HTTP/1.1 421")
 
 
@@ -254,7 +316,10 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def offer(key: str) -> list[Any]:
-    return ["octavo-watch", "octavo-key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")]
+    return [
+        "octavo-watch",
+        "octavo-key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("="),
+    ]
 
 
 def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
@@ -267,10 +332,17 @@ def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
         with pytest.raises((InvalidStatus, Exception)) as refused, watch(locked, **options):
             pass
         assert refused.value.response.status_code == 401  # type: ignore[union-attr]
-    with watch(locked, subprotocols=offer(USER)) as socket, pytest.raises(ConnectionClosed) as closed:
+    with (
+        watch(locked, subprotocols=offer(USER)) as socket,
+        pytest.raises(ConnectionClosed) as closed,
+    ):
         socket.recv(timeout=5)
-    assert closed.value.rcvd is not None and closed.value.rcvd.code == 4403, "others' requests are not for every key"
-    reply = raw(locked.port, http_request(f"/ws/watch?key={KEY}", b"", "Connection: close", method="GET"))
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 4403, (
+        "others' requests are not for every key"
+    )
+    reply = raw(
+        locked.port, http_request(f"/ws/watch?key={KEY}", b"", "Connection: close", method="GET")
+    )
     assert reply.startswith(b"HTTP/1.1 401"), "a key in the URL opens nothing"
 
 

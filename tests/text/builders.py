@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import json
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from octavo.text.gguf_tokenizer import LLAMA3, META
 
@@ -39,27 +49,45 @@ TEXTS = [
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_level(split: str | None = None, bos: bool = False, specials: list[str] = SPECIALS) -> Tokenizer:
+def byte_level(
+    split: str | None = None, bos: bool = False, specials: list[str] = SPECIALS
+) -> Tokenizer:
     """GPT-2's kind, or Llama 3's and Qwen's with their regular expression."""
     tokenizer = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     tokenizer.pre_tokenizer = (
-        level if split is None else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), level])
+        level
+        if split is None
+        else pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(split), behavior="isolated"), level]
+        )
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=600, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+        SENTENCES,
+        trainers.BpeTrainer(
+            vocab_size=600, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        ),
     )
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False), AddedToken(" naïve token", normalized=False)])
+    tokenizer.add_tokens(
+        [
+            AddedToken("<think>", normalized=False, special=False),
+            AddedToken(" naïve token", normalized=False),
+        ]
+    )
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{specials[0]} $A", pair=f"{specials[0]} $A {specials[0]} $B", special_tokens=[(specials[0], 0)]
+            single=f"{specials[0]} $A",
+            pair=f"{specials[0]} $A {specials[0]} $B",
+            special_tokens=[(specials[0], 0)],
         )
     return tokenizer
 
 
-def sentencepiece(prefix: str = "first", specials: tuple[str, ...] = ("<unk>", "<s>", "</s>")) -> Tokenizer:
+def sentencepiece(
+    prefix: str = "first", specials: tuple[str, ...] = ("<unk>", "<s>", "</s>")
+) -> Tokenizer:
     """Llama 2's kind. prefix: "first" and "always" as Metaspace has it, "never" as in Gemma, "legacy" by a normalizer."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme="always")
@@ -68,14 +96,22 @@ def sentencepiece(prefix: str = "first", specials: tuple[str, ...] = ("<unk>", "
     names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {token: id for id, token in enumerate([*names, *state["vocab"]])}
     merges = [tuple(merge) for merge in state["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=specials[0], fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token=specials[0], fuse_unk=True, byte_fallback=True)
+    )
     if prefix == "legacy":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(META), normalizers.Replace(" ", META)])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(META), normalizers.Replace(" ", META)]
+        )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme=prefix, split=False)
     steps = [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(steps if prefix == "never" else [*steps, decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
+    tokenizer.decoder = decoders.Sequence(
+        steps if prefix == "never" else [*steps, decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in specials]
+    )
     return tokenizer
 
 
@@ -86,7 +122,9 @@ def metaspace() -> Tokenizer:
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator(
         SENTENCES,
-        trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False),
+        trainers.UnigramTrainer(
+            vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+        ),
     )
     return tokenizer
 
@@ -97,7 +135,10 @@ def wordpiece() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     tokenizer.train_from_iterator(
-        SENTENCES, trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+        SENTENCES,
+        trainers.WordPieceTrainer(
+            vocab_size=400, special_tokens=["[UNK]", "[SEP]"], show_progress=False
+        ),
     )
     return tokenizer
 

@@ -36,9 +36,12 @@ cuts = st.lists(st.integers(0, 10_000), max_size=8)
 @kinds
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
-def test_any_split_of_any_tokens_gives_the_text_of_all(kind: str, skip: bool, data: st.DataObject) -> None:
+def test_any_split_of_any_tokens_gives_the_text_of_all(
+    kind: str, skip: bool, data: st.DataObject
+) -> None:
     t = tokenizer(kind)
-    ids = data.draw(st.lists(st.integers(0, t.vocab_size + 3), max_size=30))  # ids past the vocabulary have no text
+    # ids past the vocabulary have no text
+    ids = data.draw(st.lists(st.integers(0, t.vocab_size + 3), max_size=30))
     stream = Detokenizer(t, skip)
     parts = [stream.push(some) for some in pieces(ids, data.draw(cuts))]
     assert "".join(parts) + stream.finish() == t.decode(ids, skip)
@@ -61,7 +64,9 @@ def test_byte_level_decoding_agrees_with_the_library_on_any_tokens(data: st.Data
     assert t.decode(ids, False) == t.backend.decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "llama-3", "sentencepiece", "sentencepiece-legacy", "gemma"])
+@pytest.mark.parametrize(
+    "kind", ["byte-level", "llama-3", "sentencepiece", "sentencepiece-legacy", "gemma"]
+)
 @given(text=st.text())
 def test_text_survives_the_round_trip(kind: str, text: str) -> None:
     t = tokenizer(kind)
@@ -91,7 +96,10 @@ def test_an_unfinished_character_is_held_back_and_flushed_as_a_replacement(kind:
 
 def test_a_continuation_keeps_the_space_it_starts_with() -> None:
     t = tokenizer("sentencepiece")
-    prompt, rest = t.encode("the quick", add_special_tokens=False), t.encode("brown fox", add_special_tokens=False)
+    prompt, rest = (
+        t.encode("the quick", add_special_tokens=False),
+        t.encode("brown fox", add_special_tokens=False),
+    )
     assert t.decode(rest) == "brown fox"
     assert Detokenizer(t, continuing=True).push(rest) == " brown fox"
     assert t.decode(prompt) + Detokenizer(t, continuing=True).push(rest) == t.decode(prompt + rest)
@@ -99,7 +107,8 @@ def test_a_continuation_keeps_the_space_it_starts_with() -> None:
 
 def test_added_tokens_that_are_not_special_are_shown_as_written() -> None:
     backend = KINDS["byte-level"]()
-    backend.add_tokens([AddedToken("café", normalized=False)])  # each of its characters is in the byte alphabet, too
+    # each of its characters is in the byte alphabet, too
+    backend.add_tokens([AddedToken("café", normalized=False)])
     t = Tokenizer(backend)
     ids = t.encode("a<think>b naïve token café", add_special_tokens=False)
     assert {backend.token_to_id(token) for token in ("<think>", " naïve token", "café")} <= set(ids)
@@ -154,7 +163,12 @@ few = st.text(alphabet="ab", min_size=1, max_size=6)
 @settings(max_examples=500)
 @example(text="aaab", stop=["aab"], include=False, cuts=[])
 @example(text="abababbab", stop=["ababb"], include=False, cuts=[4])
-@given(text=st.text(alphabet="abc", max_size=60), stop=st.lists(few, min_size=1, max_size=4), include=st.booleans(), cuts=cuts)
+@given(
+    text=st.text(alphabet="abc", max_size=60),
+    stop=st.lists(few, min_size=1, max_size=4),
+    include=st.booleans(),
+    cuts=cuts,
+)
 def test_stop_strings_are_cut_exactly_however_the_text_arrives(
     text: str, stop: list[str], include: bool, cuts: list[int]
 ) -> None:
@@ -206,7 +220,9 @@ def test_each_character_is_compared_a_bounded_number_of_times() -> None:
 # ---- TextStream ----------------------------------------------------------------------------------
 
 
-def stream_all(t: Tokenizer, ids: list[int], cuts: list[int], **params: object) -> tuple[TextStream, str, str | None]:
+def stream_all(
+    t: Tokenizer, ids: list[int], cuts: list[int], **params: object
+) -> tuple[TextStream, str, str | None]:
     stream = TextStream(t, SamplingParams(**params))  # type: ignore[arg-type]
     text, matched = "", None
     for some in pieces(ids, cuts):
@@ -218,7 +234,9 @@ def stream_all(t: Tokenizer, ids: list[int], cuts: list[int], **params: object) 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @given(cuts=cuts)
-def test_a_stop_string_across_tokens_ends_the_stream_at_its_last_token(kind: str, cuts: list[int]) -> None:
+def test_a_stop_string_across_tokens_ends_the_stream_at_its_last_token(
+    kind: str, cuts: list[int]
+) -> None:
     t = tokenizer(kind)
     ids = t.encode("the quick brown 世界 fox jumps over it", add_special_tokens=False)
     stream, text, matched = stream_all(t, ids, cuts, stop=["界 f", "never"])

@@ -15,7 +15,16 @@ from tokenizers import pre_tokenizers
 from octavo.errors import ModelError
 from octavo.model.embedded import embedded_path
 from octavo.text import Tokenizer
-from octavo.text.gguf_tokenizer import BYTE, CONTROL, META, NORMAL, PRE_TOKENIZERS, UNKNOWN, USER_DEFINED, derive_merges
+from octavo.text.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    META,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    USER_DEFINED,
+    derive_merges,
+)
 from tests.text.builders import TEXTS, byte_level, sentencepiece
 
 
@@ -103,7 +112,10 @@ def test_the_embedded_tokenizer_agrees_with_transformers(embedded: Tokenizer) ->
     # Their conversion leaves out that this vocabulary's digits stand alone, which matters for white space before numbers.
     assert embedded.encode("a\n\n 1") != theirs("a\n\n 1").input_ids
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     for text in TEXTS:
         assert embedded.encode(text, allow_special=True) == theirs(text).input_ids
@@ -113,24 +125,31 @@ def test_the_embedded_tokenizer_agrees_with_transformers(embedded: Tokenizer) ->
 # ---- byte-level vocabularies -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pre", ["default", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o", None])
+@pytest.mark.parametrize(
+    "pre", ["default", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o", None]
+)
 def test_byte_level_files_agree_with_transformers(pre: str | None, tmp_path: Path) -> None:
     metadata = byte_level_metadata(pre, add_bos_token=False)
     ours = Tokenizer.from_gguf(metadata)
     theirs = auto_tokenizer(write_gguf(tmp_path / "model.gguf", metadata)).backend_tokenizer
     if pre == "qwen2":
-        theirs.normalizer = ours.backend.normalizer  # as in the models' own tokenizer.json; their conversion leaves it out
+        # as in the models' own tokenizer.json; their conversion leaves it out
+        theirs.normalizer = ours.backend.normalizer
     if pre in ("llama-bpe", "tekken"):
         model = theirs.model
         model.ignore_merges = True  # likewise
         theirs.model = model
     for text in TEXTS:
         assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
-        assert ours.decode(ours.encode(text)) == (text if pre != "qwen2" else ours.backend.normalizer.normalize_str(text))
+        assert ours.decode(ours.encode(text)) == (
+            text if pre != "qwen2" else ours.backend.normalizer.normalize_str(text)
+        )
 
 
 @pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("qwen2", False)])
-def test_a_word_of_the_vocabulary_is_one_token_where_its_family_has_it_so(pre: str, whole: bool) -> None:
+def test_a_word_of_the_vocabulary_is_one_token_where_its_family_has_it_so(
+    pre: str, whole: bool
+) -> None:
     metadata = byte_level_metadata(pre, add_bos_token=False)
     metadata["tokenizer.ggml.tokens"].append("zyzzyva")  # no merges lead to it
     metadata["tokenizer.ggml.token_type"].append(NORMAL)
@@ -146,11 +165,16 @@ def test_every_known_pre_tokenizer_can_be_built_and_keeps_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "words"), [("smollm", ["   ", "1", "2"]), ("gpt-2", ["  ", " 12"]), ("llama-bpe", ["  ", " ", "12"])]
+    ("pre", "words"),
+    [("smollm", ["   ", "1", "2"]), ("gpt-2", ["  ", " 12"]), ("llama-bpe", ["  ", " ", "12"])],
 )
-def test_white_space_and_digits_are_cut_as_the_pre_tokenizer_says(pre: str, words: list[str]) -> None:
+def test_white_space_and_digits_are_cut_as_the_pre_tokenizer_says(
+    pre: str, words: list[str]
+) -> None:
     t = Tokenizer.from_gguf(byte_level_metadata(pre))
-    assert [word.replace("Ġ", " ") for word, _ in t.backend.pre_tokenizer.pre_tokenize_str("   12")] == words
+    assert [
+        word.replace("Ġ", " ") for word, _ in t.backend.pre_tokenizer.pre_tokenize_str("   12")
+    ] == words
 
 
 @pytest.mark.parametrize(
@@ -162,14 +186,18 @@ def test_white_space_and_digits_are_cut_as_the_pre_tokenizer_says(pre: str, word
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, ([1], [2])),
     ],
 )
-def test_bos_and_eos_are_added_as_the_file_or_its_family_says(pre: str, says: dict, around: tuple) -> None:
+def test_bos_and_eos_are_added_as_the_file_or_its_family_says(
+    pre: str, says: dict, around: tuple
+) -> None:
     t = Tokenizer.from_gguf(byte_level_metadata(pre, **says))
     before, after = around
     assert t.encode("hi") == [*before, *t.encode("hi", add_special_tokens=False), *after]
 
 
 def test_an_unknown_pre_tokenizer_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"unknown tokenizer.ggml.pre 'martian'.*Known: .*llama-bpe.*safetensors"):
+    with pytest.raises(
+        ModelError, match=r"unknown tokenizer.ggml.pre 'martian'.*Known: .*llama-bpe.*safetensors"
+    ):
         Tokenizer.from_gguf(byte_level_metadata("martian"))
 
 
@@ -179,7 +207,8 @@ def test_an_unknown_pre_tokenizer_is_refused() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_sentencepiece_files_agree_with_transformers(architecture: str, tmp_path: Path) -> None:
     metadata = sentencepiece_metadata(architecture)
-    if architecture == "gemma3":  # as its converter writes it: runs of spaces are user-defined tokens made of real spaces
+    # as its converter writes it: runs of spaces are user-defined tokens made of real spaces
+    if architecture == "gemma3":
         metadata["tokenizer.ggml.add_space_prefix"] = False
         metadata["tokenizer.ggml.tokens"][259:259] = ["  ", "   ", "\n\n"]
         metadata["tokenizer.ggml.token_type"][259:259] = [USER_DEFINED] * 3
@@ -187,10 +216,13 @@ def test_sentencepiece_files_agree_with_transformers(architecture: str, tmp_path
     ours = Tokenizer.from_gguf(metadata)
     theirs = auto_tokenizer(write_gguf(tmp_path / "model.gguf", metadata)).backend_tokenizer
     for text in TEXTS:
-        text = text.replace("<pad>", "")  # theirs has this token of Gemma's even where the file does not
+        # theirs has this token of Gemma's even where the file does not
+        text = text.replace("<pad>", "")
         ids = ours.encode(text, add_special_tokens=False, allow_special=True)
         assert ids == theirs.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(
+            ids, skip_special_tokens=False
+        )
     assert ours.encode("hi")[0] == ours.bos_id
 
 
@@ -200,14 +232,18 @@ def reference_sentencepiece(text: str, metadata: dict[str, Any]) -> list[int]:
     scores = metadata["tokenizer.ggml.scores"]
     parts = list((" " + text.removeprefix(" ") if text else "").replace(" ", META))
     while True:
-        pairs = [(-scores[vocab[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab]
+        pairs = [
+            (-scores[vocab[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab
+        ]
         if not pairs:
             break
         i = min(pairs)[1]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     ids: list[int] = []
     for part in parts:
-        ids += [vocab[part]] if part in vocab else [vocab[f"<0x{byte:02X}>"] for byte in part.encode()]
+        ids += (
+            [vocab[part]] if part in vocab else [vocab[f"<0x{byte:02X}>"] for byte in part.encode()]
+        )
     return ids
 
 

@@ -39,7 +39,9 @@ def make(tokenizer: Tokenizer) -> Guides:
 
 
 def allowed(guide: Guide) -> list[int]:
-    return [i * 8 + k for i, byte in enumerate(guide.mask) if byte for k in range(8) if byte >> k & 1]
+    return [
+        i * 8 + k for i, byte in enumerate(guide.mask) if byte for k in range(8) if byte >> k & 1
+    ]
 
 
 def accepts(guides: Guides, tokenizer: Tokenizer, text: str, **spec: Any) -> bool:
@@ -75,14 +77,32 @@ def test_json_is_what_the_schema_says_and_compact(guides: Guides, embedded: Toke
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}},
               "required": ["a"], "additionalProperties": False}  # fmt: skip
     for text in ('{"a":1}', '{"a":-20,"b":["x","<|im_end|>"]}'):
-        assert accepts(guides, embedded, text, json=schema) and accepts(guides, embedded, text, json=json.dumps(schema))
-    for text in ('{"a":1.5}', '{"b":[]}', '{"a":1,"c":2}', "[]", '{"a": 1}', '{"a":1} ', '\n{"a":1}', '{"a":1', ""):
+        assert accepts(guides, embedded, text, json=schema) and accepts(
+            guides, embedded, text, json=json.dumps(schema)
+        )
+    for text in (
+        '{"a":1.5}',
+        '{"b":[]}',
+        '{"a":1,"c":2}',
+        "[]",
+        '{"a": 1}',
+        '{"a":1} ',
+        '\n{"a":1}',
+        '{"a":1',
+        "",
+    ):
         assert not accepts(guides, embedded, text, json=schema), text
 
 
 def test_whitespace_cannot_be_had_by_the_schema_either(guides: Guides, embedded: Tokenizer) -> None:
-    asking = {"type": "array", "items": {"type": "null"}, "x-guidance": {"whitespace_flexible": True}}
-    assert not accepts(guides, embedded, "[null, null]", json=asking) and accepts(guides, embedded, "[null,null]", json=asking)
+    asking = {
+        "type": "array",
+        "items": {"type": "null"},
+        "x-guidance": {"whitespace_flexible": True},
+    }
+    assert not accepts(guides, embedded, "[null, null]", json=asking) and accepts(
+        guides, embedded, "[null,null]", json=asking
+    )
 
 
 def test_json_object_is_any_object(guides: Guides, embedded: Tokenizer) -> None:
@@ -101,14 +121,21 @@ def test_json_object_is_any_object(guides: Guides, embedded: Tokenizer) -> None:
         ("line\nline", "line\nline", "line line"),
     ],
 )
-def test_regex_matches_the_whole_text(guides: Guides, embedded: Tokenizer, regex: str, yes: str, no: str) -> None:
-    assert accepts(guides, embedded, yes, regex=regex) and not accepts(guides, embedded, no, regex=regex)
+def test_regex_matches_the_whole_text(
+    guides: Guides, embedded: Tokenizer, regex: str, yes: str, no: str
+) -> None:
+    assert accepts(guides, embedded, yes, regex=regex) and not accepts(
+        guides, embedded, no, regex=regex
+    )
 
 
 def test_choice(guides: Guides, embedded: Tokenizer) -> None:
     choice = ["yes", "yes please", 'a "b"\n\\c', "café 👍", "/x/i"]
     assert all(accepts(guides, embedded, text, choice=choice) for text in choice)
-    assert not any(accepts(guides, embedded, text, choice=choice) for text in ("y", "yes pleas", "YES", "x", ""))
+    assert not any(
+        accepts(guides, embedded, text, choice=choice)
+        for text in ("y", "yes pleas", "YES", "x", "")
+    )
     thousands = [f"choice number {i}" for i in range(5000)]
     assert accepts(guides, embedded, thousands[4321], choice=thousands)
 
@@ -117,15 +144,23 @@ def test_grammar_with_schemas_in_it(guides: Guides, embedded: Tokenizer) -> None
     schema = '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}'
     grammar = f'start: "call " NAME %json {schema}\nNAME: /[a-z]+/'
     assert accepts(guides, embedded, 'call f{"x":1}', grammar=grammar)
-    assert not accepts(guides, embedded, 'call f{ "x" : 1}', grammar=grammar), "whitespace is bounded in there too"
+    assert not accepts(guides, embedded, 'call f{ "x" : 1}', grammar=grammar), (
+        "whitespace is bounded in there too"
+    )
     own = grammar.replace('"required"', '"x-guidance": {"key_separator": ": "}, "required"')
-    assert accepts(guides, embedded, 'call f{"x": 1}', grammar=own), "who says how it is to be is heard"
+    assert accepts(guides, embedded, 'call f{"x": 1}', grammar=own), (
+        "who says how it is to be is heard"
+    )
 
 
-def test_control_tokens_are_allowed_where_a_grammar_names_them(guides: Guides, embedded: Tokenizer) -> None:
+def test_control_tokens_are_allowed_where_a_grammar_names_them(
+    guides: Guides, embedded: Tokenizer
+) -> None:
     (start,) = embedded.encode("<|im_start|>", add_special_tokens=False, allow_special=True)
     assert allowed(guides.compile(StructuredOutputs(grammar='start: <|im_start|> "x"'))) == [start]
-    assert start not in allowed(guides.compile(StructuredOutputs(grammar='start: "<|im_start|>" "x"')))
+    assert start not in allowed(
+        guides.compile(StructuredOutputs(grammar='start: "<|im_start|>" "x"'))
+    )
 
 
 def test_every_end_token_ends(embedded: Tokenizer) -> None:
@@ -135,7 +170,9 @@ def test_every_end_token_ends(embedded: Tokenizer) -> None:
 
 
 def single_bytes() -> tokenizers.Tokenizer:
-    found = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(sorted(BYTE_OF))}, []))
+    found = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(sorted(BYTE_OF))}, [])
+    )
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
     found.add_special_tokens(["<|im_end|>"])
@@ -159,7 +196,9 @@ WRITING = {
 @pytest.mark.parametrize("kind", WRITING)
 def test_whatever_is_allowed_makes_valid_json_with_every_kind_of_tokenizer(kind: str) -> None:
     backend = WRITING[kind]()
-    tokenizer = Tokenizer(backend, {"eos_token": "</s>" if backend.token_to_id("</s>") is not None else "<|im_end|>"})
+    tokenizer = Tokenizer(
+        backend, {"eos_token": "</s>" if backend.token_to_id("</s>") is not None else "<|im_end|>"}
+    )
     guides, g, ended = make(tokenizer), random.Random(kind), 0
     for _ in range(25):
         schema = schemas.random_schema(g)
@@ -181,7 +220,9 @@ def test_copies_go_their_own_ways(guides: Guides, embedded: Tokenizer) -> None:
         other.accept(a)
 
 
-def test_what_no_token_can_write_fails_when_it_comes_to_it(guides: Guides, embedded: Tokenizer) -> None:
+def test_what_no_token_can_write_fails_when_it_comes_to_it(
+    guides: Guides, embedded: Tokenizer
+) -> None:
     assert b"\x04" not in {embedded.token_bytes(id) for id in range(embedded.vocab_size)}
     with pytest.raises((GuideError, InvalidRequest)):
         walk(guides.compile(StructuredOutputs(choice=["a\x04b"])), embedded, random.Random(1))
@@ -189,7 +230,10 @@ def test_what_no_token_can_write_fails_when_it_comes_to_it(guides: Guides, embed
 
 # ---- what is refused --------------------------------------------------------------------------------
 
-NESTED = {"type": "object", "properties": {"not": {"type": "array", "items": {"not": {"type": "null"}}}}}
+NESTED = {
+    "type": "object",
+    "properties": {"not": {"type": "array", "items": {"not": {"type": "null"}}}},
+}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "keyword": (dict(json=NESTED), r'not supported: \["not"\] \(at #/properties/not/items/not\)'),
     "keyword in a choice": (dict(json={"anyOf": [{}, {"uniqueItems": True}]}), r"\(at #/anyOf/1/uniqueItems\)"),
@@ -215,12 +259,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("spec", "says"), BAD.values(), ids=BAD.keys())
-def test_what_cannot_be_followed_is_refused_with_the_reason_and_the_place(guides: Guides, spec: Any, says: str) -> None:
+def test_what_cannot_be_followed_is_refused_with_the_reason_and_the_place(
+    guides: Guides, spec: Any, says: str
+) -> None:
     begun = time.monotonic()
     with pytest.raises(InvalidRequest) as caught:
         guides.compile(StructuredOutputs(**spec))
     assert re.search(says, str(caught.value), re.DOTALL), str(caught.value)
-    assert (caught.value.param, caught.value.code) == ("structured_outputs", "invalid_structured_output")
+    assert (caught.value.param, caught.value.code) == (
+        "structured_outputs",
+        "invalid_structured_output",
+    )
     assert len(str(caught.value)) < 1000 and time.monotonic() - begun < 1
 
 
@@ -236,9 +285,13 @@ def test_a_spec_is_of_one_kind_and_well_formed(spec: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["embedded", "bytes"])
-def test_grammars_that_can_be_read_in_very_many_ways_end_before_they_hold_anybody_up(embedded: Tokenizer, kind: str) -> None:
+def test_grammars_that_can_be_read_in_very_many_ways_end_before_they_hold_anybody_up(
+    embedded: Tokenizer, kind: str
+) -> None:
     """With the library's own limits a token takes up to two seconds."""
-    tokenizer = embedded if kind == "embedded" else Tokenizer(single_bytes(), {"eos_token": "<|im_end|>"})
+    tokenizer = (
+        embedded if kind == "embedded" else Tokenizer(single_bytes(), {"eos_token": "<|im_end|>"})
+    )
     grammar = f"start: x\nx: {' | '.join('x ' * k for k in range(2, 12))} | /[a-z]/"
     (token,), slowest = tokenizer.encode("a", add_special_tokens=False), 0.0
     with pytest.raises((GuideError, InvalidRequest), match="Too many items|too long"):
@@ -252,7 +305,10 @@ def test_grammars_that_can_be_read_in_very_many_ways_end_before_they_hold_anybod
 
 def test_a_tokenizer_that_cannot_write_everything_is_refused(embedded: Tokenizer) -> None:
     for guides, why in (
-        (make(Tokenizer(KINDS["wordpiece"](), {"eos_token": "[SEP]"})), "depends on their neighbours"),
+        (
+            make(Tokenizer(KINDS["wordpiece"](), {"eos_token": "[SEP]"})),
+            "depends on their neighbours",
+        ),
         (make(Tokenizer(KINDS["metaspace"](), {"eos_token": "</s>"})), "cannot spell"),
         (Guides(None, 100, (0,)), "runs without one"),
         (Guides(embedded, embedded.vocab_size, ()), "no token that ends"),
@@ -262,7 +318,9 @@ def test_a_tokenizer_that_cannot_write_everything_is_refused(embedded: Tokenizer
         assert caught.value.code == "unsupported_parameter"
 
 
-def test_without_llguidance_it_says_what_to_install(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_it_says_what_to_install(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidRequest, match="pip install llguidance"):
         make(embedded).compile(StructuredOutputs(choice=["a"]))
@@ -296,12 +354,16 @@ def test_the_cache_is_bounded(embedded: Tokenizer, monkeypatch: pytest.MonkeyPat
     guides = make(embedded)
     for text in ("one", "two", "three", "one", "four"):
         guides.compile(StructuredOutputs(regex=text))
-    assert [key[1] for key in guides._known] == ["three", "one", "four"], "the one not used for longest went"
+    assert [key[1] for key in guides._known] == ["three", "one", "four"], (
+        "the one not used for longest went"
+    )
     guides.compile(StructuredOutputs(regex="x" * 100_000))
     assert len(guides._known) == 1, "one alone may be larger"
 
 
-def test_a_guide_that_has_led_many_texts_is_replaced(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_that_has_led_many_texts_is_replaced(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "WORN", 20)
     guides, spec = make(embedded), StructuredOutputs(regex="[a-z]{1,12}")
     first = guides.compile(spec)
@@ -345,10 +407,14 @@ def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
         guides.compile(StructuredOutputs(regex="slow"))
     assert caught.value.code == "structured_output_timeout"
     late.done.wait()
-    assert guides.compile(StructuredOutputs(regex="slow")) is not None, "it was finished for whoever asks again"
+    assert guides.compile(StructuredOutputs(regex="slow")) is not None, (
+        "it was finished for whoever asks again"
+    )
 
 
-def test_waiting_for_a_thread_is_not_held_against_a_spec(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_thread_is_not_held_against_a_spec(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "build", lambda *_: time.sleep(0.15))  # and makes nothing
     monkeypatch.setattr(module, "DEADLINE", 0.4)
     guides = make(embedded)
@@ -359,7 +425,9 @@ def test_waiting_for_a_thread_is_not_held_against_a_spec(embedded: Tokenizer, mo
 
 
 @pytest.mark.parametrize("how", ["hangs", "panics"])
-def test_threads_that_are_lost_are_replaced(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_threads_that_are_lost_are_replaced(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """More than there are threads, and nobody asks for them any more: what comes after them is compiled all the same."""
 
     class Panic(BaseException):
@@ -391,7 +459,9 @@ def test_threads_that_are_lost_are_replaced(embedded: Tokenizer, monkeypatch: py
     assert guides._lost == 0 and guides._threads <= module.THREADS and not guides._running
 
 
-def test_there_is_an_end_to_replacing_threads(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_an_end_to_replacing_threads(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     over = threading.Event()
     monkeypatch.setattr(module, "build", lambda *_: over.wait())
     monkeypatch.setattr(module, "DEADLINE", 0.01)

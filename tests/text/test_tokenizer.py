@@ -18,10 +18,16 @@ from octavo.text import Tokenizer
 from octavo.text.gguf_tokenizer import LLAMA3, META
 from tests.text.builders import KINDS, SPECIALS, TEXTS, byte_level, sentencepiece
 
-CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+}
 
 
-def save(path: Path, tokenizer: tokenizers.Tokenizer | None, config: dict[str, Any], **files: Any) -> Path:
+def save(
+    path: Path, tokenizer: tokenizers.Tokenizer | None, config: dict[str, Any], **files: Any
+) -> Path:
     if tokenizer is not None:
         tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -60,7 +66,9 @@ def test_a_tokenizer_json_is_read_as_transformers_reads_it(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_a_post_processor_has_the_last_word_on_bos_and_eos(bos: bool, eos: bool, tmp_path: Path) -> None:
+def test_a_post_processor_has_the_last_word_on_bos_and_eos(
+    bos: bool, eos: bool, tmp_path: Path
+) -> None:
     says = {"add_bos_token": bos, "add_eos_token": eos}
     ours = assert_agree(save(tmp_path, byte_level(LLAMA3, bos=True), {**CONFIG, **says}))
     assert ours.encode("hi") == [0, *ours.encode("hi", add_special_tokens=False)]
@@ -75,37 +83,67 @@ def test_where_no_post_processor_speaks_of_bos_and_eos_the_config_does(
     t = byte_level()
     if processor:
         t.post_processor = processor
-    ours = Tokenizer.from_directory(save(tmp_path, t, {**CONFIG, "add_bos_token": bos, "add_eos_token": eos}))
+    ours = Tokenizer.from_directory(
+        save(tmp_path, t, {**CONFIG, "add_bos_token": bos, "add_eos_token": eos})
+    )
     text = ours.encode("hi", add_special_tokens=False)
     assert ours.encode("hi") == [*([1] if bos else []), *text, *([2] if eos else [])]
 
 
 def test_a_llama_tokenizer_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": False}
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "legacy": False,
+    }
     t = sentencepiece()
-    t.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    t.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
     assert assert_agree(save(tmp_path, t, {**config, "add_bos_token": True})).encode("hi")[0] == 1
 
 
 def test_tokens_declared_only_beside_tokenizer_json_are_known(tmp_path: Path) -> None:
-    extra = {"content": "<extra>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    extra = {
+        "content": "<extra>",
+        "special": True,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+    }
     t = byte_level()
-    config = {**CONFIG, "added_tokens_decoder": {str(t.get_vocab_size()): extra}, "pad_token": "<pad>"}
+    config = {
+        **CONFIG,
+        "added_tokens_decoder": {str(t.get_vocab_size()): extra},
+        "pad_token": "<pad>",
+    }
     ours = assert_agree(save(tmp_path, t, config))
     assert ours.backend.token_to_id("<extra>") in ours.special_ids
-    assert ours.specials["pad_token"] == "<pad>" and ours.backend.token_to_id("<pad>") in ours.special_ids
+    assert (
+        ours.specials["pad_token"] == "<pad>"
+        and ours.backend.token_to_id("<pad>") in ours.special_ids
+    )
 
 
 def test_special_tokens_map_names_what_the_config_does_not(tmp_path: Path) -> None:
     names = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"}
     ours = Tokenizer.from_directory(save(tmp_path, byte_level(), {}, special_tokens_map=names))
-    assert (ours.bos_token, ours.eos_token, ours.end_ids) == ("<|im_start|>", "<|im_end|>", frozenset([2]))
+    assert (ours.bos_token, ours.eos_token, ours.end_ids) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        frozenset([2]),
+    )
 
 
 def test_a_gpt2_directory_without_tokenizer_json_is_read(tmp_path: Path) -> None:
     model = json.loads(byte_level().to_str())["model"]
     save(tmp_path, None, {"tokenizer_class": "GPT2Tokenizer"}, vocab=model["vocab"])
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(m) for m in model["merges"]) + "\n")
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(m) for m in model["merges"]) + "\n"
+    )
     ours, theirs = Tokenizer.from_directory(tmp_path), auto_tokenizer(tmp_path)
     for text in TEXTS:
         text = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
@@ -125,11 +163,20 @@ def test_truncation_and_padding_of_a_training_run_are_not_ours(tmp_path: Path) -
 def test_chat_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None:
     save(tmp_path, byte_level(), {**CONFIG, "chat_template": "from config"})
     assert Tokenizer.from_directory(tmp_path).chat_template == "from config"
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
     save(tmp_path, None, {**CONFIG, "chat_template": named})
-    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "plain", "tool_use": "with tools"}
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {
+        "default": "plain",
+        "tool_use": "with tools",
+    }
     (tmp_path / "chat_template.jinja").write_text("from file")
-    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "from file", "tool_use": "with tools"}
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {
+        "default": "from file",
+        "tool_use": "with tools",
+    }
     (tmp_path / "chat_template.jinja").unlink()
     save(tmp_path, None, CONFIG)
     assert Tokenizer.from_directory(tmp_path).chat_template is None
@@ -139,7 +186,10 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer: expected tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\x00")
-    with pytest.raises(ModelError, match=r"only a SentencePiece tokenizer\.model\. Convert it once.*save_pretrained"):
+    with pytest.raises(
+        ModelError,
+        match=r"only a SentencePiece tokenizer\.model\. Convert it once.*save_pretrained",
+    ):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
@@ -148,7 +198,9 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer.from_directory(tmp_path)
     save(tmp_path, byte_level(), {"chat_template": [{"name": "default"}]})
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not as it should be: KeyError\('template'\)"):
+    with pytest.raises(
+        ModelError, match=r"tokenizer_config\.json is not as it should be: KeyError\('template'\)"
+    ):
         Tokenizer.from_directory(tmp_path)
 
 
@@ -157,10 +209,16 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_a_users_text_never_holds_a_special_token_and_is_kept(kind: str, data: st.DataObject) -> None:
+def test_a_users_text_never_holds_a_special_token_and_is_kept(
+    kind: str, data: st.DataObject
+) -> None:
     t = TOKENIZERS[kind]
     specials = [t.token_str(id) for id in t.special_ids]
-    text = "".join(data.draw(st.lists(st.sampled_from([*specials, "a", " ", "the", "<", "|", "\n", "é"]), max_size=8)))
+    text = "".join(
+        data.draw(
+            st.lists(st.sampled_from([*specials, "a", " ", "the", "<", "|", "\n", "é"]), max_size=8)
+        )
+    )
     ids = t.encode(text, add_special_tokens=False)
     unknown = {t.backend.token_to_id(name) for name in ("<unk>", "[UNK]")}
     assert not (t.special_ids - unknown) & set(ids)
@@ -169,19 +227,40 @@ def test_a_users_text_never_holds_a_special_token_and_is_kept(kind: str, data: s
 
 
 TOKENIZERS = {kind: Tokenizer(build()) for kind, build in KINDS.items()}
-OLD = sentencepiece("legacy")  # older Llama files have their special tokens searched for after normalization
-OLD.add_special_tokens([AddedToken(token, normalized=True, special=True) for token in ("<s>", "</s>")])
+# older Llama files have their special tokens searched for after normalization
+OLD = sentencepiece("legacy")
+OLD.add_special_tokens(
+    [AddedToken(token, normalized=True, special=True) for token in ("<s>", "</s>")]
+)
 TOKENIZERS["sentencepiece-old"] = Tokenizer(OLD)
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "llama-3", "sentencepiece", "sentencepiece-legacy", "sentencepiece-old", "gemma"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "byte-level",
+        "llama-3",
+        "sentencepiece",
+        "sentencepiece-legacy",
+        "sentencepiece-old",
+        "gemma",
+    ],
+)
 @given(data=st.data())
-def test_marked_special_tokens_are_text_and_all_others_count(kind: str, data: st.DataObject) -> None:
+def test_marked_special_tokens_are_text_and_all_others_count(
+    kind: str, data: st.DataObject
+) -> None:
     """With no mark the tokens are the library's own; with every special token marked they are the plain ones."""
     t = TOKENIZERS[kind]
     specials = [t.token_str(id) for id in t.special_ids]
-    text = "".join(data.draw(st.lists(st.sampled_from([*specials, "a", " ", "the", "<", "|", "\n", "é"]), max_size=8)))
-    assert t.encode_marked(text, "\ufdd0") == t.encode(text, add_special_tokens=False, allow_special=True)
+    text = "".join(
+        data.draw(
+            st.lists(st.sampled_from([*specials, "a", " ", "the", "<", "|", "\n", "é"]), max_size=8)
+        )
+    )
+    assert t.encode_marked(text, "\ufdd0") == t.encode(
+        text, add_special_tokens=False, allow_special=True
+    )
     protected = t.protect(text, "\ufdd0")
     assert protected.replace("\ufdd0", "") == text
     assert t.encode_marked(protected, "\ufdd0") == t.encode(text, add_special_tokens=False)
@@ -190,7 +269,9 @@ def test_marked_special_tokens_are_text_and_all_others_count(kind: str, data: st
 def test_two_texts_cannot_join_into_a_special_token() -> None:
     t = TOKENIZERS["byte-level"]
     joined = t.protect("well <|im_", "\ufdd0") + t.protect("end|>", "\ufdd0")
-    assert t.encode_marked(joined, "\ufdd0") == t.encode("well <|im_end|>", add_special_tokens=False)
+    assert t.encode_marked(joined, "\ufdd0") == t.encode(
+        "well <|im_end|>", add_special_tokens=False
+    )
     assert 2 not in t.encode_marked(joined, "\ufdd0")
 
 
@@ -203,7 +284,9 @@ def test_special_tokens_that_overlap_are_all_marked() -> None:
 
 def test_special_tokens_keep_their_appetite_for_white_space() -> None:
     backend = byte_level()
-    backend.add_special_tokens([AddedToken("<mask>", lstrip=True, rstrip=True, normalized=False, special=True)])
+    backend.add_special_tokens(
+        [AddedToken("<mask>", lstrip=True, rstrip=True, normalized=False, special=True)]
+    )
     t = Tokenizer(backend)
     text = "a  <mask>  b"
     assert t.encode_marked(text, "\ufdd0") == t.encode(text, allow_special=True)
@@ -214,14 +297,26 @@ def test_special_tokens_are_recognised_where_allowed() -> None:
     t = TOKENIZERS["byte-level"]
     assert t.encode("<|im_start|>a<|im_end|>", allow_special=True)[0::2] == [1, 2]
     assert t.encode("<|im_end|>", add_special_tokens=False) != [2]
-    assert t.encode("x<think>y")[1] == t.backend.token_to_id("<think>")  # an added token that controls nothing
+    # an added token that controls nothing
+    assert t.encode("x<think>y")[1] == t.backend.token_to_id("<think>")
 
 
 def test_a_special_token_that_merges_can_spell_is_spelled_out() -> None:
-    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<", "s", ">", "s>", META]
+    tokens = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "<",
+        "s",
+        ">",
+        "s>",
+        META,
+    ]
     vocab = {token: id for id, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [("s", ">"), ("<", "s>")], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     t = Tokenizer(backend)
     ids = t.encode("s<s>s")

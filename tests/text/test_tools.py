@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.text.tool_prompt import call_grammar, spell_out
-from octavo.text.tools import FORMATS, HERMES, LLAMA_JSON, CallDelta, Format, ToolParser, choose_format
+from octavo.text.tools import (
+    FORMATS,
+    HERMES,
+    LLAMA_JSON,
+    CallDelta,
+    Format,
+    ToolParser,
+    choose_format,
+)
 
 NAMES = ("f", "get_weather")
 Found = tuple[str, list[tuple[str, str]]]
@@ -109,18 +117,33 @@ LLAMA_TEXTS: dict[str, tuple[str, Found]] = {
     "the whole reply": (call("f", '{"a": 1}', "parameters"), ("", [("f", '{"a": 1}')])),
     "after white space": (f"\n {call('f')}", ("", [("f", "{}")])),
     "after the tag": (f"<|python_tag|>{call('f')}", ("", [("f", "{}")])),
-    "after words and the tag": (f"Let me see: <|python_tag|>{call('f')}", ("Let me see:", [("f", "{}")])),
+    "after words and the tag": (
+        f"Let me see: <|python_tag|>{call('f')}",
+        ("Let me see:", [("f", "{}")]),
+    ),
     "two": (f"{call('f')}; {call('get_weather')}", ("", [("f", "{}"), ("get_weather", "{}")])),
     "with a type": ('{"type": "function", "name": "f", "parameters": {}}', ("", [("f", "{}")])),
     "words after it": (f"{call('f')}\nDone", ("Done", [("f", "{}")])),
     "JSON of another kind": (' {"answer": 42}', (' {"answer": 42}', [])),
-    "JSON with a name": ('{"name": "Bob", "parameters": {}}', ('{"name": "Bob", "parameters": {}}', [])),
-    "another kind of JSON after a call": (f'{call("f")}; {{"a": 1}}', ('; {"a": 1}', [("f", "{}")])),
+    "JSON with a name": (
+        '{"name": "Bob", "parameters": {}}',
+        ('{"name": "Bob", "parameters": {}}', []),
+    ),
+    "another kind of JSON after a call": (
+        f'{call("f")}; {{"a": 1}}',
+        ('; {"a": 1}', [("f", "{}")]),
+    ),
     "JSON after words": (f"So: {call('f')}", (f"So: {call('f')}", [])),
-    "a name that is none of the tools', with a tag": (f"<|python_tag|>{call('g')}", ("", [("g", "{}")])),
+    "a name that is none of the tools', with a tag": (
+        f"<|python_tag|>{call('g')}",
+        ("", [("g", "{}")]),
+    ),
     "a program": ("<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
     "a tag of another format": (tagged("f"), (tagged("f"), [])),
-    "a closing tag in the arguments": (call("f", "[</tool_call>]"), ("", [("f", "[</tool_call>]")])),
+    "a closing tag in the arguments": (
+        call("f", "[</tool_call>]"),
+        ("", [("f", "[</tool_call>]")]),
+    ),
 }
 
 
@@ -145,7 +168,9 @@ def test_when_the_reply_is_over() -> None:
     while not parser.over:
         parser.push(text[heard])
         heard += 1
-    assert text[:heard].endswith("{}}}") and heard == text.rindex("}") + 1, "with the call, without waiting for the tag"
+    assert text[:heard].endswith("{}}}") and heard == text.rindex("}") + 1, (
+        "with the call, without waiting for the tag"
+    )
     both = ToolParser(HERMES, NAMES)
     both.push(text)
     assert not both.over and not ToolParser(HERMES, NAMES, parallel=False).over
@@ -164,7 +189,9 @@ formats = st.sampled_from(list(FORMATS.values()))
 
 @settings(max_examples=1500)
 @given(texts, formats, st.booleans(), st.data())
-def test_pieces_join_to_what_the_whole_gives(text: str, format: Format, parallel: bool, data: st.DataObject) -> None:
+def test_pieces_join_to_what_the_whole_gives(
+    text: str, format: Format, parallel: bool, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
     whole = read(text, format=format, parallel=parallel)
@@ -192,11 +219,23 @@ values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lam
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(), values), st.booleans()), min_size=1), formats)
-def test_calls_come_back_as_they_were_made(made: list[tuple[str, dict[str, Any], bool]], format: Format) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(), values), st.booleans()),
+        min_size=1,
+    ),
+    formats,
+)
+def test_calls_come_back_as_they_were_made(
+    made: list[tuple[str, dict[str, Any], bool]], format: Format
+) -> None:
     texts = [json.dumps(arguments, ensure_ascii=ascii) for _, arguments, ascii in made]
-    calls = [call(name, text, format.arguments) for (name, *_), text in zip(made, texts, strict=True)]
-    text = format.between.join(f"{format.open}{c}{format.close}" if format.close else c for c in calls)
+    calls = [
+        call(name, text, format.arguments) for (name, *_), text in zip(made, texts, strict=True)
+    ]
+    text = format.between.join(
+        f"{format.open}{c}{format.close}" if format.close else c for c in calls
+    )
     found = read(*text, format=format)
     assert found == ("", [(name, text) for (name, *_), text in zip(made, texts, strict=True)])
 
@@ -280,7 +319,11 @@ def test_the_format_is_the_templates(template: str, knows_tools: bool, want: For
 
 
 def test_a_conversation_in_words() -> None:
-    called = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}, "id": "1", "type": "function"}
+    called = {
+        "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
+        "id": "1",
+        "type": "function",
+    }
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": None, "tool_calls": [called, called]},
@@ -289,7 +332,11 @@ def test_a_conversation_in_words() -> None:
         {"role": "assistant", "content": "Both."},
     ]
     system, user, assistant, results, last = spell_out(messages, [WEATHER])
-    assert system["role"] == "system" and json.dumps(WEATHER) in system["content"] and "<tool_call>" in system["content"]
+    assert (
+        system["role"] == "system"
+        and json.dumps(WEATHER) in system["content"]
+        and "<tool_call>" in system["content"]
+    )
     assert user == messages[0] and last == messages[-1]
     assert read(assistant["content"]) == ("", [("get_weather", '{"city": "Paris"}')] * 2)
     assert results == {
@@ -303,7 +350,9 @@ def test_a_conversation_in_words() -> None:
 
 def accepts(grammar: str, text: str) -> bool:
     llguidance = pytest.importorskip("llguidance")
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar)
+    )
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
@@ -326,7 +375,9 @@ def test_a_grammar_lets_calls_of_the_tools_through_and_nothing_else() -> None:
 def test_a_grammar_in_llamas_words() -> None:
     grammar = call_grammar(LLAMA_JSON, [WEATHER, CLOCK], True, {})
     weather = call("get_weather", '{"city": "Paris"}', "parameters")
-    assert accepts(grammar, weather) and accepts(grammar, f"{weather}; {call('get-time', key='parameters')}")
+    assert accepts(grammar, weather) and accepts(
+        grammar, f"{weather}; {call('get-time', key='parameters')}"
+    )
     assert not accepts(grammar, f"<|python_tag|>{weather}")
 
 
@@ -336,8 +387,14 @@ def test_tags_that_are_special_tokens_are_named_by_id() -> None:
 
 
 def test_an_answer_may_be_held_to_a_schema_beside_the_calls() -> None:
-    grammar = call_grammar(HERMES, [CLOCK], True, {}, '{"type": "object", "properties": {"a": {"const": "%json {}"}}}')
-    assert accepts(grammar, tagged("get-time")) and accepts(grammar, '{"a": "%json {}"}') and not accepts(grammar, "Hello")
+    grammar = call_grammar(
+        HERMES, [CLOCK], True, {}, '{"type": "object", "properties": {"a": {"const": "%json {}"}}}'
+    )
+    assert (
+        accepts(grammar, tagged("get-time"))
+        and accepts(grammar, '{"a": "%json {}"}')
+        and not accepts(grammar, "Hello")
+    )
 
 
 def test_strict_tools_are_held_to_their_parameters_amid_free_text() -> None:
@@ -356,4 +413,9 @@ def test_strict_tools_are_held_to_their_parameters_amid_free_text() -> None:
         assert not accepts(grammar, text), text
     llama = call_grammar(LLAMA_JSON, [strict, CLOCK], True, {}, free=True)
     bare = call("get_weather", '{"city": "Paris"}', "parameters")
-    assert accepts(llama, "") and accepts(llama, "Hello {") and accepts(llama, bare) and not accepts(llama, '{"a": 1}')
+    assert (
+        accepts(llama, "")
+        and accepts(llama, "Hello {")
+        and accepts(llama, bare)
+        and not accepts(llama, '{"a": 1}')
+    )

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cpu.fused import FusedDecoder, attention_record, cache_record, fits, spare_bytes, write_float
+from octavo.ops.cpu.fused import (
+    FusedDecoder,
+    attention_record,
+    cache_record,
+    fits,
+    spare_bytes,
+    write_float,
+)
 from octavo.ops.cpu.layout import PackedWeight
 from octavo.ops.cpu.workers import Workers, workers
 from octavo.ops.decoder import DecoderSpec, Fused
@@ -32,13 +39,24 @@ class CpuOps(ReferenceOps):
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
             team = workers()
-            return weight if team is None or weight.form.float else PackedWeight(weight, team.step.LANES)
-        if not torch.backends.mkldnn.is_available() or weight.dtype not in (torch.float32, torch.bfloat16):
+            return (
+                weight
+                if team is None or weight.form.float
+                else PackedWeight(weight, team.step.LANES)
+            )
+        if not torch.backends.mkldnn.is_available() or weight.dtype not in (
+            torch.float32,
+            torch.bfloat16,
+        ):
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
     def linear(
-        self, x: Tensor, weight: Tensor | PackedWeight | QuantWeight, bias: Tensor | None = None, add: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor | PackedWeight | QuantWeight,
+        bias: Tensor | None = None,
+        add: Tensor | None = None,
     ) -> Tensor:
         """A quantised weight is multiplied with x rounded to int8, a scale for each row and 32 inputs."""
         if isinstance(weight, PackedWeight):
@@ -53,23 +71,35 @@ class CpuOps(ReferenceOps):
         y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")[:rows]
         return y if add is None else y + add
 
-    def embedding(self, ids: Tensor, weight: Tensor | PackedWeight | QuantWeight, scale: float = 1.0) -> Tensor:
+    def embedding(
+        self, ids: Tensor, weight: Tensor | PackedWeight | QuantWeight, scale: float = 1.0
+    ) -> Tensor:
         if not isinstance(weight, PackedWeight):
             return super().embedding(ids, weight, scale)
         team = _team()
-        step, out = team.step, torch.empty(len(ids), weight.shape[1])
+        step = team.step
+        out = torch.empty(len(ids), weight.shape[1])
         job = np.zeros(step.FIELDS, dtype=np.int64)
-        job[step.KIND], job[step.ROWS], job[step.WEIGHT] = step.EMBED, len(ids), weight.record.ctypes.data
-        job[step.IDS], job[step.Y] = ids.data_ptr(), out.data_ptr()
+        job[step.KIND] = step.EMBED
+        job[step.ROWS] = len(ids)
+        job[step.WEIGHT] = weight.record.ctypes.data
+        job[step.IDS] = ids.data_ptr()
+        job[step.Y] = out.data_ptr()
         write_float(job, step.FACTOR, scale)
         with team.lock:
             team.run(job)
         return out
 
-    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+    ) -> Tensor:
         """Over plain weights torch attends too: its threads spin after every product and would be in the way of ours. Codes
         it would have to expand first: they are read in place."""
-        team = workers() if kv.dtype in (torch.float16, *LARGEST) and q.dtype == torch.float32 else None
+        team = (
+            workers()
+            if kv.dtype in (torch.float16, *LARGEST) and q.dtype == torch.float32
+            else None
+        )
         if team is None or kv.shape[-1] % team.step.LANES:
             return super().attention(q, kv, batch, scale, window)
         return paged_attention(team, q.contiguous(), kv, batch, scale, window)
@@ -78,25 +108,46 @@ class CpuOps(ReferenceOps):
         team = workers() if kv.dtype in (torch.float32, torch.float16) else None
         if team is None or kv.shape[-1] // 2 % team.step.LANES:
             return super().shift(kv, blocks, by, cos_sin)
-        cos, sin = cos_sin[by].float() / cos_sin[0, 0].float()  # YaRN's are scaled: the keys have had that already
-        angles, step = torch.stack((cos, -sin)), team.step
+        # YaRN's are scaled: the keys have had that already
+        cos, sin = cos_sin[by].float() / cos_sin[0, 0].float()
+        angles = torch.stack((cos, -sin))
+        step = team.step
         job = np.zeros(step.FIELDS, dtype=np.int64)
-        record, blocks = cache_record(team, kv), blocks.contiguous()
-        job[step.KIND], job[step.ROWS], job[step.LAYER_COUNT] = step.SHIFT, len(blocks), kv.shape[1]
-        job[step.BATCH], job[step.IDS], job[step.X] = record.ctypes.data, blocks.data_ptr(), angles.data_ptr()
+        record = cache_record(team, kv)
+        blocks = blocks.contiguous()
+        job[step.KIND] = step.SHIFT
+        job[step.ROWS] = len(blocks)
+        job[step.LAYER_COUNT] = kv.shape[1]
+        job[step.BATCH] = record.ctypes.data
+        job[step.IDS] = blocks.data_ptr()
+        job[step.X] = angles.data_ptr()
         with team.lock:
             team.run(job)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """The kernels, which compute in float32, read no bfloat16."""
-        return tuple(kind for kind in super().kv_dtypes(dtype) if (dtype, kind) != (torch.float32, torch.bfloat16))
+        return tuple(
+            kind
+            for kind in super().kv_dtypes(dtype)
+            if (dtype, kind) != (torch.float32, torch.bfloat16)
+        )
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
         team = workers() if isinstance(decoder.layers[0].qkv, PackedWeight) else None
-        return FusedDecoder(decoder, team) if team is not None and fits(decoder, team.step.LANES) else None
+        return (
+            FusedDecoder(decoder, team)
+            if team is not None and fits(decoder, team.step.LANES)
+            else None
+        )
 
     def choose(
-        self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        seed_low: Tensor,
+        seed_high: Tensor,
+        position: Tensor,
     ) -> Tensor:
         """Noise is computed only for rows that want it, and in those for the tokens that may win. Logits are read where they lie:
         torch copies rows with threads of its own, which then spin where ours should work."""
@@ -115,10 +166,13 @@ class CpuOps(ReferenceOps):
         if team is None:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
         keys = noise_key(seed_low[at], seed_high[at], position).long()
-        step, logits = team.step, logits.contiguous()
+        step = team.step
+        logits = logits.contiguous()
         job = np.zeros(step.FIELDS, dtype=np.int64)
         job[step.KIND], job[step.ROWS], job[step.INNER] = step.CHOOSE, *logits.shape
-        job[step.X], job[step.Y], job[step.IDS] = logits.data_ptr(), chosen.data_ptr(), keys.data_ptr()
+        job[step.X] = logits.data_ptr()
+        job[step.Y] = chosen.data_ptr()
+        job[step.IDS] = keys.data_ptr()
         job[step.HEAT] = heat.data_ptr()
         with team.lock:
             team.run(job)
@@ -132,16 +186,23 @@ def _team() -> Workers:
     return team
 
 
-def paged_attention(team: Workers, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
+def paged_attention(
+    team: Workers, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int
+) -> Tensor:
     """ops.attention for q float32, contiguous, and kv float32, float16 or codes, of which a layer's part of a block is
     contiguous."""
-    step, out = team.step, torch.empty_like(q)
+    step = team.step
+    out = torch.empty_like(q)
     job = np.zeros(step.FIELDS, dtype=np.int64)
     with team.lock:
         record = attention_record(team, batch, q.shape[1], kv, scale)
         a = step.attention
-        record[a.QUERY], record[a.QUERY_STRIDE], record[a.OUT] = q.data_ptr(), q.stride(0) * 4, out.data_ptr()
-        job[step.KIND], job[step.BATCH], job[step.WINDOW_OF] = step.ATTENTION, record.ctypes.data, window
+        record[a.QUERY] = q.data_ptr()
+        record[a.QUERY_STRIDE] = q.stride(0) * 4
+        record[a.OUT] = out.data_ptr()
+        job[step.KIND] = step.ATTENTION
+        job[step.BATCH] = record.ctypes.data
+        job[step.WINDOW_OF] = window
         team.run(job)
     return out
 
@@ -149,14 +210,21 @@ def paged_attention(team: Workers, q: Tensor, kv: KV, batch: ForwardBatch, scale
 def product(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [T, in] float32, contiguous -> [T, out]"""
     team = _team()
-    step, rows = team.step, len(x)
+    step = team.step
+    rows = len(x)
     y = torch.empty(rows, weight.shape[0])
     job = np.zeros(step.FIELDS, dtype=np.int64)
-    job[step.KIND], job[step.ROWS], job[step.WEIGHT] = step.PRODUCT, rows, weight.record.ctypes.data
-    job[step.X], job[step.Y] = x.data_ptr(), y.data_ptr()
+    job[step.KIND] = step.PRODUCT
+    job[step.ROWS] = rows
+    job[step.WEIGHT] = weight.record.ctypes.data
+    job[step.X] = x.data_ptr()
+    job[step.Y] = y.data_ptr()
     spare = spare_bytes(step.LANES, step.TILE, weight.shape[1] + weight.group)
     with team.lock:
-        job[step.QUANTIZED] = team.memory("quantized", rows * step.row_bytes.py_func(weight.shape[1], weight.group))
-        job[step.SPARE], job[step.SPARE_SIZE] = team.memory("spare", spare * team.threads), spare
+        job[step.QUANTIZED] = team.memory(
+            "quantized", rows * step.row_bytes.py_func(weight.shape[1], weight.group)
+        )
+        job[step.SPARE] = team.memory("spare", spare * team.threads)
+        job[step.SPARE_SIZE] = spare
         team.run(job)
     return y

@@ -31,26 +31,45 @@ class PackedWeight(nn.Module):
 
     def __init__(self, weight: QuantWeight, lanes: int):
         super().__init__()
-        self.form, self.shape = weight.form, weight.shape
+        self.form = weight.form
+        self.shape = weight.shape
         outputs, inputs = weight.shape
         self.group = weight.form.group or -(-inputs // STRIP) * STRIP
         self.register_buffer("codes", _blocked_codes(weight, lanes, self.group))
         self.register_buffer("scale", _blocked_info(weight.scale, lanes))
-        self.register_buffer("least", None if weight.least is None else _blocked_info(weight.least, lanes))
+        self.register_buffer(
+            "least", None if weight.least is None else _blocked_info(weight.least, lanes)
+        )
         least = 0 if self.least is None else self.least.data_ptr()
-        fields = [self.codes.data_ptr(), self.scale.data_ptr(), least, 0, inputs, outputs, self.group, weight.form.bits]
+        fields = [
+            self.codes.data_ptr(),
+            self.scale.data_ptr(),
+            least,
+            0,
+            inputs,
+            outputs,
+            self.group,
+            weight.form.bits,
+        ]
         self.record = np.array(fields, dtype=np.int64)
 
 
 def _blocked_codes(weight: QuantWeight, lanes: int, group: int) -> Tensor:
     outputs, inputs = weight.shape
-    bits, blocks, padded = weight.form.bits, -(-outputs // lanes), -(-inputs // group) * group
-    out = ARENA.take(blocks * lanes * padded * bits // 8).view(blocks, padded // STRIP, bits, lanes, 4)
-    step = max(1, (1 << 22) // padded // lanes)  # blocks at a time: the codes are unpacked for a moment
+    bits = weight.form.bits
+    blocks = -(-outputs // lanes)
+    padded = -(-inputs // group) * group
+    out = ARENA.take(blocks * lanes * padded * bits // 8).view(
+        blocks, padded // STRIP, bits, lanes, 4
+    )
+    # blocks at a time: the codes are unpacked for a moment
+    step = max(1, (1 << 22) // padded // lanes)
     for first in range(0, blocks, step):
         part = weight[first * lanes : (first + step) * lanes].unpacked()
         count = -(-len(part) // lanes)
-        part = F.pad(part, (0, padded - inputs, 0, count * lanes - len(part)), value=weight.form.zero)
+        part = F.pad(
+            part, (0, padded - inputs, 0, count * lanes - len(part)), value=weight.form.zero
+        )
         part = part.view(count, lanes, padded // STRIP, 8, 4).permute(0, 2, 3, 1, 4)
         out[first : first + count] = part if bits == 8 else part[:, :, 0::2] | part[:, :, 1::2] << 4
     return out
@@ -58,5 +77,7 @@ def _blocked_codes(weight: QuantWeight, lanes: int, group: int) -> Tensor:
 
 def _blocked_info(info: Tensor, lanes: int) -> Tensor:
     """[out, groups] -> [blocks, groups, lanes]"""
-    padded = F.pad(info, (0, 0, 0, -len(info) % lanes)).view(-1, lanes, info.shape[1]).transpose(1, 2)
+    padded = (
+        F.pad(info, (0, 0, 0, -len(info) % lanes)).view(-1, lanes, info.shape[1]).transpose(1, 2)
+    )
     return ARENA.take(padded.nbytes).view(info.dtype).view(padded.shape).copy_(padded)

@@ -29,7 +29,12 @@ class InstructionSet(NamedTuple):
 
 # Best first. OCTAVO_CPU_ISA picks one by name, or "none" for the reference.
 INSTRUCTION_SETS = (
-    InstructionSet("avx512-vnni", 16, True, ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "f16c", "fma")),
+    InstructionSet(
+        "avx512-vnni",
+        16,
+        True,
+        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "f16c", "fma"),
+    ),
     InstructionSet("avx-vnni", 8, True, ("avx_vnni", "avx2", "f16c", "fma")),
     InstructionSet("avx2", 8, False, ("avx2", "f16c", "fma")),
 )

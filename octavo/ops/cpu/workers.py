@@ -46,17 +46,27 @@ def kernels() -> ModuleType | None:
     import numba
 
     config: Any = numba.config
-    directory, first = cache_directory(isa), not cache_directory(isa).exists()
+    directory = cache_directory(isa)
+    first = not cache_directory(isa).exists()
     if not writable(directory):
         log.warning(
-            "CPU kernels cannot be kept in %s (OCTAVO_CACHE names another place): they are compiled at every start", directory
+            "CPU kernels cannot be kept in %s (OCTAVO_CACHE names another place): they are compiled at every start",
+            directory,
         )
-        directory, first = Path(tempfile.mkdtemp(prefix="octavo-kernels-")), True
+        directory = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
+        first = True
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     started = time.monotonic()
     if first:
-        print(f"octavo: compiling CPU kernels for {isa.name}, once ...", end="", file=sys.stderr, flush=True)
-    before, config.CACHE_DIR = config.CACHE_DIR, str(directory)  # read when a function is declared
+        print(
+            f"octavo: compiling CPU kernels for {isa.name}, once ...",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+    # read when a function is declared
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(directory)
     try:
         from octavo.ops.cpu.jit import step
     finally:
@@ -68,22 +78,28 @@ def kernels() -> ModuleType | None:
 
 class Workers:
     def __init__(self, step: ModuleType, threads: int):
-        self.step, self.threads = step, threads
+        self.step = step
+        self.threads = threads
         self.lock = threading.Lock()
         team = step.team
-        self.state: NDArray[np.int64] = np.zeros(team.MEMBER + team.MEMBER_SIZE * threads, dtype=np.int64)
+        self.state: NDArray[np.int64] = np.zeros(
+            team.MEMBER + team.MEMBER_SIZE * threads, dtype=np.int64
+        )
         self.state[team.THREADS] = threads
         self.address = self.state.ctypes.data
         self._memory: dict[str, NDArray[np.uint8]] = {}
         self._zeros: NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
         for number in range(1, threads):
             args = (self.address, number)
-            threading.Thread(target=step.follow, args=args, daemon=True, name=f"octavo-cpu-{number}").start()
+            threading.Thread(
+                target=step.follow, args=args, daemon=True, name=f"octavo-cpu-{number}"
+            ).start()
 
     def run(self, job: NDArray[np.int64], phases: int = 2) -> None:
         """All threads do the job; returns when it is done. The caller holds the lock, which guards the memory too."""
         team = self.step.team
-        self.state[team.JOB], self.state[team.PHASES] = job.ctypes.data, phases
+        self.state[team.JOB] = job.ctypes.data
+        self.state[team.PHASES] = phases
         self.state[team.COUNTERS] = self.memory("counters", phases * team.COUNTER)
         self.step.lead(self.address)
 

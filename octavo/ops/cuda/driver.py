@@ -42,7 +42,9 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise CudaError("libnvrtc was not found: it comes with torch for CUDA, and is the package nvidia-cuda-nvrtc")
+    raise CudaError(
+        "libnvrtc was not found: it comes with torch for CUDA, and is the package nvidia-cuda-nvrtc"
+    )
 
 
 def _check(status: int, what: str) -> None:
@@ -55,16 +57,25 @@ def _check(status: int, what: str) -> None:
 def with_header(source: Path, header: Path | None = None) -> str:
     """The source and what it includes as one text. `header`: in the place of the GPU's own, for who has none."""
     name = "hopper.cuh"
-    include, header = f'#include "{name}"', header or source.with_name(name)
+    include = f'#include "{name}"'
+    header = header or source.with_name(name)
     before, after = source.read_text().split(include)
     line = before.count("\n") + 1
     return f'{before}#line 1 "{header.name}"\n{header.read_text()}#line {line} "{source.name}"\n{after}'
 
 
-def compile_source(source: str, constants: Mapping[str, int], arch: str, anew: bool = False) -> bytes:
+def compile_source(
+    source: str, constants: Mapping[str, int], arch: str, anew: bool = False
+) -> bytes:
     """Machine code. Kept in a file, since compiling takes a second or two; `anew`: whether there is one or not."""
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
-    key = hashlib.sha256("\0".join([source, *options, str(torch.version.cuda)]).encode()).hexdigest()[:32]
+    options = [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        *(f"-D{name}={value}" for name, value in constants.items()),
+    ]
+    key = hashlib.sha256(
+        "\0".join([source, *options, str(torch.version.cuda)]).encode()
+    ).hexdigest()[:32]
     kept = kept_in("cuda") / f"{key}.cubin"
     if not anew:
         try:
@@ -84,7 +95,9 @@ def compile_source(source: str, constants: Mapping[str, int], arch: str, anew: b
 
 def translate(source: str, options: list[str]) -> tuple[bytes, str]:
     """Machine code, and what the compiler says about it."""
-    nvrtc, program, size = _nvrtc(), c_void_p(), c_size_t()
+    nvrtc = _nvrtc()
+    program = c_void_p()
+    size = c_size_t()
     if nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None):
         raise CudaError("NVRTC takes no program")
     try:
@@ -107,15 +120,27 @@ class Kernel:
     """A function on the current device, with so much shared memory, whose blocks are all resident at once or not launched."""
 
     def __init__(self, code: bytes, name: str, shared: int):
-        module, self.function, self.shared = c_void_p(), c_void_p(), shared
+        module = c_void_p()
+        self.function = c_void_p()
+        self.shared = shared
         _check(_driver().cuModuleLoadData(byref(module), code), "loading a kernel")
-        _check(_driver().cuModuleGetFunction(byref(self.function), module, name.encode()), f"finding {name}")
-        _check(_driver().cuFuncSetAttribute(self.function, 8, shared), f"giving {name} {shared} bytes of shared memory")
+        _check(
+            _driver().cuModuleGetFunction(byref(self.function), module, name.encode()),
+            f"finding {name}",
+        )
+        _check(
+            _driver().cuFuncSetAttribute(self.function, 8, shared),
+            f"giving {name} {shared} bytes of shared memory",
+        )
 
-    def launch(self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device) -> None:
+    def launch(
+        self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device
+    ) -> None:
         stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
-        status = _driver().cuLaunchCooperativeKernel(self.function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments)
+        status = _driver().cuLaunchCooperativeKernel(
+            self.function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments
+        )
         _check(status, "launching a kernel")
 
 
@@ -126,9 +151,13 @@ def tensor_map(weight: Tensor, halves: int, columns: int) -> bytes:
     rows = outputs // halves
     out = ctypes.create_string_buffer(MAP_BYTES + 64)
     at = (ctypes.addressof(out) + 63) // 64 * 64
-    size, strides = (c_uint64 * 4)(64, rows, halves, inputs // 64), (c_uint64 * 3)(inputs * 2, rows * inputs * 2, 128)
-    box, step = (c_uint32 * 4)(64, 8 // halves, halves, columns), (c_uint32 * 4)(1, 1, 1, 1)
-    bfloat16, swizzle, promote = 9, 3, 2
+    size = (c_uint64 * 4)(64, rows, halves, inputs // 64)
+    strides = (c_uint64 * 3)(inputs * 2, rows * inputs * 2, 128)
+    box = (c_uint32 * 4)(64, 8 // halves, halves, columns)
+    step = (c_uint32 * 4)(1, 1, 1, 1)
+    bfloat16 = 9
+    swizzle = 3
+    promote = 2
     status = _driver().cuTensorMapEncodeTiled(
         c_void_p(at), c_int(bfloat16), c_uint32(4), c_void_p(weight.data_ptr()), size, strides, box, step,
         c_int(0), c_int(swizzle), c_int(promote), c_int(0),

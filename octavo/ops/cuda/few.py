@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cuda.driver import MAP_BYTES, CudaError, Kernel, compile_source, tensor_map, with_header
+from octavo.ops.cuda.driver import (
+    MAP_BYTES,
+    CudaError,
+    Kernel,
+    compile_source,
+    tensor_map,
+    with_header,
+)
 from octavo.ops.decoder import DecoderLayer, DecoderSpec
 from octavo.ops.kv import KV
 
@@ -30,11 +37,15 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("few.cu")
 MOST_ROWS = 8  # that a tensor core instruction takes without waste
 WARPS = 8  # that compute, beside one that orders weights
-CHUNK, COLUMNS = 16384, 16  # of the ring: bytes, and columns of 64 inputs; as few.cu has them
+# of the ring: bytes, and columns of 64 inputs; as few.cu has them
+CHUNK = 16384
+COLUMNS = 16
 LEAST_SLOTS = 4  # chunks: with less the ring is no help
 # Copies on their way at once, and while the others meet: more would come no sooner, and what the others ask memory for would wait
 # behind them. Layers of so many bytes are read for longer than others wait.
-FLYING, MEETING, LARGE = (3, 4), (1, 2), 2**28
+FLYING = (3, 4)
+MEETING = (1, 2)
+LARGE = 2**28
 KEPT = 7  # heads that share a key: more would not fit the registers together
 
 
@@ -42,7 +53,20 @@ class Batch(ctypes.Structure):
     """As in few.cu."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "maps", "head", "norm", "h", "weighed", "squares", "last", "logits")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "layers",
+                "maps",
+                "head",
+                "norm",
+                "h",
+                "weighed",
+                "squares",
+                "last",
+                "logits",
+            )
+        ),
         *((name, c_void_p) for name in ("qkv", "attended", "inner", "parts", "kv")),
         *((name, c_uint64) for name in ("s_block", "s_layer", "s_kind", "s_head")),
         ("table", c_void_p),
@@ -56,21 +80,40 @@ class Batch(ctypes.Structure):
 
 def computes(spec: DecoderSpec) -> bool:
     """Whether the kernel computes such a decoder: plain bfloat16 weights, and sizes that its tiles divide."""
-    layer, matrices = spec.layers[0], [[each.qkv, each.out, each.gate_up, each.down] for each in spec.layers]
-    if not all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for ws in matrices for w in ws):
+    layer = spec.layers[0]
+    matrices = [[each.qkv, each.out, each.gate_up, each.down] for each in spec.layers]
+    if not all(
+        isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous()
+        for ws in matrices
+        for w in ws
+    ):
         return False
-    if len({tuple(w.shape for w in ws) for ws in matrices}) > 1 or len({each.q_norm is None for each in spec.layers}) > 1:
+    if (
+        len({tuple(w.shape for w in ws) for ws in matrices}) > 1
+        or len({each.q_norm is None for each in spec.layers}) > 1
+    ):
         return False
     inputs = (layer.qkv.shape[1], layer.out.shape[1], layer.down.shape[1])
-    posts = any(each.post_attn_norm is not None or each.post_mlp_norm is not None for each in spec.layers)
-    return not posts and spec.dim in (64, 128) and all(n % 64 == 0 for n in inputs) and together(spec) <= KEPT
+    posts = any(
+        each.post_attn_norm is not None or each.post_mlp_norm is not None for each in spec.layers
+    )
+    return (
+        not posts
+        and spec.dim in (64, 128)
+        and all(n % 64 == 0 for n in inputs)
+        and together(spec) <= KEPT
+    )
 
 
 def available(device: torch.device) -> bool:
     """A Hopper GPU or a later one, of NVIDIA's, and nobody said OCTAVO_FEW_ROWS=none."""
     if os.environ.get("OCTAVO_FEW_ROWS") == "none":
         return False
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] >= 9
+    )
 
 
 def together(spec: DecoderSpec) -> int:
@@ -93,12 +136,16 @@ class Few:
     """Takes decode steps of up to eight rows over plain KV; None for anything else."""
 
     def __init__(self, spec: DecoderSpec):
-        self.spec, layer = spec, spec.layers[0]
-        self.hidden, self.width, self.inter = layer.qkv.shape[1], layer.out.shape[1], layer.down.shape[1]
+        self.spec = spec
+        layer = spec.layers[0]
+        self.hidden = layer.qkv.shape[1]
+        self.width = layer.out.shape[1]
+        self.inter = layer.down.shape[1]
         self.kernels: dict[tuple[int, int], Kernel | None] = {}  # by rows and positions a block
         properties = torch.cuda.get_device_properties(layer.qkv.device)
         self.blocks = properties.multi_processor_count
-        self.shared = int(getattr(properties, "shared_memory_per_block_optin", 0))  # none said: no kernel
+        # none said: no kernel
+        self.shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
         self.arch = f"sm_{properties.major}{properties.minor}"
         maps = (
             tensor_map(weight, halves, COLUMNS)
@@ -107,12 +154,24 @@ class Few:
         )
         self.vocab = vocabulary(spec)
         head = [tensor_map(spec.head, 1, COLUMNS)] if self.vocab else []
-        self.maps = torch.from_numpy(np.frombuffer(b"".join([*maps, *head]), np.uint8).copy()).to(layer.qkv.device)
-        self.layers = torch.tensor([described(each) for each in spec.layers], dtype=torch.int64, device=layer.qkv.device)
+        self.maps = torch.from_numpy(np.frombuffer(b"".join([*maps, *head]), np.uint8).copy()).to(
+            layer.qkv.device
+        )
+        self.layers = torch.tensor(
+            [described(each) for each in spec.layers], dtype=torch.int64, device=layer.qkv.device
+        )
 
-    def __call__(self, hidden: Tensor, batch: ForwardBatch, kv: KV) -> Tensor | tuple[Tensor, Tensor] | None:
-        rows, spec = hidden.shape[0], self.spec
-        if rows > MOST_ROWS or not isinstance(kv, Tensor) or kv.dtype != hidden.dtype or batch.watched is not None:
+    def __call__(
+        self, hidden: Tensor, batch: ForwardBatch, kv: KV
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        rows = hidden.shape[0]
+        spec = self.spec
+        if (
+            rows > MOST_ROWS
+            or not isinstance(kv, Tensor)
+            or kv.dtype != hidden.dtype
+            or batch.watched is not None
+        ):
             return None
         if len(batch.spans) != rows or any(span.num != 1 for span in batch.spans):
             return None
@@ -120,12 +179,17 @@ class Few:
         if kernel is None:
             return None
         splits = max(1, self.blocks // (rows * spec.kv_heads))
-        parts = torch.empty(rows * spec.heads * splits * (spec.dim + 2), dtype=torch.float32, device=hidden.device)
+        parts = torch.empty(
+            rows * spec.heads * splits * (spec.dim + 2), dtype=torch.float32, device=hidden.device
+        )
         met = torch.zeros(1, dtype=torch.int32, device=hidden.device)
         qkv, attended, inner = (
-            hidden.new_empty(rows, n) for n in (self.width + 2 * spec.kv_heads * spec.dim, self.width, self.inter)
+            hidden.new_empty(rows, n)
+            for n in (self.width + 2 * spec.kv_heads * spec.dim, self.width, self.inter)
         )
-        weighed, last, logits = torch.empty_like(hidden), torch.empty_like(hidden), hidden.new_empty(rows, self.vocab)
+        weighed = torch.empty_like(hidden)
+        last = torch.empty_like(hidden)
+        logits = hidden.new_empty(rows, self.vocab)
         squares = torch.empty(rows * self.hidden // 8, dtype=torch.float32, device=hidden.device)
         head = self.maps[4 * MAP_BYTES * len(spec.layers) :]
         given = (self.layers, self.maps, head, spec.norm, hidden)
@@ -143,7 +207,9 @@ class Few:
         )
         try:
             kernel.launch(self.blocks, (WARPS + 1) * 32, argument, hidden.device)
-        except CudaError as error:  # refused, say because some multiprocessors are not ours: nothing has run
+        except (
+            CudaError
+        ) as error:  # refused, say because some multiprocessors are not ours: nothing has run
             self._do_without(rows, kv.shape[4], error)
             return None
         if batch.last is not None:
@@ -178,14 +244,20 @@ class Few:
 def vocabulary(spec: DecoderSpec) -> int:
     """Logits that the kernel computes: all or none."""
     head = spec.head
-    plain = isinstance(head, Tensor) and head.dtype == torch.bfloat16 and head.is_contiguous() and head.shape[0] % 8 == 0
+    plain = (
+        isinstance(head, Tensor)
+        and head.dtype == torch.bfloat16
+        and head.is_contiguous()
+        and head.shape[0] % 8 == 0
+    )
     return head.shape[0] if plain else 0
 
 
 def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, int, int]:
     """How many chunks the ring holds, the bytes of shared memory in all, and in how many parts x comes to W_down: in two if the
     ring then holds more. As few.cu divides it."""
-    layer, group = spec.layers[0], together(spec)
+    layer = spec.layers[0]
+    group = together(spec)
     attend = (spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4) * 4
     inner = -(-layer.down.shape[1] // 64 // COLUMNS)  # chunks of a unit
     fold = min(-(-2 * inner // 3) * COLUMNS * 64, layer.down.shape[1])
@@ -194,18 +266,22 @@ def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, i
         """Where no more than so many inputs of W_down are there at a time."""
         inputs = ((layer.qkv, 0), (layer.out, 0), (layer.gate_up, 0), (layer.down, most))
         products = (
-            rows * (n or w.shape[1]) * 2 + WARPS * -(-w.shape[0] // 8 // blocks) * rows * 32  # x, and what the warps sum up
+            # x, and what the warps sum up
+            rows * (n or w.shape[1]) * 2 + WARPS * -(-w.shape[0] // 8 // blocks) * rows * 32
             for w, n in inputs
         )
         other = max(*products, attend) + 1024  # barriers
         slots = min(32, (shared - other) // CHUNK)
         return slots, slots * CHUNK + other
 
-    whole, apart = holds(layer.down.shape[1]), holds(fold)
+    whole = holds(layer.down.shape[1])
+    apart = holds(fold)
     return (*apart, 2) if apart[0] > whole[0] else (*whole, 1)
 
 
-def constants_of(spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, parts: int, blocks: int) -> dict[str, int]:
+def constants_of(
+    spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, parts: int, blocks: int
+) -> dict[str, int]:
     """The constants of few.cu."""
     layer = spec.layers[0]
     large = sum(w.numel() for w in (layer.qkv, layer.out, layer.gate_up, layer.down)) * 2 > LARGE
@@ -235,5 +311,12 @@ def constants_of(spec: DecoderSpec, rows: int, block: int, slots: int, shared: i
 
 def described(layer: DecoderLayer) -> list[int]:
     """A layer as few.cu knows it."""
-    tensors: list[Any] = [layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.cos_sin, *layer.biases]
+    tensors: list[Any] = [
+        layer.attn_norm,
+        layer.mlp_norm,
+        layer.q_norm,
+        layer.k_norm,
+        layer.cos_sin,
+        *layer.biases,
+    ]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [layer.window]

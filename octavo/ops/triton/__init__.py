@@ -30,7 +30,9 @@ class TritonOps(ReferenceOps):
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
         return few.fuse(decoder)
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
         if isinstance(weight, quant.PackedWeight):
             return quant.linear(x, weight, bias, add)
         if isinstance(weight, JoinedWeight):
@@ -48,7 +50,8 @@ class TritonOps(ReferenceOps):
         """Rows that begin on 16 bytes: for those that begin anywhere (GPT-2 has 50,257 tokens) cuBLAS has an old kernel alone."""
         if not isinstance(weight, Tensor) or weight.shape[0] % 8 == 0 or x.shape[0] == 1:
             return self.linear(x, weight)
-        rows, vocab = x.shape[0], weight.shape[0]
+        rows = x.shape[0]
+        vocab = weight.shape[0]
         return torch.mm(x, weight.t(), out=x.new_empty(rows, -(-vocab // 8) * 8)[:, :vocab])
 
     def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
@@ -59,7 +62,9 @@ class TritonOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         return fused.rms_norm(x, weight, eps, add)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None
+    ) -> Tensor:
         return fused.layer_norm(x, weight, bias, eps, add)
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -83,7 +88,9 @@ class TritonOps(ReferenceOps):
     ) -> Tensor:
         return fused.rope_and_cache(qkv, kv, batch, cos_sin, q_norm, k_norm, eps)
 
-    def attention(self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+    ) -> Tensor:
         return attention.attention(q, kv, batch, scale, window)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -92,6 +99,12 @@ class TritonOps(ReferenceOps):
         return (dtype, torch.int8, torch.float8_e4m3fn) if float8 else (dtype, torch.int8)
 
     def choose(
-        self, logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        seed_low: Tensor,
+        seed_high: Tensor,
+        position: Tensor,
     ) -> Tensor:
         return sample.choose(logits, rows, temperature, seed_low, seed_high, position)

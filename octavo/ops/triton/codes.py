@@ -70,15 +70,23 @@ def queries(q, scale):
 @triton.jit
 def four_queries(at, mask, scale):
     """queries() of dimensions 4i, 4i + 1, 4i + 2 and 4i + 3, which are read from `at` [rows, D / 4]."""
-    a, b = tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=mask, other=0.0)
-    c, d = tl.load(at + 2, mask=mask, other=0.0), tl.load(at + 3, mask=mask, other=0.0)
+    a = tl.load(at, mask=mask, other=0.0)
+    b = tl.load(at + 1, mask=mask, other=0.0)
+    c = tl.load(at + 2, mask=mask, other=0.0)
+    d = tl.load(at + 3, mask=mask, other=0.0)
     size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
     size = tl.max(size.to(tl.float32), 1)
     size = tl.where(size > 0, size, 1.0)
     less = (1.0 / size)[:, None]
-    a, b, c, d = a.to(tl.float32) * less, b.to(tl.float32) * less, c.to(tl.float32) * less, d.to(tl.float32) * less
+    a = a.to(tl.float32) * less
+    b = b.to(tl.float32) * less
+    c = c.to(tl.float32) * less
+    d = d.to(tl.float32) * less
     if at.dtype.element_ty != tl.float32:
-        a, b, c, d = a.to(tl.float16), b.to(tl.float16), c.to(tl.float16), d.to(tl.float16)
+        a = a.to(tl.float16)
+        b = b.to(tl.float16)
+        c = c.to(tl.float16)
+        d = d.to(tl.float16)
     return a, b, c, d, size * scale
 
 
@@ -86,7 +94,9 @@ def four_queries(at, mask, scale):
 def numbers(codes, dtype: tl.constexpr):
     """Codes as float16 or float32."""
     if codes.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
-        return tl.inline_asm_elementwise(INT8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            INT8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+        )
     return codes.to(dtype)
 
 
@@ -104,7 +114,9 @@ def quarters(words, dtype: tl.constexpr, LARGEST: tl.constexpr):
     if dtype == tl.float16 and not INTERPRETED:
         ASM: tl.constexpr = QUARTERS_INT8 if LARGEST == 127.0 else QUARTERS_FP8
         four: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
-        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r", [words], dtype=four, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r,r", [words], dtype=four, is_pure=True, pack=2
+        )
     return (
         _quarter(words, 0, dtype, LARGEST), _quarter(words, 1, dtype, LARGEST),
         _quarter(words, 2, dtype, LARGEST), _quarter(words, 3, dtype, LARGEST),

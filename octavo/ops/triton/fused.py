@@ -27,7 +27,9 @@ def norm_kernel(
     factor = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
     value *= factor * tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        value = value.to(out.dtype.element_ty).to(tl.float32) + tl.load(add + row + c, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(out.dtype.element_ty).to(tl.float32) + tl.load(
+            add + row + c, mask=mask, other=0.0
+        ).to(tl.float32)
     tl.store(out + row + c, value, mask=mask)
 
 
@@ -86,14 +88,16 @@ def gelu_kernel(x, out, count, BLOCK: tl.constexpr):
 
 
 def gelu(x: Tensor) -> Tensor:
-    out, block = torch.empty_like(x), 1024
+    out = torch.empty_like(x)
+    block = 1024
     gelu_kernel[triton.cdiv(x.numel(), block),](x, out, x.numel(), block, num_warps=4, **LAUNCH)
     return out
 
 
 @triton.jit
 def _gelu(x):
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # tanh(z) = 2 sigmoid(2 z) - 1
+    # tanh(z) = 2 sigmoid(2 z) - 1
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
@@ -113,15 +117,30 @@ def act_mul_kernel(gate_up, out, inter, GELU: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def act_mul(gate_up: Tensor, gelu: bool) -> Tensor:
-    tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    tokens = gate_up.shape[0]
+    inter = gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inter)
     block = min(2048, triton.next_power_of_2(inter))
-    act_mul_kernel[tokens, triton.cdiv(inter, block)](gate_up, out, inter, gelu, block, num_warps=4, **LAUNCH)
+    act_mul_kernel[tokens, triton.cdiv(inter, block)](
+        gate_up, out, inter, gelu, block, num_warps=4, **LAUNCH
+    )
     return out
 
 
 @triton.jit
-def _turned(at, h, cos, sin, weight, eps, heads, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+def _turned(
+    at,
+    h,
+    cos,
+    sin,
+    weight,
+    eps,
+    heads,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
     """Both halves [heads, D / 2] of some heads at `at`, normalised and rotated: dimension i turns with i + D / 2."""
     c = tl.arange(0, HALF)
     mask = (h[:, None] < heads) & (c[None, :] < D // 2)
@@ -130,7 +149,10 @@ def _turned(at, h, cos, sin, weight, eps, heads, D: tl.constexpr, HALF: tl.const
     if NORM:
         factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a *= factor * tl.load(weight + c, mask=c < D // 2, other=0.0).to(tl.float32)[None, :]
-        b *= factor * tl.load(weight + D // 2 + c, mask=c < D // 2, other=0.0).to(tl.float32)[None, :]
+        b *= (
+            factor
+            * tl.load(weight + D // 2 + c, mask=c < D // 2, other=0.0).to(tl.float32)[None, :]
+        )
         a = a.to(at.dtype.element_ty).to(tl.float32)  # as the reference rounds between the two
         b = b.to(at.dtype.element_ty).to(tl.float32)
     if ROPE:
@@ -142,11 +164,14 @@ def _turned(at, h, cos, sin, weight, eps, heads, D: tl.constexpr, HALF: tl.const
 def _code(x, LARGEST: tl.constexpr):
     """x, in -LARGEST..LARGEST, as an int8 or as the bits of a float8 (e4m3): to the nearest, ties to even."""
     if LARGEST == 127.0:
-        return ((x + 12582912.0) - 12582912.0).to(tl.int8)  # the sum with 1.5 * 2^23 has no bits for fractions
+        # the sum with 1.5 * 2^23 has no bits for fractions
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8)
     bits = x.to(tl.int32, bitcast=True)
     large = bits & 0x7FFFFFFF
-    large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - 960  # exponent's bias: 127 to 7, (127 - 7) << 3 is 960
-    small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)  # below 2^-6 the code counts steps of 2^-9
+    # exponent's bias: 127 to 7, (127 - 7) << 3 is 960
+    large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - 960
+    # below 2^-6 the code counts steps of 2^-9
+    small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     return (tl.where(tl.abs(x) < 0.015625, small, large) | ((bits >> 24) & 0x80)).to(tl.int8)
 
 
@@ -154,12 +179,14 @@ def _code(x, LARGEST: tl.constexpr):
 def _compress(a, b, rounded, kv, LARGEST: tl.constexpr):
     """Codes of both halves [heads, D / 2], first rounded to the dtype that `rounded` points to, and scales [heads]: what
     octavo.ops.kv.compress() computes."""
-    a, b = a.to(rounded.dtype.element_ty).to(tl.float32), b.to(rounded.dtype.element_ty).to(tl.float32)
+    a = a.to(rounded.dtype.element_ty).to(tl.float32)
+    b = b.to(rounded.dtype.element_ty).to(tl.float32)
     peak = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
     spoiled = tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1)  # NaN, if anything is not finite
     usable = (peak >= 1e-30) & (spoiled == 0.0)
     factor = tl.div_rn(LARGEST, tl.where(usable, peak, 1.0))[:, None]
-    a, b = tl.where(usable[:, None], a * factor, 0.0), tl.where(usable[:, None], b * factor, 0.0)
+    a = tl.where(usable[:, None], a * factor, 0.0)
+    b = tl.where(usable[:, None], b * factor, 0.0)
     scale = tl.where(usable, tl.div_rn(peak, LARGEST), 0.0) + spoiled
     kind: tl.constexpr = kv.dtype.element_ty
     return _code(a, LARGEST).to(kind, bitcast=True), _code(b, LARGEST).to(kind, bitcast=True), scale
@@ -177,7 +204,9 @@ def rope_cache_kernel(
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    c, hq, hk = tl.arange(0, HALF), tl.arange(0, HQP), tl.arange(0, HKP)
+    c = tl.arange(0, HALF)
+    hq = tl.arange(0, HQP)
+    hk = tl.arange(0, HKP)
     cos = tl.zeros([1, HALF], tl.float32)
     sin = cos
     if ROPE:
@@ -207,10 +236,17 @@ def rope_cache_kernel(
 
 
 def rope_and_cache(
-    qkv: Tensor, kv: KV, batch: ForwardBatch, cos_sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    qkv: Tensor,
+    kv: KV,
+    batch: ForwardBatch,
+    cos_sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
 ) -> Tensor:
     _, _, kv_heads, block, dim = kv.shape
-    tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+    tokens = qkv.shape[0]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, dim)
     size = triton.next_power_of_2
     tensors, strides = arguments(kv)

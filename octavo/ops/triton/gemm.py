@@ -22,21 +22,27 @@ def gemv_kernel(
     """WHOLE: the tiles cover the matrix exactly, nothing needs a mask. The first tile of weights is fetched while the kernel
     that makes x may still run."""
     start_next()
-    n, k = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    k = tl.arange(0, K)
     at = weight + n.to(tl.int64)[:, None] * inputs + k[None, :]
     if WHOLE:
         w = tl.load(at)
         wait_for_inputs()
         acc = w.to(tl.float32) * tl.load(x + k).to(tl.float32)[None, :]
         for start in range(K, inputs, K):
-            acc += tl.load(at + start).to(tl.float32) * tl.load(x + start + k).to(tl.float32)[None, :]
+            acc += (
+                tl.load(at + start).to(tl.float32) * tl.load(x + start + k).to(tl.float32)[None, :]
+            )
     else:
         wait_for_inputs()
         acc = tl.zeros([N, K], tl.float32)
         for start in range(0, inputs, K):
             inside = start + k < inputs
             w = tl.load(at + start, mask=(n[:, None] < outputs) & inside[None, :], other=0.0)
-            acc += w.to(tl.float32) * tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc += (
+                w.to(tl.float32)
+                * tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            )
     value = tl.sum(acc, 1)
     if BIAS:
         value += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
@@ -47,12 +53,26 @@ def gemv_kernel(
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
     """x [1, in], weight [out, in] -> [1, out], written over add where there is one"""
-    inputs, outputs = x.shape[1], weight.shape[0]
+    inputs = x.shape[1]
+    outputs = weight.shape[0]
     out = x.new_empty(1, outputs) if add is None else add
     step = triton.next_power_of_2(inputs)
     n, k = (8, min(512, step)) if inputs <= 1024 else (2 if outputs <= 8192 else 4, min(1024, step))
     whole = outputs % n == 0 and inputs % k == 0
     gemv_kernel[triton.cdiv(outputs, n),](
-        x, weight, bias, add, out, outputs, inputs, bias is not None, add is not None, n, k, whole, num_warps=4, **LAUNCH
+        x,
+        weight,
+        bias,
+        add,
+        out,
+        outputs,
+        inputs,
+        bias is not None,
+        add is not None,
+        n,
+        k,
+        whole,
+        num_warps=4,
+        **LAUNCH,
     )
     return out

@@ -18,7 +18,8 @@ from triton.language.extra import cuda
 
 AVAILABLE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 OVERLAP = tl.constexpr(AVAILABLE)
-LAUNCH: dict[str, Any] = {"launch_pdl": True} if AVAILABLE else {}  # for the call of a kernel that uses these two
+# for the call of a kernel that uses these two
+LAUNCH: dict[str, Any] = {"launch_pdl": True} if AVAILABLE else {}
 
 
 @triton.jit
@@ -37,4 +38,6 @@ def wait_for_inputs():
 def fetch(at):
     """Ask for the cache lines at these addresses, which no kernel writes: they come while this one may still wait."""
     if OVERLAP:
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
+        )

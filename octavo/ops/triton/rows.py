@@ -12,7 +12,20 @@ from torch import Tensor
 
 @triton.jit
 def advance_kernel(
-    rows, fresh, tokens, table, computed, ids, positions, slots, seq_lens, padding, s_tokens, s_table, s_computed, B: tl.constexpr
+    rows,
+    fresh,
+    tokens,
+    table,
+    computed,
+    ids,
+    positions,
+    slots,
+    seq_lens,
+    padding,
+    s_tokens,
+    s_table,
+    s_computed,
+    B: tl.constexpr,
 ):
     """One program an item: take its row one position on. The padding row stays at position 0 of block 0."""
     item = tl.program_id(0)
@@ -25,7 +38,8 @@ def advance_kernel(
     else:
         block = tl.load(entry)
     token = tl.load(tokens + row * s_tokens + at)
-    tl.store(ids + item, tl.maximum(token, 0).to(tl.int64))  # -1: none could be chosen, and the row ends soon
+    # -1: none could be chosen, and the row ends soon
+    tl.store(ids + item, tl.maximum(token, 0).to(tl.int64))
     tl.store(positions + item, at.to(tl.int64))
     tl.store(slots + item, block.to(tl.int64) * B + at % B)
     tl.store(seq_lens + item, at + 1)
@@ -34,13 +48,21 @@ def advance_kernel(
 
 
 def advance(
-    rows: Tensor, fresh: Tensor, tokens: Tensor, table: Tensor, computed: Tensor, padding: int, block_size: int
+    rows: Tensor,
+    fresh: Tensor,
+    tokens: Tensor,
+    table: Tensor,
+    computed: Tensor,
+    padding: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For items of rows [S] (int32), one token each: (ids, positions, kv_slots [S] int64, seq_lens [S] int32).
 
     fresh [S]: the block that the position goes to where it is the row's new one, else 0; it is entered in table [rows, W].
     computed [rows] is moved on."""
-    ids, positions, slots = torch.empty(3, len(rows), dtype=torch.int64, device=rows.device).unbind(0)
+    ids, positions, slots = torch.empty(3, len(rows), dtype=torch.int64, device=rows.device).unbind(
+        0
+    )
     seq_lens = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     advance_kernel[len(rows),](
         rows, fresh, tokens, table, computed, ids, positions, slots, seq_lens, padding,
@@ -64,4 +86,6 @@ def tell(target: Tensor, source: Tensor) -> None:
     """Copy a few numbers to target, pinned memory of the host. A copy engine would do it too, and the next step's kernels would
     wait until it has been told to and has told that it is done."""
     _told.append(target)
-    tell_kernel[triton.cdiv(source.numel(), 1024),](source, target, source.numel(), 1024, num_warps=4)
+    tell_kernel[triton.cdiv(source.numel(), 1024),](
+        source, target, source.numel(), 1024, num_warps=4
+    )

@@ -27,7 +27,9 @@ def _mix(x):
 def _log(x):
     """Natural logarithm; on a GPU the hardware's own, good to 22 bits: the accurate one takes as long as all the rest."""
     if ON_GPU:
-        two = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        two = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
         return two * 0.6931471805599453
     else:
         return tl.log(x)
@@ -39,7 +41,8 @@ def choose_kernel(
     BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The best of one part of one row's vocabulary."""
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     state = tl.load(rows + row).to(tl.int64)
     heat = tl.load(temperature + state * s_float)
     key = _mix(tl.load(position + row).to(tl.uint32, bitcast=True))
@@ -50,12 +53,20 @@ def choose_kernel(
     for step in range(STEPS):
         c = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
         mask = c < vocab
-        value = tl.load(logits + row.to(tl.int64) * s_logits + c, mask=mask, other=-float("inf")).to(tl.float32)
+        value = tl.load(
+            logits + row.to(tl.int64) * s_logits + c, mask=mask, other=-float("inf")
+        ).to(tl.float32)
         if heat > 0:
             bits = _mix(_mix(c.to(tl.uint32, bitcast=True)) ^ key)
-            uniform = tl.minimum(bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+            uniform = tl.minimum(
+                bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994
+            )
             # log1p(-u), which Triton lacks: exact enough where u is small, which is where the noise is large
-            log1p = tl.where(uniform < 1e-3, -uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), _log(1.0 - uniform))
+            log1p = tl.where(
+                uniform < 1e-3,
+                -uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)),
+                _log(1.0 - uniform),
+            )
             value = value / heat - _log(-log1p)
             value = tl.where(mask, value, -float("inf"))
         value = tl.where(value == value, value, float("inf"))  # NaN: nothing may be better
@@ -70,7 +81,8 @@ def choose_kernel(
 
 @triton.jit
 def join_kernel(best_value, best_token, out, parts, vocab, P: tl.constexpr):
-    row, p = tl.program_id(0), tl.arange(0, P)
+    row = tl.program_id(0)
+    p = tl.arange(0, P)
     value = tl.load(best_value + row * parts + p, mask=p < parts, other=-float("inf"))
     token = tl.load(best_token + row * parts + p, mask=p < parts, other=2**31 - 1)
     peak = tl.max(value, 0)
@@ -79,10 +91,18 @@ def join_kernel(best_value, best_token, out, parts, vocab, P: tl.constexpr):
     tl.store(out + row, tl.where(finite, tl.minimum(best, vocab - 1), -1))
 
 
-def choose(logits: Tensor, rows: Tensor, temperature: Tensor, seed_low: Tensor, seed_high: Tensor, position: Tensor) -> Tensor:
+def choose(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    seed_low: Tensor,
+    seed_high: Tensor,
+    position: Tensor,
+) -> Tensor:
     """As Ops.choose."""
     count, vocab = logits.shape
-    block, steps = 1024, 4
+    block = 1024
+    steps = 4
     parts = triton.cdiv(vocab, block * steps)
     value = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
     token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)

@@ -48,8 +48,21 @@ SEGMENT = 256  # keys that are summed up by themselves
 
 # The batch to the kernel: a record of int64.
 QUERY, OUT, QUERY_STRIDE, KV, BLOCK_STRIDE, HEADS, KV_HEADS, BLOCK_SIZE, DIM = range(9)
-SEQUENCES, QUERY_START, SEQ_LENS, ROW, TABLE, TABLE_WIDTH, KIND, SCALE, ZEROS, SCRATCH, SCRATCH_SIZE = range(9, 20)
-SCALES, SCALES_STRIDE = range(20, 22)  # of codes: where the scales of block 0 are, and bytes from block to block
+(
+    SEQUENCES,
+    QUERY_START,
+    SEQ_LENS,
+    ROW,
+    TABLE,
+    TABLE_WIDTH,
+    KIND,
+    SCALE,
+    ZEROS,
+    SCRATCH,
+    SCRATCH_SIZE,
+) = range(9, 20)
+# of codes: where the scales of block 0 are, and bytes from block to block
+SCALES, SCALES_STRIDE = range(20, 22)
 # Of those whose attention is watched: each sequence's number among them or -1 (int32 [sequences]; 0: nobody's is), what each key
 # head's rows give each block (float32 [watched, key heads, blocks]), and scores [watched, heads, keys].
 WATCHED, MASS, MASS_BLOCKS, SCORES, SCORES_KEYS = range(22, 27)
@@ -68,12 +81,18 @@ def transpose(kind: int) -> Any:
         with e.loop(vectors) as d:
             block = [e.load_floats(row + d * (size * LANES), kind) for row in rows]
             bit = 1
-            while bit < LANES:  # exchange one bit of the row's number with the same bit of the lane's
+            # exchange one bit of the row's number with the same bit of the lane's
+            while bit < LANES:
                 for i in range(LANES):
                     if not i & bit:
-                        a, b = block[i], block[i | bit]
-                        block[i] = e.shuffle(a, b, [j if not j & bit else LANES + (j ^ bit) for j in range(LANES)])
-                        block[i | bit] = e.shuffle(a, b, [j | bit if not j & bit else LANES + j for j in range(LANES)])
+                        a = block[i]
+                        b = block[i | bit]
+                        block[i] = e.shuffle(
+                            a, b, [j if not j & bit else LANES + (j ^ bit) for j in range(LANES)]
+                        )
+                        block[i | bit] = e.shuffle(
+                            a, b, [j | bit if not j & bit else LANES + j for j in range(LANES)]
+                        )
                 bit *= 2
             first = out + d * LANES * stride
             for j, row in enumerate(block):
@@ -82,7 +101,9 @@ def transpose(kind: int) -> Any:
     return run
 
 
-transpose_f32, transpose_f16, transpose_i8, transpose_f8 = (transpose(kind) for kind in (F32, F16, I8, F8))
+transpose_f32, transpose_f16, transpose_i8, transpose_f8 = (
+    transpose(kind) for kind in (F32, F16, I8, F8)
+)
 
 
 @inner
@@ -115,7 +136,8 @@ def add_scores(vectors: int) -> Any:
     return run
 
 
-scores_wide, scores_narrow = add_scores(WIDE), add_scores(1)
+scores_wide = add_scores(WIDE)
+scores_narrow = add_scores(1)
 
 
 @intrinsic(VOID, POINTER, POINTER, INT, INT, INT)
@@ -126,7 +148,9 @@ def soften(e: Emitter, row: Value, state: Value, vectors: Value, low: Value, hig
 
     def found(v: Value) -> tuple[Value, Value]:
         lanes = e.lane_numbers() + e.splat(Value(e, e.b.trunc((v * LANES).v, i32)))
-        return lanes.compare(">=", bounds[0]) & lanes.compare("<", bounds[1]), e.load(row + v * (4 * LANES), FLOATS)
+        return lanes.compare(">=", bounds[0]) & lanes.compare("<", bounds[1]), e.load(
+            row + v * (4 * LANES), FLOATS
+        )
 
     before = e.load(state, f32)
     most = e.variable(e.constant(FLOATS, -1e30))
@@ -158,7 +182,14 @@ def add_values(vectors: int, kind: int) -> Any:
 
     @intrinsic(VOID, POINTER, POINTER, POINTER, INT, POINTER, INT, INT)
     def run(
-        e: Emitter, weights: Value, state: Value, pointers: Value, keys: Value, out: Value, stride: Value, offset: Value
+        e: Emitter,
+        weights: Value,
+        state: Value,
+        pointers: Value,
+        keys: Value,
+        out: Value,
+        stride: Value,
+        offset: Value,
     ) -> None:
         """out [ROWS, ...] = out * factor + weights [ROWS, keys] times the rows at pointers [keys]: of all these rows the
         `vectors` vectors that begin at an offset."""
@@ -182,12 +213,25 @@ def add_values(vectors: int, kind: int) -> Any:
     return run
 
 
-add_wide_f32, add_wide_f16, add_wide_i8, add_wide_f8 = (add_values(WIDE, kind) for kind in (F32, F16, I8, F8))
-add_narrow_f32, add_narrow_f16, add_narrow_i8, add_narrow_f8 = (add_values(1, kind) for kind in (F32, F16, I8, F8))
+add_wide_f32, add_wide_f16, add_wide_i8, add_wide_f8 = (
+    add_values(WIDE, kind) for kind in (F32, F16, I8, F8)
+)
+add_narrow_f32, add_narrow_f16, add_narrow_i8, add_narrow_f8 = (
+    add_values(1, kind) for kind in (F32, F16, I8, F8)
+)
 
 
 @inner
-def add_wide(kind: int, weights: int, state: int, pointers: int, keys: int, out: int, stride: int, offset: int) -> None:
+def add_wide(
+    kind: int,
+    weights: int,
+    state: int,
+    pointers: int,
+    keys: int,
+    out: int,
+    stride: int,
+    offset: int,
+) -> None:
     if kind == F32:
         add_wide_f32(weights, state, pointers, keys, out, stride, offset)
     elif kind == F16:
@@ -199,7 +243,16 @@ def add_wide(kind: int, weights: int, state: int, pointers: int, keys: int, out:
 
 
 @inner
-def add_narrow(kind: int, weights: int, state: int, pointers: int, keys: int, out: int, stride: int, offset: int) -> None:
+def add_narrow(
+    kind: int,
+    weights: int,
+    state: int,
+    pointers: int,
+    keys: int,
+    out: int,
+    stride: int,
+    offset: int,
+) -> None:
     if kind == F32:
         add_narrow_f32(weights, state, pointers, keys, out, stride, offset)
     elif kind == F16:
@@ -213,12 +266,22 @@ def add_narrow(kind: int, weights: int, state: int, pointers: int, keys: int, ou
 @intrinsic(VOID, POINTER, POINTER, types.float32, INT)
 def scaled_copy(e: Emitter, source: Value, target: Value, factor: Value, vectors: Value) -> None:
     with e.loop(vectors) as i:
-        e.store(e.load(source + i * (4 * LANES), FLOATS) * e.splat(factor), target + i * (4 * LANES))
+        e.store(
+            e.load(source + i * (4 * LANES), FLOATS) * e.splat(factor), target + i * (4 * LANES)
+        )
 
 
 @inner
 def gather_scales(
-    table: int, block: int, offset: int, count: int, block_size: int, scales: int, stride: int, out: int, factor: float
+    table: int,
+    block: int,
+    offset: int,
+    count: int,
+    block_size: int,
+    scales: int,
+    stride: int,
+    out: int,
+    factor: float,
 ) -> None:
     """Scales of `count` positions from a block and offset on, times a factor -> out; zeros up to a whole vector."""
     j = 0
@@ -239,7 +302,8 @@ def gather_scales(
 @intrinsic(VOID, POINTER, POINTER, INT, types.float32)
 def settle(e: Emitter, row: Value, state: Value, vectors: Value, factor: Value) -> None:
     """Scores [vectors * LANES] become weights times a factor, now that the largest score and the sum are known."""
-    peak, factor = e.splat(e.load(state, f32)), e.splat(factor / e.load(state + 4, f32))
+    peak = e.splat(e.load(state, f32))
+    factor = e.splat(factor / e.load(state + 4, f32))
     with e.loop(vectors) as v:
         at = row + v * (4 * LANES)
         e.store(e.exp(e.load(at, FLOATS) - peak) * factor, at)
@@ -247,15 +311,26 @@ def settle(e: Emitter, row: Value, state: Value, vectors: Value, factor: Value) 
 
 @inner
 def add_mass(
-    scores: int, stride: int, rows: int, states: int, low: int, end: int, block_size: int, factor: float, out: int
+    scores: int,
+    stride: int,
+    rows: int,
+    states: int,
+    low: int,
+    end: int,
+    block_size: int,
+    factor: float,
+    out: int,
 ) -> None:
     """Scores [rows, ...] of one token's heads, of keys low..end -> each block's part of the attention, added to out [blocks]."""
     first = low // LANES * LANES
     for r in range(rows):
-        row, j = scores + r * stride, low
+        row = scores + r * stride
+        j = low
         settle(row + 4 * first, states + 16 * r, (end - first + LANES - 1) // LANES, factor)
         while j < end:
-            at, stop, total = out + 4 * (j // block_size), min(end, (j // block_size + 1) * block_size), types.float32(0.0)
+            at = out + 4 * (j // block_size)
+            stop = min(end, (j // block_size + 1) * block_size)
+            total = types.float32(0.0)
             while j < stop:
                 total += load_f32(row + 4 * j)
                 j += 1
@@ -263,17 +338,23 @@ def add_mass(
 
 
 @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT)
-def join(e: Emitter, state: Value, sums: Value, more_state: Value, more_sums: Value, vectors: Value) -> None:
+def join(
+    e: Emitter, state: Value, sums: Value, more_state: Value, more_sums: Value, vectors: Value
+) -> None:
     """A row's state and sums, and those of keys that come after them -> of all of them."""
     peaks = e.load(state, f32), e.load(more_state, f32)
     peak = e.maximum(*peaks)
     one, two = (e.exp(e.splat(p - peak)) for p in peaks)
     first = [Value(e, e.b.extract_element(factor.v, i32(0))) for factor in (one, two)]
     e.store(peak, state)
-    e.store(e.fma(e.load(state + 4, f32), first[0], e.load(more_state + 4, f32) * first[1]), state + 4)
+    e.store(
+        e.fma(e.load(state + 4, f32), first[0], e.load(more_state + 4, f32) * first[1]), state + 4
+    )
     with e.loop(vectors) as v:
         at = sums + v * (4 * LANES)
-        e.store(e.fma(e.load(at, FLOATS), one, e.load(more_sums + v * (4 * LANES), FLOATS) * two), at)
+        e.store(
+            e.fma(e.load(at, FLOATS), one, e.load(more_sums + v * (4 * LANES), FLOATS) * two), at
+        )
 
 
 @inner
@@ -299,14 +380,21 @@ def task_tokens(heads: int, kv_heads: int) -> int:
 def scratch_size(heads: int, kv_heads: int, dim: int) -> int:
     """Bytes that one thread needs."""
     rows = max(1, TASK_ROWS * kv_heads // heads) * (heads // kv_heads) + ROWS
-    return 4 * (3 * rows * dim + dim * CHUNK + rows * CHUNK + 8 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
+    return (
+        4 * (3 * rows * dim + dim * CHUNK + rows * CHUNK + 8 * rows) + 8 * 2 * CHUNK + 4 * 2 * CHUNK
+    )
 
 
 @inner
 def count_tasks(batch: int) -> int:
-    starts, tokens = load_i64(batch + 8 * QUERY_START), task_tokens(load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS))
+    starts = load_i64(batch + 8 * QUERY_START)
+    tokens = task_tokens(load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS))
     if load_i64(batch + 8 * SEGMENTS) != 0:
-        return load_i64(batch + 8 * SEQUENCES) * load_i64(batch + 8 * KV_HEADS) * load_i64(batch + 8 * SEGMENTS)
+        return (
+            load_i64(batch + 8 * SEQUENCES)
+            * load_i64(batch + 8 * KV_HEADS)
+            * load_i64(batch + 8 * SEGMENTS)
+        )
     total = 0
     for s in range(load_i64(batch + 8 * SEQUENCES)):
         total += (load_i32(starts + 4 * s + 4) - load_i32(starts + 4 * s) + tokens - 1) // tokens
@@ -315,14 +403,21 @@ def count_tasks(batch: int) -> int:
 
 @inner
 def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: int) -> None:
-    heads, kv_heads, dim = load_i64(batch + 8 * HEADS), load_i64(batch + 8 * KV_HEADS), load_i64(batch + 8 * DIM)
-    share, tokens, block_size = heads // kv_heads, task_tokens(heads, kv_heads), load_i64(batch + 8 * BLOCK_SIZE)
+    heads = load_i64(batch + 8 * HEADS)
+    kv_heads = load_i64(batch + 8 * KV_HEADS)
+    dim = load_i64(batch + 8 * DIM)
+    share = heads // kv_heads
+    tokens = task_tokens(heads, kv_heads)
+    block_size = load_i64(batch + 8 * BLOCK_SIZE)
     starts = load_i64(batch + 8 * QUERY_START)
-    segments, segment = load_i64(batch + 8 * SEGMENTS), 0
+    segments = load_i64(batch + 8 * SEGMENTS)
+    segment = 0
     if segments != 0:
         segment = task % segments
         task //= segments
-    piece, head, s = task // kv_heads, task % kv_heads, 0
+    piece = task // kv_heads
+    head = task % kv_heads
+    s = 0
     while True:  # which sequence, and which of its pieces
         num = load_i32(starts + 4 * s + 4) - load_i32(starts + 4 * s)
         pieces = (num + tokens - 1) // tokens
@@ -333,7 +428,8 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     length = load_i32(load_i64(batch + 8 * SEQ_LENS) + 4 * s)
     begin = piece * tokens
     count = min(tokens, num - begin)
-    first_token, first_position = load_i32(starts + 4 * s) + begin, length - num + begin
+    first_token = load_i32(starts + 4 * s) + begin
+    first_position = length - num + begin
     rows = count * share
     padded = (rows + ROWS - 1) // ROWS * ROWS
 
@@ -349,17 +445,24 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     value_rows = key_rows + 8 * CHUNK
     key_scales = value_rows + 8 * CHUNK
     value_scales = key_scales + 4 * CHUNK
-    watched, scores_stride = load_i64(batch + 8 * WATCHED), 4 * load_i64(batch + 8 * SCORES_KEYS)
+    watched = load_i64(batch + 8 * WATCHED)
+    scores_stride = 4 * load_i64(batch + 8 * SCORES_KEYS)
     look = load_i32(watched + 4 * s) if watched != 0 else -1
     scores = load_i64(batch + 8 * SCORES) + (look * heads + head * share) * scores_stride
 
-    stride, vectors = load_i64(batch + 8 * QUERY_STRIDE), dim // LANES
+    stride = load_i64(batch + 8 * QUERY_STRIDE)
+    vectors = dim // LANES
     scale = load_f32(batch + 8 * SCALE)
     source = load_i64(batch + 8 * QUERY) + first_token * stride + head * share * dim * 4
     zeros = load_i64(batch + 8 * ZEROS)
     for r in range(padded):
         if r < rows:
-            scaled_copy(source + (r // share) * stride + (r % share) * dim * 4, q + r * dim * 4, scale, vectors)
+            scaled_copy(
+                source + (r // share) * stride + (r % share) * dim * 4,
+                q + r * dim * 4,
+                scale,
+                vectors,
+            )
         else:
             scaled_copy(zeros, q + r * dim * 4, scale, vectors)
     clear(states, sums, padded, dim, zeros)
@@ -368,23 +471,49 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
     table = load_i64(batch + 8 * TABLE)
     table += 4 * load_i32(load_i64(batch + 8 * ROW) + 4 * s) * load_i64(batch + 8 * TABLE_WIDTH)
     kind = load_i64(batch + 8 * KIND)
-    row_size, coded = dim * SIZES[kind], kind in (I8, F8)
+    row_size = dim * SIZES[kind]
+    coded = kind in (I8, F8)
     bias = types.float32(256.0 if kind == F8 else 1.0)  # see load_floats
-    scales, scales_stride = scales + 4 * head * block_size, load_i64(batch + 8 * SCALES_STRIDE)
-    kv, block_stride = kv + head * block_size * row_size, load_i64(batch + 8 * BLOCK_STRIDE)
+    scales = scales + 4 * head * block_size
+    scales_stride = load_i64(batch + 8 * SCALES_STRIDE)
+    kv = kv + head * block_size * row_size
+    block_stride = load_i64(batch + 8 * BLOCK_STRIDE)
     values = kv_heads * block_size * row_size  # from a key to its value
     end = first_position + count  # keys that any row sees
-    chunk = 0 if window == 0 else max(0, first_position - window + 1) // CHUNK * CHUNK  # where a row stands in it is fixed
+    # where a row stands in it is fixed
+    chunk = 0 if window == 0 else max(0, first_position - window + 1) // CHUNK * CHUNK
     stop = end
     if segments != 0:
-        chunk, stop = max(chunk, segment * SEGMENT), min(end, (segment + 1) * SEGMENT)
-    block, offset = chunk // block_size, chunk % block_size
+        chunk = max(chunk, segment * SEGMENT)
+        stop = min(end, (segment + 1) * SEGMENT)
+    block = chunk // block_size
+    offset = chunk % block_size
     while chunk < stop:
         width = (min(CHUNK, end - chunk) + LANES - 1) // LANES  # vectors of keys
         if coded:
-            gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, scales, scales_stride, key_scales, bias)
+            gather_scales(
+                table,
+                block,
+                offset,
+                min(CHUNK, end - chunk),
+                block_size,
+                scales,
+                scales_stride,
+                key_scales,
+                bias,
+            )
             of_values = scales + 4 * kv_heads * block_size
-            gather_scales(table, block, offset, min(CHUNK, end - chunk), block_size, of_values, scales_stride, value_scales, bias)
+            gather_scales(
+                table,
+                block,
+                offset,
+                min(CHUNK, end - chunk),
+                block_size,
+                of_values,
+                scales_stride,
+                value_scales,
+                bias,
+            )
         at = kv + load_i32(table + 4 * block) * block_stride + offset * row_size
         for j in range(width * LANES):
             if chunk + j < end:
@@ -410,13 +539,23 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
                 scores_wide(q + r * dim * 4, dim, keys, weights + r * 4 * CHUNK)
             else:
                 for v in range(width):
-                    scores_narrow(q + r * dim * 4, dim, keys + 4 * v * LANES, weights + (r * CHUNK + v * LANES) * 4)
+                    scores_narrow(
+                        q + r * dim * 4,
+                        dim,
+                        keys + 4 * v * LANES,
+                        weights + (r * CHUNK + v * LANES) * 4,
+                    )
         if coded:
             for r in range(padded):
                 multiply_by(weights + r * 4 * CHUNK, key_scales, width)
         if look >= 0:
             for r in range(rows):
-                scaled_copy(weights + r * 4 * CHUNK, scores + r * scores_stride + 4 * chunk, types.float32(1.0), width)
+                scaled_copy(
+                    weights + r * 4 * CHUNK,
+                    scores + r * scores_stride + 4 * chunk,
+                    types.float32(1.0),
+                    width,
+                )
         for r in range(rows):
             p = first_position + r // share
             low = 0 if window == 0 else p - window + 1 - chunk
@@ -428,7 +567,9 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
                 multiply_by(weights + r * 4 * CHUNK, value_scales, width)
         some = min(width * LANES, end - chunk)
         for r in range(0, padded, ROWS):
-            part, state, sum_rows = weights + r * 4 * CHUNK, states + 16 * r, sums + r * dim * 4
+            part = weights + r * 4 * CHUNK
+            state = states + 16 * r
+            sum_rows = sums + r * dim * 4
             v = 0
             while v + WIDE <= vectors:
                 add_wide(kind, part, state, value_rows, some, sum_rows, dim * 4, v * LANES)
@@ -439,17 +580,29 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
         chunk += CHUNK
         if segments == 0 and (chunk % SEGMENT == 0 or chunk >= end):
             for r in range(rows):
-                join(all_states + 16 * r, all_sums + r * dim * 4, states + 16 * r, sums + r * dim * 4, vectors)
+                join(
+                    all_states + 16 * r,
+                    all_sums + r * dim * 4,
+                    states + 16 * r,
+                    sums + r * dim * 4,
+                    vectors,
+                )
             clear(states, sums, padded, dim, zeros)
 
     if segments != 0:
-        size, token = part_size(share, dim), s * kv_heads + head
+        size = part_size(share, dim)
+        token = s * kv_heads + head
         parts = load_i64(batch + 8 * PARTS) + token * segments * size
         for r in range(rows):
             row = parts + segment * size + 16 * r
             for i in range(2):
                 store_f32(row + 4 * i, load_f32(states + 16 * r + 4 * i))
-            scaled_copy(sums + r * dim * 4, parts + segment * size + 16 * share + r * dim * 4, types.float32(1.0), vectors)
+            scaled_copy(
+                sums + r * dim * 4,
+                parts + segment * size + 16 * share + r * dim * 4,
+                types.float32(1.0),
+                vectors,
+            )
         done = load_i64(batch + 8 * PARTS_DONE) + 8 * token
         if atomic_add(done, 1) != segments - 1:
             return
@@ -457,14 +610,35 @@ def run_task(batch: int, task: int, thread: int, kv: int, scales: int, window: i
         for i in range(segments):
             part = parts + i * size
             for r in range(rows):
-                join(all_states + 16 * r, all_sums + r * dim * 4, part + 16 * r, part + 16 * share + r * dim * 4, vectors)
+                join(
+                    all_states + 16 * r,
+                    all_sums + r * dim * 4,
+                    part + 16 * r,
+                    part + 16 * share + r * dim * 4,
+                    vectors,
+                )
 
     target = load_i64(batch + 8 * OUT) + (first_token * heads + head * share) * dim * 4
     for r in range(rows):
         at = target + ((r // share) * heads + r % share) * dim * 4
-        scaled_copy(all_sums + r * dim * 4, at, types.float32(1.0) / load_f32(all_states + 16 * r + 4), vectors)
+        scaled_copy(
+            all_sums + r * dim * 4,
+            at,
+            types.float32(1.0) / load_f32(all_states + 16 * r + 4),
+            vectors,
+        )
     if look >= 0:
         blocks = load_i64(batch + 8 * MASS_BLOCKS)
         out = load_i64(batch + 8 * MASS) + 4 * (look * kv_heads + head) * blocks
         low = 0 if window == 0 else max(0, end - window)
-        add_mass(scores, scores_stride, rows, all_states, low, end, block_size, types.float32(1.0) / types.float32(heads), out)
+        add_mass(
+            scores,
+            scores_stride,
+            rows,
+            all_states,
+            low,
+            end,
+            block_size,
+            types.float32(1.0) / types.float32(heads),
+            out,
+        )

@@ -25,11 +25,14 @@ from octavo.ops.cpu.jit.emit import (
     load_f32,
 )
 
-INT, FLOAT = types.int64, types.float32
+INT = types.int64
+FLOAT = types.float32
 
 
 @intrinsic(INT, POINTER, INT, INT, FLOAT, FLOAT)
-def candidates(e: Emitter, logits: Value, first: Value, key: Value, heat: Value, best: Value) -> Value:
+def candidates(
+    e: Emitter, logits: Value, first: Value, key: Value, heat: Value, best: Value
+) -> Value:
     """Which of LANES tokens from `first` on may have a score above `best`: a bit each."""
 
     def mix(x: Value) -> Value:
@@ -77,7 +80,8 @@ def draw(logits: int, vocabulary: int, likeliest: int, key: int, heat: float) ->
             if mask & 1:
                 found = score(load_f32(logits + 4 * token), token, key, heat)
                 if found > best or (found == best and token < chosen):
-                    best, chosen = found, token
+                    best = found
+                    chosen = token
             mask >>= 1
             token += 1
         first += LANES

@@ -28,11 +28,16 @@ ISA: InstructionSet = _isa
 LANES = ISA.lanes
 
 i1, i8, i16, i32, i64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-f16, f32 = ir.HalfType(), ir.FloatType()
+f16 = ir.HalfType()
+f32 = ir.FloatType()
 FLOATS, HALVES, INTS = (ir.VectorType(t, LANES) for t in (f32, f16, i32))
-BYTES, SHORTS = ir.VectorType(i8, 4 * LANES), ir.VectorType(i16, 2 * LANES)  # as wide as FLOATS
+# as wide as FLOATS
+BYTES = ir.VectorType(i8, 4 * LANES)
+SHORTS = ir.VectorType(i16, 2 * LANES)
 NARROW = ir.VectorType(i8, LANES)
-POINTER, FLOAT, VOID = types.int64, types.float32, types.void
+POINTER = types.int64
+FLOAT = types.float32
+VOID = types.void
 
 # How numbers are stored that kernels read and write as float32, and the bytes of one.
 F32, F16, I8, F8 = range(4)
@@ -43,7 +48,8 @@ class Value:
     """An LLVM value that can be calculated with; a Python number on the other side becomes a constant of its type."""
 
     def __init__(self, e: Emitter, v: ir.Value):
-        self.e, self.v = e, v
+        self.e = e
+        self.v = v
 
     @property
     def is_float(self) -> bool:
@@ -51,10 +57,14 @@ class Value:
         return (kind.element if isinstance(kind, ir.VectorType) else kind) in (f32, f16)
 
     def _pair(self, other: Value | float) -> tuple[ir.Value, ir.Value]:
-        return self.v, other.v if isinstance(other, Value) else self.e.constant(self.v.type, other).v
+        return self.v, other.v if isinstance(other, Value) else self.e.constant(
+            self.v.type, other
+        ).v
 
     def _do(self, other: Value | float, on_floats: str, on_ints: str) -> Value:
-        return Value(self.e, getattr(self.e.b, on_floats if self.is_float else on_ints)(*self._pair(other)))
+        return Value(
+            self.e, getattr(self.e.b, on_floats if self.is_float else on_ints)(*self._pair(other))
+        )
 
     def __add__(self, other: Value | float) -> Value:
         return self._do(other, "fadd", "add")
@@ -82,7 +92,12 @@ class Value:
 
     def compare(self, operator: str, other: Value | float) -> Value:
         a, b = self._pair(other)
-        return Value(self.e, self.e.b.fcmp_ordered(operator, a, b) if self.is_float else self.e.b.icmp_signed(operator, a, b))
+        return Value(
+            self.e,
+            self.e.b.fcmp_ordered(operator, a, b)
+            if self.is_float
+            else self.e.b.icmp_signed(operator, a, b),
+        )
 
     def bits(self, kind: ir.Type) -> Value:
         return Value(self.e, self.e.b.bitcast(self.v, kind))
@@ -92,7 +107,8 @@ class Variable:
     """A value that loops change. LLVM keeps it in a register."""
 
     def __init__(self, e: Emitter, first: Value):
-        self.e, self.at = e, cgutils.alloca_once(e.b, first.v.type)
+        self.e = e
+        self.at = cgutils.alloca_once(e.b, first.v.type)
         self.set(first)
 
     def get(self) -> Value:
@@ -122,11 +138,16 @@ class Emitter:
     def splat(self, scalar: Value) -> Value:
         """A vector of LANES times this scalar."""
         kind = ir.VectorType(scalar.v.type, LANES)
-        first = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar.v, ir.Constant(i32, 0))
+        first = self.b.insert_element(
+            ir.Constant(kind, ir.Undefined), scalar.v, ir.Constant(i32, 0)
+        )
         return Value(self, self.b.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES)))
 
     def shuffle(self, a: Value, b: Value, index: list[int]) -> Value:
-        return Value(self, self.b.shuffle_vector(a.v, b.v, ir.Constant(ir.VectorType(i32, len(index)), index)))
+        return Value(
+            self,
+            self.b.shuffle_vector(a.v, b.v, ir.Constant(ir.VectorType(i32, len(index)), index)),
+        )
 
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, self.b.select(condition.v, yes.v, no.v))
@@ -162,18 +183,25 @@ class Emitter:
             return self.store(self.to_half(value), address)
         if kind == I8:
             return self.store(self.narrow(self.to_int(self.round(value))), address)
-        size, bits = self.absolute(value), value.bits(INTS)
+        size = self.absolute(value)
+        bits = value.bits(INTS)
         large = bits & 0x7FFFFFFF
-        large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - (120 << 3)  # to nearest, ties to even; exponent's bias 127 to 7
-        small = self.to_int(self.round(size * 512.0))  # below 2^-6 the steps are 2^-9 wide, and the code counts them
+        # to nearest, ties to even; exponent's bias 127 to 7
+        large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - (120 << 3)
+        # below 2^-6 the steps are 2^-9 wide, and the code counts them
+        small = self.to_int(self.round(size * 512.0))
         code = self.select(size.compare("<", 2.0**-6), small, large) + ((bits >> 24) & 0x80)
         return self.store(self.narrow(code), address)
 
     def prefetch(self, address: Value, write: bool = False) -> None:
         """Ask for a cache line that will be read or written soon."""
         kinds = [i8.as_pointer(), i32, i32, i32]
-        function = cgutils.get_or_insert_function(self.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
-        self.b.call(function, [self.b.inttoptr(address.v, kinds[0]), i32(int(write)), i32(3), i32(1)])
+        function = cgutils.get_or_insert_function(
+            self.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
+        )
+        self.b.call(
+            function, [self.b.inttoptr(address.v, kinds[0]), i32(int(write)), i32(3), i32(1)]
+        )
 
     # ---- control -------------------------------------------------------------------------------------
 
@@ -191,7 +219,12 @@ class Emitter:
 
     def call(self, name: str, kind: ir.Type, *args: Value) -> Value:
         signature = ir.FunctionType(kind, [a.v.type for a in args])
-        return Value(self, self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [a.v for a in args]))
+        return Value(
+            self,
+            self.b.call(
+                cgutils.get_or_insert_function(self.b.module, signature, name), [a.v for a in args]
+            ),
+        )
 
     def _math(self, name: str, *args: Value) -> Value:
         kind = args[0].v.type
@@ -224,7 +257,9 @@ class Emitter:
         return Value(self, (self.b.fpext if a.is_float else self.b.sitofp)(a.v, kind))
 
     def to_half(self, a: Value) -> Value:
-        return Value(self, self.b.fptrunc(a.v, HALVES if isinstance(a.v.type, ir.VectorType) else f16))
+        return Value(
+            self, self.b.fptrunc(a.v, HALVES if isinstance(a.v.type, ir.VectorType) else f16)
+        )
 
     def narrow(self, a: Value) -> Value:
         """INTS, small ones, as bytes."""
@@ -235,7 +270,10 @@ class Emitter:
         width = LANES
         while width > 1:
             width //= 2
-            a = join(a, self.shuffle(a, a, [(i + width) % LANES if i < width else i for i in range(LANES)]))
+            a = join(
+                a,
+                self.shuffle(a, a, [(i + width) % LANES if i < width else i for i in range(LANES)]),
+            )
         return Value(self, self.b.extract_element(a.v, ir.Constant(i32, 0)))
 
     def total(self, a: Value) -> Value:
@@ -258,7 +296,13 @@ class Emitter:
     def dot4(self, sums: Value, unsigned: Value, signed: Value) -> Value:
         """sums [LANES] += four products of neighbouring bytes each. Without VNNI, sums of two products must fit 16 bits."""
         if ISA.dot:
-            return self.call(f"llvm.x86.avx512.vpdpbusd.{LANES * 32}", INTS, sums, unsigned.bits(INTS), signed.bits(INTS))
+            return self.call(
+                f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",
+                INTS,
+                sums,
+                unsigned.bits(INTS),
+                signed.bits(INTS),
+            )
         pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", SHORTS, unsigned, signed)
         return sums + self.call("llvm.x86.avx2.pmadd.wd", INTS, pairs, self.constant(SHORTS, 1))
 
@@ -282,7 +326,8 @@ def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 
         names = ["typing_context", *(f"a{i}" for i in range(len(arguments)))]  # numba asks for them
         typed.__name__ = typed.__qualname__ = write.__name__
-        typed.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])  # type: ignore[attr-defined]
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return numba_intrinsic(typed)
 
     return wrap
@@ -294,7 +339,9 @@ def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 @intrinsic(types.int64, POINTER, types.int64)
 def atomic_add(e: Emitter, address: Value, amount: Value) -> Value:
     """Returns what was there before."""
-    return Value(e, e.b.atomic_rmw("add", e.b.inttoptr(address.v, i64.as_pointer()), amount.v, "seq_cst"))
+    return Value(
+        e, e.b.atomic_rmw("add", e.b.inttoptr(address.v, i64.as_pointer()), amount.v, "seq_cst")
+    )
 
 
 @intrinsic(types.int64, POINTER)
@@ -309,7 +356,12 @@ def atomic_store(e: Emitter, address: Value, value: Value) -> None:
 
 @intrinsic(VOID)
 def pause(e: Emitter) -> None:
-    e.b.call(cgutils.get_or_insert_function(e.b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
+    e.b.call(
+        cgutils.get_or_insert_function(
+            e.b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+        ),
+        [],
+    )
 
 
 @intrinsic(VOID)
@@ -318,9 +370,13 @@ def yield_core(e: Emitter) -> None:
 
 
 def _futex(e: Emitter, address: Value, operation: int, value: Value) -> None:
-    syscall = cgutils.get_or_insert_function(e.b.module, ir.FunctionType(i64, [i64], var_arg=True), "syscall")
+    syscall = cgutils.get_or_insert_function(
+        e.b.module, ir.FunctionType(i64, [i64], var_arg=True), "syscall"
+    )
     rest = [ir.Constant(i64, 0)] * 3
-    e.b.call(syscall, [ir.Constant(i64, 202), address.v, ir.Constant(i64, operation), value.v, *rest])
+    e.b.call(
+        syscall, [ir.Constant(i64, 202), address.v, ir.Constant(i64, operation), value.v, *rest]
+    )
 
 
 @intrinsic(VOID, POINTER, types.int64)
@@ -385,7 +441,8 @@ def load_u8(e: Emitter, address: Value) -> Value:
     return Value(e, e.b.zext(e.load(address, i8).v, i64))
 
 
-OPTIONS: Any = {"nogil": True, "boundscheck": False, "error_model": "numpy"}  # never fastmath: a sum's order must not change
+# never fastmath: a sum's order must not change
+OPTIONS: Any = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 
 
 def inner(function: Callable[..., Any]) -> Any:

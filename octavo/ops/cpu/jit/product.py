@@ -61,14 +61,17 @@ def row_bytes(inputs: int, group: int) -> int:
 def quantize_strips(e: Emitter, x: Value, out: Value, strips: Value) -> None:
     """float32 [strips * STRIP] -> a quantised row."""
     scales = out + strips * STRIP
-    sums, products = scales + strips * 4, scales + strips * 8
+    sums = scales + strips * 4
+    products = scales + strips * 8
     with e.loop(strips) as t:
         values = [e.load(x + t * (4 * STRIP) + 4 * i, FLOATS) for i in range(0, STRIP, LANES)]
         most = e.absolute(values[0])
         for v in values[1:]:
             most = e.maximum(most, e.absolute(v))
         scale = e.largest(most) / 127.0
-        inverse = e.splat(e.select(scale.compare(">", 0.0), e.constant(f32, 1.0) / scale, e.constant(f32, 0.0)))
+        inverse = e.splat(
+            e.select(scale.compare(">", 0.0), e.constant(f32, 1.0) / scale, e.constant(f32, 0.0))
+        )
         codes = [e.to_int(e.round(v * inverse)) for v in values]
         total = codes[0]
         for c in codes[1:]:
@@ -86,7 +89,8 @@ def tile(rows: int, bits: int, least: bool) -> Any:
     zero = 0 if least else 1 << (bits - 1)
     strip_bytes = STRIP * LANES * bits // 8
     signed = bits == 8 and not ISA.dot  # bytes as they are stored have their top bit flipped
-    asks = rows > 2  # a block takes long enough to hide the next one's way from memory; fewer rows just stream
+    # a block takes long enough to hide the next one's way from memory; fewer rows just stream
+    asks = rows > 2
 
     @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT, INT)
     def run(
@@ -106,19 +110,27 @@ def tile(rows: int, bits: int, least: bool) -> Any:
                 e.prefetch(info + g * (2 * LANES) + info_ahead)
             with e.loop(strips) as s:
                 strip = g * strips + s
-                base, inputs = codes + strip * strip_bytes, strip * STRIP
+                base = codes + strip * strip_bytes
+                inputs = strip * STRIP
                 for line in range(0, strip_bytes if asks else 0, 64):
                     e.prefetch(base + ahead + line)
                 sums = [e.constant(INTS, 0)] * rows
                 if zero and not signed:
-                    sums = [e.splat(e.load(info + (count + strip) * 4, i32) * -zero) for info in infos]
+                    sums = [
+                        e.splat(e.load(info + (count + strip) * 4, i32) * -zero) for info in infos
+                    ]
                 for k in range(STRIP // 4):  # a quad at a time: registers are for the sums
                     if bits == 8:
                         quad = e.load(base + k * 4 * LANES, BYTES)
                         quad = quad ^ -128 if signed else quad
                     else:
                         both = e.load(base + (k // 2) * 4 * LANES, BYTES)
-                        quad = ((both.bits(INTS) >> 4) & 0x0F0F0F0F).bits(BYTES) if k % 2 else both & 15  # bytes do not shift
+                        # bytes do not shift
+                        quad = (
+                            ((both.bits(INTS) >> 4) & 0x0F0F0F0F).bits(BYTES)
+                            if k % 2
+                            else both & 15
+                        )
                     for r in range(rows):
                         four = e.splat(e.load(starts[r] + inputs + 4 * k, i32)).bits(BYTES)
                         sums[r] = (e.dot4_signed if signed else e.dot4)(sums[r], quad, four)
@@ -126,7 +138,13 @@ def tile(rows: int, bits: int, least: bool) -> Any:
                     factor = e.splat(e.load(infos[r] + strip * 4, f32))
                     partial[r].set(e.fma(e.to_float(sums[r]), factor, partial[r].get()))
                     if m is not None:
-                        result[r].set(e.fma(m, e.splat(e.load(infos[r] + (count * 2 + strip) * 4, f32)), result[r].get()))
+                        result[r].set(
+                            e.fma(
+                                m,
+                                e.splat(e.load(infos[r] + (count * 2 + strip) * 4, f32)),
+                                result[r].get(),
+                            )
+                        )
             d = e.to_float(e.load(scale + g * (2 * LANES), HALVES))
             for r in range(rows):
                 result[r].set(e.fma(partial[r].get(), d, result[r].get()))
@@ -143,14 +161,20 @@ eight_8, eight_4, eight_2, eight_1 = (tile(n, 8, False) for n in (TILE, 4, 2, 1)
 
 
 @inner
-def block_product(weight: int, block: int, x: int, x_stride: int, rows: int, y: int, y_stride: int, ahead: int) -> int:
+def block_product(
+    weight: int, block: int, x: int, x_stride: int, rows: int, y: int, y_stride: int, ahead: int
+) -> int:
     """Outputs block * LANES .. + LANES of up to TILE rows -> y, LANES float32 a row. Returns how many rows it took. The block
     that lies `ahead` blocks further is asked for meanwhile."""
-    group, bits = load_i64(weight + 8 * GROUP), load_i64(weight + 8 * BITS)
+    group = load_i64(weight + 8 * GROUP)
+    bits = load_i64(weight + 8 * BITS)
     size = padded(load_i64(weight + 8 * INPUTS), group)
-    groups, strips = size // group, group // STRIP
-    stride, info_stride = size * LANES * bits // 8, groups * LANES * 2
-    codes, d = load_i64(weight + 8 * CODES) + block * stride, load_i64(weight + 8 * SCALE) + block * info_stride
+    groups = size // group
+    strips = group // STRIP
+    stride = size * LANES * bits // 8
+    info_stride = groups * LANES * 2
+    codes = load_i64(weight + 8 * CODES) + block * stride
+    d = load_i64(weight + 8 * SCALE) + block * info_stride
     m, ahead, info_ahead = load_i64(weight + 8 * LEAST), ahead * stride, ahead * info_stride
     if bits == 8:
         if rows >= TILE:

@@ -39,9 +39,17 @@ from octavo.ops.cpu.jit.emit import (
     store_f32,
     store_i64,
 )
-from octavo.ops.cpu.jit.product import STRIP, TILE, block_product, padded, quantize_strips, row_bytes
+from octavo.ops.cpu.jit.product import (
+    STRIP,
+    TILE,
+    block_product,
+    padded,
+    quantize_strips,
+    row_bytes,
+)
 
-INT, FLOAT = types.int64, types.float32
+INT = types.int64
+FLOAT = types.float32
 NOTHING = types.void
 
 # ---- rows ---------------------------------------------------------------------------------------------------
@@ -57,7 +65,9 @@ def sum_of_squares(e: Emitter, x: Value, vectors: Value) -> Value:
 
 
 @intrinsic(VOID, POINTER, FLOAT, POINTER, POINTER, INT)
-def scale_by(e: Emitter, x: Value, factor: Value, weight: Value, out: Value, vectors: Value) -> None:
+def scale_by(
+    e: Emitter, x: Value, factor: Value, weight: Value, out: Value, vectors: Value
+) -> None:
     """out = x * factor * weight"""
     with e.loop(vectors) as i:
         at = i * (4 * LANES)
@@ -82,7 +92,8 @@ def turn(kind: ir.Type) -> Any:
     return run
 
 
-turn_one, turn_many = turn(f32), turn(FLOATS)
+turn_one = turn(f32)
+turn_many = turn(FLOATS)
 
 
 def turn_stored(kind: int) -> Any:
@@ -92,34 +103,43 @@ def turn_stored(kind: int) -> Any:
     def run(e: Emitter, x: Value, half: Value, angles: Value) -> None:
         """turn() of a stored vector [2 * half], by cosines and sines [2, half]."""
         with e.loop(half / LANES) as i:
-            low, at = x + i * (size * LANES), angles + i * (4 * LANES)
+            low = x + i * (size * LANES)
+            at = angles + i * (4 * LANES)
             high = low + half * size
-            a, b, c, s = e.load_floats(low, kind), e.load_floats(high, kind), e.load(at, FLOATS), e.load(at + half * 4, FLOATS)
+            a = e.load_floats(low, kind)
+            b = e.load_floats(high, kind)
+            c = e.load(at, FLOATS)
+            s = e.load(at + half * 4, FLOATS)
             e.store_floats(a * c - b * s, low, kind)
             e.store_floats(b * c + a * s, high, kind)
 
     return run
 
 
-turn_f32, turn_f16 = turn_stored(F32), turn_stored(F16)
+turn_f32 = turn_stored(F32)
+turn_f16 = turn_stored(F16)
 
 
 def copy(kind: int) -> Any:
     @intrinsic(VOID, POINTER, POINTER, INT)
     def run(e: Emitter, source: Value, target: Value, vectors: Value) -> None:
         with e.loop(vectors) as i:
-            e.store_floats(e.load(source + i * (4 * LANES), FLOATS), target + i * (SIZES[kind] * LANES), kind)
+            e.store_floats(
+                e.load(source + i * (4 * LANES), FLOATS), target + i * (SIZES[kind] * LANES), kind
+            )
 
     return run
 
 
-copy_f32, copy_f16 = copy(F32), copy(F16)
+copy_f32 = copy(F32)
+copy_f16 = copy(F16)
 
 
 @intrinsic(FLOAT, POINTER, INT)
 def peak(e: Emitter, x: Value, vectors: Value) -> Value:
     """The largest magnitude, or NaN where anything is not finite."""
-    most, spoiled = e.variable(e.constant(FLOATS, 0.0)), e.variable(e.constant(FLOATS, 0.0))
+    most = e.variable(e.constant(FLOATS, 0.0))
+    spoiled = e.variable(e.constant(FLOATS, 0.0))
     with e.loop(vectors) as i:
         v = e.load(x + i * (4 * LANES), FLOATS)
         most.set(e.maximum(most.get(), e.absolute(v)))
@@ -133,13 +153,15 @@ def encode(kind: int, largest: float) -> Any:
         """Codes of source * inverse."""
         with e.loop(vectors) as i:
             x = e.load(source + i * (4 * LANES), FLOATS) * e.splat(inverse)
-            x = e.maximum(e.minimum(x, e.constant(FLOATS, largest)), e.constant(FLOATS, -largest))  # NaN too
+            # NaN too
+            x = e.maximum(e.minimum(x, e.constant(FLOATS, largest)), e.constant(FLOATS, -largest))
             e.store_floats(x, target + i * LANES, kind)
 
     return run
 
 
-encode_i8, encode_f8 = encode(I8, 127.0), encode(F8, 448.0)
+encode_i8 = encode(I8, 127.0)
+encode_f8 = encode(F8, 448.0)
 
 
 @inner
@@ -150,7 +172,8 @@ def store_vector(source: int, target: int, scale: int, kind: int, dim: int) -> N
     elif kind == F16:
         copy_f16(source, target, dim // LANES)
     else:
-        most, largest = peak(source, dim // LANES), FLOAT(127.0 if kind == I8 else 448.0)
+        most = peak(source, dim // LANES)
+        largest = FLOAT(127.0 if kind == I8 else 448.0)
         zero = most < FLOAT(1e-30)
         store_f32(scale, FLOAT(0.0) if zero else most / largest)
         inverse = FLOAT(0.0) if zero else largest / most
@@ -211,13 +234,30 @@ def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
 
 # A job: a record of int64.
 KIND, ROWS, WEIGHT, X, QUANTIZED, SPARE, SPARE_SIZE, Y = range(8)  # of a product
-LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)  # of a decoder, beside most of the above
-DELTA, QKV, MIXED, ACTED, POSITIONS, SLOTS, IDS, FACTOR, WINDOW_OF, HEAT, LAST, LAST_COUNT, FIELDS = range(16, 29)
+# of a decoder, beside most of the above
+LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)
+(
+    DELTA,
+    QKV,
+    MIXED,
+    ACTED,
+    POSITIONS,
+    SLOTS,
+    IDS,
+    FACTOR,
+    WINDOW_OF,
+    HEAT,
+    LAST,
+    LAST_COUNT,
+    FIELDS,
+) = range(16, 29)
 PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT = range(6)
 
 # A layer: four weights' records, then these.
 WEIGHTS = 4 * product.FIELDS
-ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range(WEIGHTS, WEIGHTS + 8)
+ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range(
+    WEIGHTS, WEIGHTS + 8
+)
 LAYER_FIELDS = WEIGHTS + 8
 PHASES_OF_LAYER = 10  # as decode() has them; one more follows the last layer
 
@@ -225,14 +265,19 @@ PHASES_OF_LAYER = 10  # as decode() has them; one more follows the last layer
 @inner
 def spare(me: int, job: int) -> int:
     """This thread's own scratch."""
-    return load_i64(job + 8 * SPARE) + load_i64(me + 8 * team.NUMBER) * load_i64(job + 8 * SPARE_SIZE)
+    return load_i64(job + 8 * SPARE) + load_i64(me + 8 * team.NUMBER) * load_i64(
+        job + 8 * SPARE_SIZE
+    )
 
 
 @inner
 def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
     """float32 [rows, inputs] -> the job's quantised rows, as this weight wants them."""
-    inputs, group = load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP)
-    size, out, own = row_bytes(inputs, group), load_i64(job + 8 * QUANTIZED), spare(me, job)
+    inputs = load_i64(weight + 8 * product.INPUTS)
+    group = load_i64(weight + 8 * product.GROUP)
+    size = row_bytes(inputs, group)
+    out = load_i64(job + 8 * QUANTIZED)
+    own = spare(me, job)
     r = team.take(me, rows)
     while r >= 0:
         quantize_row(x + r * inputs * 4, inputs, group, out + r * size, own)
@@ -256,8 +301,11 @@ def rows_at_once(rows: int, size: int) -> int:
 def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, gated: int) -> None:
     """Quantised rows times a weight -> y [rows, outputs] float32. Gated: the weight's first half is the gate, the second what
     it multiplies; 1 is silu, 2 is gelu."""
-    inputs, group = load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP)
-    x, size, bias = load_i64(job + 8 * QUANTIZED), row_bytes(inputs, group), load_i64(weight + 8 * product.BIAS)
+    inputs = load_i64(weight + 8 * product.INPUTS)
+    group = load_i64(weight + 8 * product.GROUP)
+    x = load_i64(job + 8 * QUANTIZED)
+    size = row_bytes(inputs, group)
+    bias = load_i64(weight + 8 * product.BIAS)
     tiles = spare(me, job)  # two of [TILE, LANES]
     second = tiles + TILE * LANES * 4
     blocks = (outputs + LANES - 1) // LANES
@@ -269,29 +317,55 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
         for first in range(0, rows, at_once):
             end = min(first + at_once, rows)
             for block in range(piece * share, min(piece * share + share, blocks)):
-                ahead = 1 if block % share < share - 1 else (team.threads(me) - 1) * share + 1  # within the piece, or the next
+                # within the piece, or the next
+                ahead = 1 if block % share < share - 1 else (team.threads(me) - 1) * share + 1
                 direct = gated == 0 and (block + 1) * LANES <= outputs
                 r = first
                 while r < end:
-                    source, target = x + r * size, y + (r * outputs + block * LANES) * 4
+                    source = x + r * size
+                    target = y + (r * outputs + block * LANES) * 4
                     prefetch_column(target + LANES * 4, outputs * 4, min(TILE, end - r))
                     if direct:
-                        done = block_product(weight, block, source, size, end - r, target, outputs * 4, ahead)
+                        done = block_product(
+                            weight, block, source, size, end - r, target, outputs * 4, ahead
+                        )
                         if bias != 0:
                             add_bias(target, outputs * 4, done, bias + block * LANES * 4)
                     else:
-                        done = block_product(weight, block, source, size, end - r, tiles, LANES * 4, ahead)
+                        done = block_product(
+                            weight, block, source, size, end - r, tiles, LANES * 4, ahead
+                        )
                         if bias != 0:
                             add_bias(tiles, LANES * 4, done, bias + block * LANES * 4)
                         if gated == 0:
                             for i in range(done):
-                                move(tiles + i * LANES * 4, target + i * outputs * 4, outputs - block * LANES)
+                                move(
+                                    tiles + i * LANES * 4,
+                                    target + i * outputs * 4,
+                                    outputs - block * LANES,
+                                )
                         else:
-                            block_product(weight, block + blocks, source, size, end - r, second, LANES * 4, ahead)
+                            block_product(
+                                weight,
+                                block + blocks,
+                                source,
+                                size,
+                                end - r,
+                                second,
+                                LANES * 4,
+                                ahead,
+                            )
                             if bias != 0:
-                                add_bias(second, LANES * 4, done, bias + (block + blocks) * LANES * 4)
+                                add_bias(
+                                    second, LANES * 4, done, bias + (block + blocks) * LANES * 4
+                                )
                             for i in range(done):
-                                gate(tiles + i * LANES * 4, second + i * LANES * 4, target + i * outputs * 4, gated - 1)
+                                gate(
+                                    tiles + i * LANES * 4,
+                                    second + i * LANES * 4,
+                                    target + i * outputs * 4,
+                                    gated - 1,
+                                )
                     r += done
         piece = team.take(me, pieces)
     team.finish(me, pieces)
@@ -301,13 +375,19 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
 def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: int) -> None:
     """Add what the last product gave to the hidden states (`first`: there is none yet; post: normalised before), then norm
     them and quantise the result for the product that comes next."""
-    rows, size, eps = load_i64(job + 8 * ROWS), load_i64(job + 8 * HIDDEN), load_f32(job + 8 * EPS)
-    x, delta, own = load_i64(job + 8 * X), load_i64(job + 8 * DELTA), spare(me, job)
+    rows = load_i64(job + 8 * ROWS)
+    size = load_i64(job + 8 * HIDDEN)
+    eps = load_f32(job + 8 * EPS)
+    x = load_i64(job + 8 * X)
+    delta = load_i64(job + 8 * DELTA)
+    own = spare(me, job)
     group = load_i64(then + 8 * product.GROUP)
-    quantized, stride = load_i64(job + 8 * QUANTIZED), row_bytes(size, group)
+    quantized = load_i64(job + 8 * QUANTIZED)
+    stride = row_bytes(size, group)
     r = team.take(me, rows)
     while r >= 0:
-        at, more = x + r * size * 4, delta + r * size * 4
+        at = x + r * size * 4
+        more = delta + r * size * 4
         if first == 0:
             if post != 0:
                 norm(more, post, more, eps, size)
@@ -322,13 +402,18 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
 def last_norm(me: int, job: int, post: int) -> None:
     """What the last product gave is added and all is normed -> Y: of the rows LAST [LAST_COUNT], or of the
     first LAST_COUNT (LAST is 0)."""
-    size, eps, weight = load_i64(job + 8 * HIDDEN), load_f32(job + 8 * EPS), load_i64(job + 8 * LAST_NORM)
-    x, delta, rows, last = (load_i64(job + 8 * X), load_i64(job + 8 * DELTA), load_i64(job + 8 * LAST_COUNT),
-                            load_i64(job + 8 * LAST))  # fmt: skip
+    size = load_i64(job + 8 * HIDDEN)
+    eps = load_f32(job + 8 * EPS)
+    weight = load_i64(job + 8 * LAST_NORM)
+    x = load_i64(job + 8 * X)
+    delta = load_i64(job + 8 * DELTA)
+    rows = load_i64(job + 8 * LAST_COUNT)
+    last = load_i64(job + 8 * LAST)
     r = team.take(me, rows)
     while r >= 0:
         row = r if last == 0 else load_i64(last + 8 * r)
-        at, more = x + row * size * 4, delta + row * size * 4
+        at = x + row * size * 4
+        more = delta + row * size * 4
         if post != 0:
             norm(more, post, more, eps, size)
         add_to(at, more, size // LANES)
@@ -340,29 +425,42 @@ def last_norm(me: int, job: int, post: int) -> None:
 @inner
 def rotate_and_store(me: int, job: int, layer: int, kv: int, scales: int) -> None:
     """Of each token's qkv: norm and rotate queries and keys, write keys and values to its slot."""
-    batch, eps = load_i64(job + 8 * BATCH), load_f32(job + 8 * EPS)
-    heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
-    dim, block_size = load_i64(batch + 8 * attention.DIM), load_i64(batch + 8 * attention.BLOCK_SIZE)
-    stride, qkv = load_i64(batch + 8 * attention.QUERY_STRIDE), load_i64(job + 8 * QKV)
-    q_norm, k_norm = load_i64(layer + 8 * Q_NORM), load_i64(layer + 8 * K_NORM)
-    angles, positions, slots = load_i64(layer + 8 * ANGLES), load_i64(job + 8 * POSITIONS), load_i64(job + 8 * SLOTS)
-    rows, kind = load_i64(job + 8 * ROWS), load_i64(batch + 8 * attention.KIND)
+    batch = load_i64(job + 8 * BATCH)
+    eps = load_f32(job + 8 * EPS)
+    heads = load_i64(batch + 8 * attention.HEADS)
+    kv_heads = load_i64(batch + 8 * attention.KV_HEADS)
+    dim = load_i64(batch + 8 * attention.DIM)
+    block_size = load_i64(batch + 8 * attention.BLOCK_SIZE)
+    stride = load_i64(batch + 8 * attention.QUERY_STRIDE)
+    qkv = load_i64(job + 8 * QKV)
+    q_norm = load_i64(layer + 8 * Q_NORM)
+    k_norm = load_i64(layer + 8 * K_NORM)
+    angles = load_i64(layer + 8 * ANGLES)
+    positions = load_i64(job + 8 * POSITIONS)
+    slots = load_i64(job + 8 * SLOTS)
+    rows = load_i64(job + 8 * ROWS)
+    kind = load_i64(batch + 8 * attention.KIND)
     size = SIZES[kind]
     t = team.take(me, rows)
     while t >= 0:
-        row, turn = qkv + t * stride, angles + load_i64(positions + 8 * t) * dim * 4
+        row = qkv + t * stride
+        turn = angles + load_i64(positions + 8 * t) * dim * 4
         slot = load_i64(slots + 8 * t)
-        block, offset = slot // block_size, slot % block_size
+        block = slot // block_size
+        offset = slot % block_size
         at = kv + block * load_i64(batch + 8 * attention.BLOCK_STRIDE) + offset * dim * size
         scale = scales + block * load_i64(batch + 8 * attention.SCALES_STRIDE) + offset * 4
         for h in range(heads + kv_heads):
-            head, weight = row + h * dim * 4, q_norm if h < heads else k_norm
+            head = row + h * dim * 4
+            weight = q_norm if h < heads else k_norm
             if weight != 0:
                 norm(head, weight, head, eps, dim)
             rotate(head, turn, dim // 2)
         for h in range(2 * kv_heads):
             place = h * block_size
-            store_vector(row + (heads + h) * dim * 4, at + place * dim * size, scale + place * 4, kind, dim)
+            store_vector(
+                row + (heads + h) * dim * 4, at + place * dim * size, scale + place * 4, kind, dim
+            )
         t = team.take(me, rows)
     team.finish(me, rows)
 
@@ -382,26 +480,41 @@ def attend(me: int, batch: int, kv: int, scales: int, window: int) -> None:
 
 @inner
 def decode(me: int, job: int) -> None:
-    rows, hidden, inner = load_i64(job + 8 * ROWS), load_i64(job + 8 * HIDDEN), load_i64(job + 8 * INNER)
-    delta, qkv, mixed, acted = (load_i64(job + 8 * DELTA), load_i64(job + 8 * QKV), load_i64(job + 8 * MIXED),
-                                load_i64(job + 8 * ACTED))  # fmt: skip
-    batch, gelu = load_i64(job + 8 * BATCH), load_i64(job + 8 * GELU)
-    heads, kv_heads = load_i64(batch + 8 * attention.HEADS), load_i64(batch + 8 * attention.KV_HEADS)
-    dim, block_size = load_i64(batch + 8 * attention.DIM), load_i64(batch + 8 * attention.BLOCK_SIZE)
+    rows = load_i64(job + 8 * ROWS)
+    hidden = load_i64(job + 8 * HIDDEN)
+    inner = load_i64(job + 8 * INNER)
+    delta = load_i64(job + 8 * DELTA)
+    qkv = load_i64(job + 8 * QKV)
+    mixed = load_i64(job + 8 * MIXED)
+    acted = load_i64(job + 8 * ACTED)
+    batch = load_i64(job + 8 * BATCH)
+    gelu = load_i64(job + 8 * GELU)
+    heads = load_i64(batch + 8 * attention.HEADS)
+    kv_heads = load_i64(batch + 8 * attention.KV_HEADS)
+    dim = load_i64(batch + 8 * attention.DIM)
+    block_size = load_i64(batch + 8 * attention.BLOCK_SIZE)
     slots = 2 * kv_heads * block_size  # of a layer in a block
-    layer, post = load_i64(job + 8 * LAYERS), 0
+    layer = load_i64(job + 8 * LAYERS)
+    post = 0
     for i in range(load_i64(job + 8 * LAYER_COUNT)):
-        kv = load_i64(batch + 8 * attention.KV) + i * slots * dim * SIZES[load_i64(batch + 8 * attention.KIND)]
+        kv = (
+            load_i64(batch + 8 * attention.KV)
+            + i * slots * dim * SIZES[load_i64(batch + 8 * attention.KIND)]
+        )
         scales = load_i64(batch + 8 * attention.SCALES) + i * slots * 4
-        to_qkv, to_out = layer, layer + 8 * product.FIELDS
-        to_inner, to_hidden = layer + 16 * product.FIELDS, layer + 24 * product.FIELDS
+        to_qkv = layer
+        to_out = layer + 8 * product.FIELDS
+        to_inner = layer + 16 * product.FIELDS
+        to_hidden = layer + 24 * product.FIELDS
         add_and_norm(me, job, post, load_i64(layer + 8 * ATTN_NORM), to_qkv, 1 if i == 0 else 0)
         multiply(me, job, to_qkv, rows, qkv, (heads + 2 * kv_heads) * dim, 0)
         rotate_and_store(me, job, layer, kv, scales)
         attend(me, batch, kv, scales, load_i64(layer + 8 * WINDOW))
         quantize_rows(me, job, mixed, rows, to_out)
         multiply(me, job, to_out, rows, delta, hidden, 0)
-        add_and_norm(me, job, load_i64(layer + 8 * POST_ATTN), load_i64(layer + 8 * MLP_NORM), to_inner, 0)
+        add_and_norm(
+            me, job, load_i64(layer + 8 * POST_ATTN), load_i64(layer + 8 * MLP_NORM), to_inner, 0
+        )
         multiply(me, job, to_inner, rows, acted, inner, 1 + gelu)
         quantize_rows(me, job, acted, rows, to_hidden)
         multiply(me, job, to_hidden, rows, delta, hidden, 0)
@@ -413,15 +526,21 @@ def decode(me: int, job: int) -> None:
 @inner
 def embed(me: int, job: int) -> None:
     """Rows of a weight as float32, times a factor: value = code * scale + least, each step rounded, as GGUF defines it."""
-    weight, rows, out = load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS), load_i64(job + 8 * Y)
-    inputs, group, bits = (load_i64(weight + 8 * product.INPUTS), load_i64(weight + 8 * product.GROUP),
-                           load_i64(weight + 8 * product.BITS))  # fmt: skip
-    size, least = padded(inputs, group), load_i64(weight + 8 * product.LEAST)
-    zero, factor = 0 if least != 0 else 1 << (bits - 1), load_f32(job + 8 * FACTOR)
+    weight = load_i64(job + 8 * WEIGHT)
+    rows = load_i64(job + 8 * ROWS)
+    out = load_i64(job + 8 * Y)
+    inputs = load_i64(weight + 8 * product.INPUTS)
+    group = load_i64(weight + 8 * product.GROUP)
+    bits = load_i64(weight + 8 * product.BITS)
+    size = padded(inputs, group)
+    least = load_i64(weight + 8 * product.LEAST)
+    zero = 0 if least != 0 else 1 << (bits - 1)
+    factor = load_f32(job + 8 * FACTOR)
     t = team.take(me, rows)
     while t >= 0:
         row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
-        block, lane = row // LANES, row % LANES
+        block = row // LANES
+        lane = row % LANES
         codes = load_i64(weight + 8 * product.CODES) + block * (size * LANES * bits // 8)
         info = block * (size // group) * LANES + lane
         for k in range(inputs):
@@ -429,7 +548,9 @@ def embed(me: int, job: int) -> None:
             if bits == 8:
                 code = load_u8(codes + (quad * LANES + lane) * 4 + k % 4)
             else:
-                code = (load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))) & 15
+                code = (
+                    load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))
+                ) & 15
             at = 2 * (info + k // group * LANES)
             value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * product.SCALE) + at)
             if least != 0:
@@ -442,11 +563,13 @@ def embed(me: int, job: int) -> None:
 @inner
 def choose(me: int, job: int) -> None:
     """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER], where it is hot."""
-    rows, vocabulary = load_i64(job + 8 * ROWS), load_i64(job + 8 * INNER)
+    rows = load_i64(job + 8 * ROWS)
+    vocabulary = load_i64(job + 8 * INNER)
     r = team.take(me, rows)
     while r >= 0:
         at = load_i64(job + 8 * Y) + 8 * r
-        heat, key = load_f32(load_i64(job + 8 * HEAT) + 4 * r), load_i64(load_i64(job + 8 * IDS) + 8 * r)
+        heat = load_f32(load_i64(job + 8 * HEAT) + 4 * r)
+        key = load_i64(load_i64(job + 8 * IDS) + 8 * r)
         logits = load_i64(job + 8 * X) + 4 * r * vocabulary
         if heat != 0:
             store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
@@ -457,15 +580,24 @@ def choose(me: int, job: int) -> None:
 @inner
 def shift(me: int, job: int) -> None:
     """Keys of the blocks IDS [ROWS], in LAYER_COUNT layers, turned by the cosines and sines X."""
-    batch, blocks, angles = load_i64(job + 8 * BATCH), load_i64(job + 8 * IDS), load_i64(job + 8 * X)
-    kv, stride, kind = (load_i64(batch + 8 * attention.KV), load_i64(batch + 8 * attention.BLOCK_STRIDE),
-                        load_i64(batch + 8 * attention.KIND))  # fmt: skip
-    dim, layers = load_i64(batch + 8 * attention.DIM), load_i64(job + 8 * LAYER_COUNT)
-    vectors, size = load_i64(batch + 8 * attention.KV_HEADS) * load_i64(batch + 8 * attention.BLOCK_SIZE), dim * SIZES[kind]
+    batch = load_i64(job + 8 * BATCH)
+    blocks = load_i64(job + 8 * IDS)
+    angles = load_i64(job + 8 * X)
+    kv = load_i64(batch + 8 * attention.KV)
+    stride = load_i64(batch + 8 * attention.BLOCK_STRIDE)
+    kind = load_i64(batch + 8 * attention.KIND)
+    dim = load_i64(batch + 8 * attention.DIM)
+    layers = load_i64(job + 8 * LAYER_COUNT)
+    vectors = load_i64(batch + 8 * attention.KV_HEADS) * load_i64(batch + 8 * attention.BLOCK_SIZE)
+    size = dim * SIZES[kind]
     pieces = load_i64(job + 8 * ROWS) * layers
     piece = team.take(me, pieces)
     while piece >= 0:
-        at = kv + load_i64(blocks + 8 * (piece // layers)) * stride + piece % layers * (2 * vectors * size)
+        at = (
+            kv
+            + load_i64(blocks + 8 * (piece // layers)) * stride
+            + piece % layers * (2 * vectors * size)
+        )
         for _ in range(vectors):
             if kind == F32:
                 turn_f32(at, dim // 2, angles)
@@ -479,14 +611,20 @@ def shift(me: int, job: int) -> None:
 @inner
 def work(state: int, number: int) -> None:
     """One thread's part of the team's job."""
-    me, job = team.member(state, number), load_i64(state + 8 * team.JOB)
-    kind, weight, rows = load_i64(job + 8 * KIND), load_i64(job + 8 * WEIGHT), load_i64(job + 8 * ROWS)
+    me = team.member(state, number)
+    job = load_i64(state + 8 * team.JOB)
+    kind = load_i64(job + 8 * KIND)
+    weight = load_i64(job + 8 * WEIGHT)
+    rows = load_i64(job + 8 * ROWS)
     if kind == PRODUCT:
         quantize_rows(me, job, load_i64(job + 8 * X), rows, weight)
-        multiply(me, job, weight, rows, load_i64(job + 8 * Y), load_i64(weight + 8 * product.OUTPUTS), 0)
+        multiply(
+            me, job, weight, rows, load_i64(job + 8 * Y), load_i64(weight + 8 * product.OUTPUTS), 0
+        )
     elif kind == ATTENTION:
         batch = load_i64(job + 8 * BATCH)
-        kv, scales = load_i64(batch + 8 * attention.KV), load_i64(batch + 8 * attention.SCALES)
+        kv = load_i64(batch + 8 * attention.KV)
+        scales = load_i64(batch + 8 * attention.SCALES)
         attend(me, batch, kv, scales, load_i64(job + 8 * WINDOW_OF))
     elif kind == DECODER:
         decode(me, job)

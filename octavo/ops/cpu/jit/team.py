@@ -30,7 +30,9 @@ from octavo.ops.cpu.jit.emit import (
 # The team's state: int64, what is written often on cache lines of its own.
 GENERATION, OPEN, INSIDE, SLEEPERS, STOP, JOB, COUNTERS, PHASES = range(0, 64, 8)
 THREADS = 64
-MEMBER, MEMBER_SIZE = 72, 32  # where the threads' own records begin, and their distance
+# where the threads' own records begin, and their distance
+MEMBER = 72
+MEMBER_SIZE = 32
 STATE, NUMBER, PHASE, MINE = range(4)  # of such a record
 COUNTER = 64  # bytes of a phase's counters: pieces taken, pieces done
 

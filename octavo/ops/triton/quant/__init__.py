@@ -60,12 +60,17 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
-SMALL = Gemm(16, 64, 1, 2, 2)  # for activations of four bytes, which no tensor core takes, and GPUs before Hopper
+# for activations of four bytes, which no tensor core takes, and GPUs before Hopper
+SMALL = Gemm(16, 64, 1, 2, 2)
 OLD = torch.cuda.is_available() and not AVAILABLE
 
 
 def linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add: Tensor | None = None, how: How | None = None
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    how: How | None = None,
 ) -> Tensor:
     """x [T, in] -> [T, out], written over add where there is one"""
     x = x.contiguous()

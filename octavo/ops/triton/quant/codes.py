@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+INT4 = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+FP8 = tl.constexpr(2)
 
 
 def _nibbles(name: str, magic: int) -> tl.constexpr:
@@ -34,7 +36,9 @@ def _nibbles(name: str, magic: int) -> tl.constexpr:
     }}""")  # lop3 0xea: (a & b) | c
 
 
-NIBBLES, NIBBLES_F16 = _nibbles("bf16x2", 0x43004300), _nibbles("f16x2", 0x64006400)  # with 128 + code, 1024 + code
+# with 128 + code, 1024 + code
+NIBBLES = _nibbles("bf16x2", 0x43004300)
+NIBBLES_F16 = _nibbles("f16x2", 0x64006400)
 
 # Two words of signed bytes, of which bfloat16 holds seven bits: (128 + those) - (128, or 256 where the sign is set).
 BYTES = tl.constexpr("""{
@@ -90,9 +94,13 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     if KIND == INT4:
         if ASM:
             if DTYPE.is_bf16():
-                return tl.inline_asm_elementwise(NIBBLES, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+                return tl.inline_asm_elementwise(
+                    NIBBLES, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2
+                )
             else:
-                return tl.inline_asm_elementwise(NIBBLES_F16, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, is_pure=True, pack=2)
+                return tl.inline_asm_elementwise(
+                    NIBBLES_F16, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, is_pure=True, pack=2
+                )
         else:
             w = words.to(tl.int32)
             return (
@@ -105,11 +113,21 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
         if ASM:
             if DTYPE.is_bf16():
                 return tl.inline_asm_elementwise(
-                    BYTES if KIND == INT8 else E4M3, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2
+                    BYTES if KIND == INT8 else E4M3,
+                    "=r,=r,r",
+                    [words],
+                    (tl.bfloat16,) * 2,
+                    is_pure=True,
+                    pack=2,
                 )
             else:
                 return tl.inline_asm_elementwise(
-                    BYTES_F16 if KIND == INT8 else E4M3_F16, "=r,=r,r", [words], (tl.float16,) * 2, is_pure=True, pack=2
+                    BYTES_F16 if KIND == INT8 else E4M3_F16,
+                    "=r,=r,r",
+                    [words],
+                    (tl.float16,) * 2,
+                    is_pure=True,
+                    pack=2,
                 )
         else:
             w = words.to(tl.int32)
@@ -125,17 +143,28 @@ def _nibbles_dot() -> tl.constexpr:
     Sixteen products are added in float16, as two times eight."""
     lines = []
     for i in range(4):
-        word, x, total = f"${1 + i}", [f"${5 + 4 * j + i}" for j in range(4)], "pq"[i // 2]
+        word = f"${1 + i}"
+        x = [f"${5 + 4 * j + i}" for j in range(4)]
+        total = "pq"[i // 2]
         lines.append(f"shr.u32 s, {word}, 8;")
         for j, source in enumerate((word, word, "s", "s")):
             lines.append(f"and.b32 c, {source}, {0x00F000F0 if j % 2 else 0x000F000F:#x};")
             first = i % 2 == j == 0
-            lines.append(f"mul.rn.f16x2 {total}, c, {x[j]};" if first else f"fma.rn.f16x2 {total}, c, {x[j]}, {total};")
-    lines.append("add.rn.f16x2 p, p, q; mov.b32 {low, high}, p; cvt.f32.f16 f, low; cvt.f32.f16 g, high; add.f32 $0, f, g;")
-    return tl.constexpr("\n".join(["{ .reg .b32 c, s, p, q; .reg .b16 low, high; .reg .f32 f, g;", *lines, "}"]))
+            lines.append(
+                f"mul.rn.f16x2 {total}, c, {x[j]};"
+                if first
+                else f"fma.rn.f16x2 {total}, c, {x[j]}, {total};"
+            )
+    lines.append(
+        "add.rn.f16x2 p, p, q; mov.b32 {low, high}, p; cvt.f32.f16 f, low; cvt.f32.f16 g, high; add.f32 $0, f, g;"
+    )
+    return tl.constexpr(
+        "\n".join(["{ .reg .b32 c, s, p, q; .reg .b16 low, high; .reg .f32 f, g;", *lines, "}"])
+    )
 
 
-NIBBLES_DOT, NIBBLES_DOT_REGISTERS = _nibbles_dot(), tl.constexpr("=f" + 20 * ",r")
+NIBBLES_DOT = _nibbles_dot()
+NIBBLES_DOT_REGISTERS = tl.constexpr("=f" + 20 * ",r")
 
 
 @triton.jit
@@ -151,7 +180,11 @@ def _four(x):
 def dot_of_halves(pairs, x0, x1, x2, x3):
     """pairs [N, V, 4] int32, each two words of 4-bit codes; x0 to x3 [1, V, 4] int32, each two float16: the inputs that meet the
     words' first, second, third and fourth parts; of x1 and x3 a sixteenth -> 2^-24 times the sums of code * x [N, V] float32."""
-    w, a, b, c, d = _four(pairs), _four(x0), _four(x1), _four(x2), _four(x3)
+    w = _four(pairs)
+    a = _four(x0)
+    b = _four(x1)
+    c = _four(x2)
+    d = _four(x3)
     args = [
         w[0],
         w[1],
@@ -174,13 +207,17 @@ def dot_of_halves(pairs, x0, x1, x2, x3):
         d[2],
         d[3],
     ]
-    return tl.inline_asm_elementwise(NIBBLES_DOT, NIBBLES_DOT_REGISTERS, args, tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        NIBBLES_DOT, NIBBLES_DOT_REGISTERS, args, tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def two_halves(a, b):
     """float32 a and b -> one int32 of two float16, a in the lower half"""
-    return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, is_pure=True, pack=1
+    )
 
 
 # Two words of 4-bit codes -> eight float32: 1 + code / 16, a shift and one logical operation each.
@@ -230,7 +267,12 @@ def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
     if KIND == INT4:
         if ASM:
             return tl.inline_asm_elementwise(
-                NIBBLES_FLOATS, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=f,r", [pairs], (tl.float32,) * 8, is_pure=True, pack=1
+                NIBBLES_FLOATS,
+                "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=f,r",
+                [pairs],
+                (tl.float32,) * 8,
+                is_pure=True,
+                pack=1,
             )
         return (
             1 + (pairs & 15).to(tl.float32) * 0.0625,
@@ -245,8 +287,12 @@ def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
     else:
         if ASM:
             if KIND == INT8:
-                return tl.inline_asm_elementwise(BYTES_FLOATS, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1)
-            return tl.inline_asm_elementwise(E4M3_FLOATS, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1)
+                return tl.inline_asm_elementwise(
+                    BYTES_FLOATS, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1
+                )
+            return tl.inline_asm_elementwise(
+                E4M3_FLOATS, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1
+            )
         if KIND == INT8:
             return (
                 ((pairs << 24) >> 24).to(tl.float32),
@@ -254,13 +300,20 @@ def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
                 ((pairs << 16) >> 24).to(tl.float32),
                 (pairs >> 24).to(tl.float32),
             )
-        return _e4m3(pairs & 255), _e4m3((pairs >> 16) & 255), _e4m3((pairs >> 8) & 255), _e4m3((pairs >> 24) & 255)
+        return (
+            _e4m3(pairs & 255),
+            _e4m3((pairs >> 16) & 255),
+            _e4m3((pairs >> 8) & 255),
+            _e4m3((pairs >> 24) & 255),
+        )
 
 
 @triton.jit
 def _e4m3(byte):
     """e4m3 as float32: its bits in their places make a number 2^120 times too small."""
-    return (((byte & 127) << 20) | ((byte & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return (((byte & 127) << 20) | ((byte & 128) << 24)).to(
+        tl.float32, bitcast=True
+    ) * 1.329227995784916e36
 
 
 # ---- scales of groups ------------------------------------------------------------------------------------
@@ -281,7 +334,9 @@ def info_of(info, n, group, width, inside, LEAST: tl.constexpr):
         word = tl.load(info + group * width + n, mask=inside)
         return _half(word), _half(word >> 16)
     else:
-        scale = _half(tl.load(info + group * width + (n // 16) * 8 + n % 8, mask=inside) >> (n // 8 % 2 * 16))
+        scale = _half(
+            tl.load(info + group * width + (n // 16) * 8 + n % 8, mask=inside) >> (n // 8 % 2 * 16)
+        )
         return scale, scale
 
 
@@ -293,7 +348,8 @@ def info_of_tile(at, group, width, N: tl.constexpr, LEAST: tl.constexpr):
         return _wide(at, group, width, None, LEAST)
     else:
         word = tl.load(at + group * width)
-        low, high = _half(word), _half(word >> 16)
+        low = _half(word)
+        high = _half(word >> 16)
         if LEAST:
             return low, high
         else:

@@ -17,7 +17,8 @@ from octavo.ops.triton.quant.packed import PackedWeight
 class Dense(NamedTuple):
     """How a product of many rows is cut up."""
 
-    chunk: int = 1 << 24  # numbers written out at a time: 32 MB, which stay in the L2 cache until they are read
+    # numbers written out at a time: 32 MB, which stay in the L2 cache until they are read
+    chunk: int = 1 << 24
 
 
 @triton.jit
@@ -29,7 +30,8 @@ def expand_kernel(
     rounded as QuantWeight.dequantize() does it."""
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
-    i, v = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1) * V + tl.arange(0, V)
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    v = tl.program_id(1) * V + tl.arange(0, V)
     pair = tl.program_id(1) * V * 4 + tl.arange(0, V * 4)
     word = tl.program_id(1) * V * 8 + tl.arange(0, V * 8)
     inside = (i < count)[:, None]
@@ -61,9 +63,14 @@ def expand_kernel(
         tl.store(to, (value * factor).reshape(N, V * 8), mask=inside & (k < inputs)[None, :])
 
 
-def expand(weight: PackedWeight, out: Tensor, first: int, ids: Tensor | None = None, factor: float = 1.0) -> None:
+def expand(
+    weight: PackedWeight, out: Tensor, first: int, ids: Tensor | None = None, factor: float = 1.0
+) -> None:
     """Rows of the weight into out [rows, in]: those with these ids, or from the first one on."""
-    rows, pairs, tall, wide = len(out), weight.words.shape[1] // 2, 4, 128
+    rows = len(out)
+    pairs = weight.words.shape[1] // 2
+    tall = 4
+    wide = 128
     grid = triton.cdiv(rows, tall), triton.cdiv(pairs, 4 * wide)
     expand_kernel[grid](
         out if ids is None else ids, weight.words.view(torch.int32), weight.info, out, first, rows, weight.shape[1], pairs,

@@ -13,8 +13,11 @@ from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, fetch, start_next, wait
 from octavo.ops.triton.quant.codes import INT4, halves, info_of_tile
 from octavo.ops.triton.quant.packed import LOCKS, WORDS, PackedWeight
 
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
-PROLOGUE = 6  # what starting and ending a program costs, in blocks: keeps products from being cut too fine
+PROCESSORS = (
+    torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
+)
+# what starting and ending a program costs, in blocks: keeps products from being cut too fine
+PROLOGUE = 6
 
 
 class Gemm(NamedTuple):
@@ -70,11 +73,15 @@ def _block(
     if KIND == INT4:
         a, b, c, d = halves(word, DTYPE, KIND, ASM)
         if GROUP == 32:
-            a, b = _scaled(a, info, block * 4, width, LEAST, 8), _scaled(b, info, block * 4 + 1, width, LEAST, 8)
-            c, d = _scaled(c, info, block * 4 + 2, width, LEAST, 8), _scaled(d, info, block * 4 + 3, width, LEAST, 8)
-        low, high = _beside(a, b), _beside(c, d)
+            a = _scaled(a, info, block * 4, width, LEAST, 8)
+            b = _scaled(b, info, block * 4 + 1, width, LEAST, 8)
+            c = _scaled(c, info, block * 4 + 2, width, LEAST, 8)
+            d = _scaled(d, info, block * 4 + 3, width, LEAST, 8)
+        low = _beside(a, b)
+        high = _beside(c, d)
         if GROUP == 64:
-            low, high = _scaled(low, info, block * 2, width, LEAST, 8), _scaled(high, info, block * 2 + 1, width, LEAST, 8)
+            low = _scaled(low, info, block * 2, width, LEAST, 8)
+            high = _scaled(high, info, block * 2 + 1, width, LEAST, 8)
         weights = _beside(low, high)
         if GROUP == 128:
             weights = _scaled(weights, info, block, width, LEAST, 8)
@@ -82,9 +89,11 @@ def _block(
     else:
         a, b = halves(word, DTYPE, KIND, ASM)
         if GROUP == 32:
-            a, b = _scaled(a, info, block * 2, width, LEAST, 0), _scaled(b, info, block * 2 + 1, width, LEAST, 0)
+            a = _scaled(a, info, block * 2, width, LEAST, 0)
+            b = _scaled(b, info, block * 2 + 1, width, LEAST, 0)
         if GROUP == 16:
-            a, b = _scaled_by_two(a, info, block * 4, width, LEAST), _scaled_by_two(b, info, block * 4 + 2, width, LEAST)
+            a = _scaled_by_two(a, info, block * 4, width, LEAST)
+            b = _scaled_by_two(b, info, block * 4 + 2, width, LEAST)
         return _beside(a, b)
 
 
@@ -98,14 +107,17 @@ def write(
     if not SHARED:
         _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
     else:
-        tile, tiles = tl.program_id(0), tl.num_programs(0)
+        tile = tl.program_id(0)
+        tiles = tl.num_programs(0)
         at = partial + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
         tl.store(at + (tl.program_id(1) * tiles + tile).to(tl.int64) * (M * N), acc)
         tl.debug_barrier()
         if tl.atomic_add(locks + tile, 1) == split - 1:
             acc = tl.zeros([N, M], tl.float32)
             for part in range(split):
-                acc += tl.load(at + (part * tiles + tile).to(tl.int64) * (M * N), cache_modifier=".cg")
+                acc += tl.load(
+                    at + (part * tiles + tile).to(tl.int64) * (M * N), cache_modifier=".cg"
+                )
             tl.store(locks + tile, 0)
             _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
 
@@ -114,7 +126,8 @@ def write(
 def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr, ADD: tl.constexpr):
     if BIAS:
         acc += tl.load(bias + n, mask=n < outputs, other=0.0)[:, None].to(tl.float32)
-    at, inside = out + m[None, :] * outputs + n[:, None], (m < rows)[None, :] & (n < outputs)[:, None]
+    at = out + m[None, :] * outputs + n[:, None]
+    inside = (m < rows)[None, :] & (n < outputs)[:, None]
     if ADD:
         acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(at, acc, mask=inside)
@@ -125,7 +138,9 @@ def _finished(acc, ASM: tl.constexpr):
     """Wait for the tensor cores. Triton 3.6 lets a product run on into the next round, where the registers with its weights are
     filled anew while they are still being read. What has to look at the sums has to wait for them."""
     if ASM:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=False, pack=1
+        )
     else:
         return acc
 
@@ -144,11 +159,15 @@ def gemm_kernel(
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
     BLOCK: tl.constexpr = 32 * PARTS
     DTYPE: tl.constexpr = x.dtype.element_ty
-    WIDE: tl.constexpr = ROUND if GROUP == 0 else 1  # blocks that one instruction multiplies: those without scales between
-    tile, row_tiles = tl.program_id(0), tl.cdiv(rows, M)
+    # blocks that one instruction multiplies: those without scales between
+    WIDE: tl.constexpr = ROUND if GROUP == 0 else 1
+    tile = tl.program_id(0)
+    row_tiles = tl.cdiv(rows, M)
     m = (tile % row_tiles) * M + tl.arange(0, M)
     n = (tile // row_tiles) * N + tl.arange(0, N)
-    word, k, output = tl.arange(0, 32 * WIDE), tl.arange(0, BLOCK * WIDE), tl.minimum(n, outputs - 1)
+    word = tl.arange(0, 32 * WIDE)
+    k = tl.arange(0, BLOCK * WIDE)
+    output = tl.minimum(n, outputs - 1)
     if WIDE > 1:  # all words' first parts come before all their second ones
         k = (k % (32 * WIDE)) // 32 * BLOCK + k // (32 * WIDE) * 32 + k % 32
         k = tl.max_contiguous(tl.multiple_of(k, 32), 32)
@@ -156,13 +175,19 @@ def gemm_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
     row_at = words + output.to(tl.int64) * blocks * 32
-    fetch(row_at[:, None] + tl.minimum(begin * 32 + tl.arange(0, LINES) * 64, blocks * 32 - 1)[None, :])
+    fetch(
+        row_at[:, None]
+        + tl.minimum(begin * 32 + tl.arange(0, LINES) * 64, blocks * 32 - 1)[None, :]
+    )
     word_at = row_at[:, None] + word[None, :]
     x_at = x + tl.minimum(m, rows - 1)[None, :] * inputs + k[:, None]
     if LEAST or info.dtype.element_ty == tl.float32:
         info_at = info + output[:, None]
     else:
-        info_at = info + tl.minimum((tile // row_tiles) * (N // 2) + tl.arange(0, N // 2), width - 1)[:, None]
+        info_at = (
+            info
+            + tl.minimum((tile // row_tiles) * (N // 2) + tl.arange(0, N // 2), width - 1)[:, None]
+        )
     wait_for_inputs()
     acc = tl.zeros([N, M], tl.float32)
     for first in tl.range(begin, end, ROUND, num_stages=STAGES):
@@ -172,10 +197,20 @@ def gemm_kernel(
                 codes = tl.load(word_at + block * 32)
                 values = tl.load(x_at + block * BLOCK)
             else:  # past the end weights may be any: inputs are zero
-                codes = tl.load(word_at + (first + r) * 32, mask=((first + r) * 32 + word < blocks * 32)[None, :], other=0)
-                values = tl.load(x_at + (first + r) * BLOCK, mask=((first + r) * BLOCK + k < inputs)[:, None], other=0.0)
+                codes = tl.load(
+                    word_at + (first + r) * 32,
+                    mask=((first + r) * 32 + word < blocks * 32)[None, :],
+                    other=0,
+                )
+                values = tl.load(
+                    x_at + (first + r) * BLOCK,
+                    mask=((first + r) * BLOCK + k < inputs)[:, None],
+                    other=0.0,
+                )
                 block = tl.minimum(first + r, blocks - 1)
-            weights = _block(codes, info_at, block, width, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM)
+            weights = _block(
+                codes, info_at, block, width, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM
+            )
             if AFTER:
                 scale, _ = info_of_tile(info_at, block, width, N, LEAST)
                 acc += tl.dot(weights, values, input_precision="ieee") * scale
@@ -187,9 +222,13 @@ def gemm_kernel(
     write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, ADD, SHARED, M, N)
 
 
-def gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Gemm) -> Tensor:
+def gemm(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Gemm
+) -> Tensor:
     """x [T, in] -> [T, out], written over add where there is one"""
-    rows, (outputs, inputs), form = len(x), weight.shape, weight.form
+    rows = len(x)
+    (outputs, inputs) = weight.shape
+    form = weight.form
     out = x.new_empty(rows, outputs) if add is None else add
     tiles, split, partial = cut(rows, weight, how)
     gemm_kernel[tiles, split](
@@ -210,9 +249,17 @@ def cut(rows: int, weight: PackedWeight, how: Gemm) -> tuple[int, int, Tensor | 
     places = PROCESSORS * how.resident
 
     def cost(split: int) -> int:
-        return triton.cdiv(tiles * split, places) * (triton.cdiv(weight.blocks, split * how.blocks) * how.blocks + PROLOGUE)
+        return triton.cdiv(tiles * split, places) * (
+            triton.cdiv(weight.blocks, split * how.blocks) * how.blocks + PROLOGUE
+        )
 
     split = min(range(1, 17), key=cost) if tiles <= LOCKS else 1
     if split == 1:
         return tiles, 1, None
-    return tiles, split, torch.empty(split * tiles * how.rows * how.outputs, dtype=torch.float32, device=weight.words.device)
+    return (
+        tiles,
+        split,
+        torch.empty(
+            split * tiles * how.rows * how.outputs, dtype=torch.float32, device=weight.words.device
+        ),
+    )

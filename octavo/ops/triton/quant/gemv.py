@@ -26,9 +26,11 @@ class Gemv(NamedTuple):
 def _two(pairs, DTYPE: tl.constexpr):
     """Integers of two numbers each -> the numbers, float32."""
     if DTYPE.primitive_bitwidth == 16:
-        a, b = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        a = pairs.to(tl.int16)
+        b = (pairs >> 16).to(tl.int16)
     else:
-        a, b = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
+        a = pairs.to(tl.int32)
+        b = (pairs >> 32).to(tl.int32)
     return a.to(DTYPE, bitcast=True).to(tl.float32), b.to(DTYPE, bitcast=True).to(tl.float32)
 
 
@@ -41,7 +43,9 @@ def _in_floats(
     N: tl.constexpr = codes.shape[0]
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
     # Parts that have a scale in common; of groups of 16 every part has two, of two threads each.
-    SHARED: tl.constexpr = PARTS if GROUP == 0 or GROUP >= 32 * PARTS else 1 if GROUP == 16 else GROUP // 32
+    SHARED: tl.constexpr = (
+        PARTS if GROUP == 0 or GROUP >= 32 * PARTS else 1 if GROUP == 16 else GROUP // 32
+    )
     GROUPS: tl.constexpr = PARTS // SHARED  # in a block
     # Of 4 bits the parts are 1 + code / 16: what must be subtracted is a multiple of the inputs' sum.
     ZERO: tl.constexpr = 0.0 if KIND != INT4 else 1.0 if LEAST else 1.5
@@ -49,9 +53,13 @@ def _in_floats(
     parts = floats(codes, KIND, ASM)
     total = tl.zeros([N, V], tl.float32)
     for j in tl.static_range(PARTS):
-        a, b = _two(tl.load(x + k + 16 * j, mask=_below(k + 16 * j, inputs, EVEN), other=0), out.dtype.element_ty)
+        a, b = _two(
+            tl.load(x + k + 16 * j, mask=_below(k + 16 * j, inputs, EVEN), other=0),
+            out.dtype.element_ty,
+        )
         if j % SHARED == 0:
-            product, sum_x = parts[2 * j] * a[None, :], a + b
+            product = parts[2 * j] * a[None, :]
+            sum_x = a + b
         else:
             product += parts[2 * j] * a[None, :]
             sum_x += a + b
@@ -88,14 +96,20 @@ def _in_halves(
     a1, b1 = _two(tl.load(x + k + 16, mask=_below(k + 16, inputs, EVEN), other=0), DTYPE)
     a2, b2 = _two(tl.load(x + k + 32, mask=_below(k + 32, inputs, EVEN), other=0), DTYPE)
     a3, b3 = _two(tl.load(x + k + 48, mask=_below(k + 48, inputs, EVEN), other=0), DTYPE)
-    most = tl.maximum(tl.maximum(_larger(a0, b0), _larger(a1, b1)), tl.maximum(_larger(a2, b2), _larger(a3, b3)))
-    most = tl.max(most.reshape(V, 4), 1).to(tl.int32, bitcast=True) & 0x7F800000  # the power of two below the largest
+    most = tl.maximum(
+        tl.maximum(_larger(a0, b0), _larger(a1, b1)), tl.maximum(_larger(a2, b2), _larger(a3, b3))
+    )
+    # the power of two below the largest
+    most = tl.max(most.reshape(V, 4), 1).to(tl.int32, bitcast=True) & 0x7F800000
     most = tl.maximum(most, 0x10000000)  # 2^-95, so that its inverse is a number
-    f = (0x7F000000 - most).to(tl.float32, bitcast=True) * 16384.0  # 2^14 over it; of infinity it makes what is no number
+    # 2^14 over it; of infinity it makes what is no number
+    f = (0x7F000000 - most).to(tl.float32, bitcast=True) * 16384.0
     f = tl.broadcast_to(f[:, None], (V, 4)).reshape(V * 4)
     g = f * 0.0625
-    x0, x1 = two_halves(a0 * f, b0 * f).reshape(1, V, 4), two_halves(a1 * g, b1 * g).reshape(1, V, 4)
-    x2, x3 = two_halves(a2 * f, b2 * f).reshape(1, V, 4), two_halves(a3 * g, b3 * g).reshape(1, V, 4)
+    x0 = two_halves(a0 * f, b0 * f).reshape(1, V, 4)
+    x1 = two_halves(a1 * g, b1 * g).reshape(1, V, 4)
+    x2 = two_halves(a2 * f, b2 * f).reshape(1, V, 4)
+    x3 = two_halves(a3 * g, b3 * g).reshape(1, V, 4)
     result = dot_of_halves(codes.reshape(N, V, 4), x0, x1, x2, x3)
     unit = most.to(tl.float32, bitcast=True) * 1024.0  # 2^24 / 2^14
     shift = tl.sum((((a0 + b0) + (a1 + b1)) + ((a2 + b2) + (a3 + b3))).reshape(V, 4), 1)[None, :]
@@ -117,7 +131,24 @@ def _part(
     if HALVES:
         return _in_halves(codes, x, k, inputs, info, n, block, width, inside, out, LEAST, V, EVEN)
     else:
-        return _in_floats(codes, x, k, inputs, info, n, block, width, inside, out, KIND, GROUP, LEAST, V, EVEN, ASM)
+        return _in_floats(
+            codes,
+            x,
+            k,
+            inputs,
+            info,
+            n,
+            block,
+            width,
+            inside,
+            out,
+            KIND,
+            GROUP,
+            LEAST,
+            V,
+            EVEN,
+            ASM,
+        )
 
 
 @triton.jit
@@ -145,7 +176,8 @@ def gemv_kernel(
     moves between threads before the end."""
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
-    n, pair = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, V * 4)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    pair = tl.arange(0, V * 4)
     inside = _below(n, outputs, EVEN)[:, None]
     first = (pair // 16) * (16 * PARTS) + pair % 16  # the pair of inputs that first parts belong to
     at = words + n.to(tl.int64)[:, None] * row_pairs + pair[None, :]
@@ -153,7 +185,9 @@ def gemv_kernel(
     wait_for_inputs()
     total = tl.zeros([N, V], tl.float32)
     for start in range(V * 4, row_pairs, V * 4):
-        ahead = tl.load(at + start, mask=inside & _below(start + pair, row_pairs, EVEN)[None, :], other=0)
+        ahead = tl.load(
+            at + start, mask=inside & _below(start + pair, row_pairs, EVEN)[None, :], other=0
+        )
         total += _part(
             codes, x, start - V * 4, first, inputs, info, n, row_pairs, width, inside, out, KIND, GROUP, LEAST, V,
             EVEN, ASM, HALVES,
@@ -173,14 +207,21 @@ def gemv_kernel(
     tl.store(out + n, value, mask=n < outputs)
 
 
-def gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Gemv) -> Tensor:
+def gemv(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Gemv
+) -> Tensor:
     """x [1, in] -> [1, out], written over add where there is one"""
-    (outputs, inputs), form = weight.shape, weight.form
+    (outputs, inputs) = weight.shape
+    form = weight.form
     out = x.new_empty(1, outputs) if add is None else add
     if inputs % 2:
         x = F.pad(x, (0, 1))
     row_pairs = weight.words.shape[1] // 2
-    even = outputs % how.outputs == 0 and row_pairs % (128 * how.warps) == 0 and inputs == row_pairs * 2 * weight.parts
+    even = (
+        outputs % how.outputs == 0
+        and row_pairs % (128 * how.warps) == 0
+        and inputs == row_pairs * 2 * weight.parts
+    )
     pairs = torch.int64 if x.dtype == torch.float32 else torch.int32
     gemv_kernel[triton.cdiv(outputs, how.outputs),](
         x.view(pairs), weight.words.view(torch.int32), weight.info, bias, add, out, outputs, x.shape[1] // 2,

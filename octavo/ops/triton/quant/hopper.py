@@ -39,10 +39,15 @@ from octavo.ops.weight import Format
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 STEP = gl.constexpr(64)  # inputs
-SHARED, RESERVED = 228 << 10, 2 << 10  # a multiprocessor's memory, and what of it a program cannot have for its ring
+# a multiprocessor's memory, and what of it a program cannot have for its ring
+SHARED = 228 << 10
+RESERVED = 2 << 10
 SPLITS = (1, 2, 4, 8)
-STARTING, ADDING = 2, 12  # what starting a program and adding up parts cost, in steps
-WORDS = gl.constexpr(32)  # of an output: a block's, which is a step of 8-bit codes and two of 4-bit ones
+# what starting a program and adding up parts cost, in steps
+STARTING = 2
+ADDING = 12
+# of an output: a block's, which is a step of 8-bit codes and two of 4-bit ones
+WORDS = gl.constexpr(32)
 
 
 class Hopper(NamedTuple):
@@ -57,7 +62,9 @@ class Hopper(NamedTuple):
 
     def stages(self, kind: int) -> int:
         """Steps in the ring: as many as there is memory for."""
-        step = 2 * STEP.value * self.rows + self.outputs * STEP.value // (2 if kind == INT4.value else 1)
+        step = 2 * STEP.value * self.rows + self.outputs * STEP.value // (
+            2 if kind == INT4.value else 1
+        )
         return ((SHARED // self.resident) - RESERVED) // step
 
 
@@ -81,7 +88,8 @@ def _nibbles(first: int) -> gl.constexpr:
     }}""")
 
 
-LOW, HIGH = _nibbles(0), _nibbles(2)
+LOW = _nibbles(0)
+HIGH = _nibbles(2)
 
 
 @gluon.jit
@@ -90,10 +98,14 @@ def _weights(words, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.c
     if KIND == INT4:
         words, scale = gl.broadcast(words, scale)
         CODE: gl.constexpr = HIGH if HALF else LOW
-        a, b = gl.inline_asm_elementwise(CODE, "=r,=r,r,r", [words, scale], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+        a, b = gl.inline_asm_elementwise(
+            CODE, "=r,=r,r,r", [words, scale], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
     else:
         EIGHT: gl.constexpr = E4M3 if KIND == FP8 else BYTES
-        a, b = gl.inline_asm_elementwise(EIGHT, "=r,=r,r", [words], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+        a, b = gl.inline_asm_elementwise(
+            EIGHT, "=r,=r,r", [words], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
     beside = gl.join(a, b).permute(0, 2, 1).reshape(words.shape[0], 64)
     return gl.convert_layout(beside, OPERAND, assert_trivial=True)
 
@@ -123,7 +135,9 @@ def _scales(info, KIND: gl.constexpr, OPERAND: gl.constexpr):
         low = info.to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
         high = (info >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
         flat = gl.join(low, high).permute(0, 2, 1).reshape(info.shape[0] * 16)
-        return gl.convert_layout(flat, gl.SliceLayout(1, OPERAND), assert_trivial=True).expand_dims(1)
+        return gl.convert_layout(flat, gl.SliceLayout(1, OPERAND), assert_trivial=True).expand_dims(
+            1
+        )
     else:
         return 0
 
@@ -138,13 +152,17 @@ def _fetch_words(w, x, ws, there, n0, first, i, inside, HALF: gl.constexpr, KIND
         block = i // 2 if KIND == INT4 else i
         begin = first // 2 if KIND == INT4 else first
         mbarrier.expect(bar, x.block_type.nbytes + w.block_type.nbytes, pred=inside)
-        tma.async_copy_global_to_shared(w, [n0, (begin + block) * WORDS], bar, ws.index(block % ws.shape[0]), pred=inside)
+        tma.async_copy_global_to_shared(
+            w, [n0, (begin + block) * WORDS], bar, ws.index(block % ws.shape[0]), pred=inside
+        )
 
 
 @gluon.jit
 def _fetch_rows(x, xs, there, m0, first, i, inside):
     s = i % xs.shape[0]
-    tma.async_copy_global_to_shared(x, [m0, (first + i) * STEP], there.index(s), xs.index(s), pred=inside)
+    tma.async_copy_global_to_shared(
+        x, [m0, (first + i) * STEP], there.index(s), xs.index(s), pred=inside
+    )
 
 
 @gluon.jit
@@ -181,7 +199,16 @@ def _place(N: gl.constexpr, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _shared(acc, partial, lock, part, M: gl.constexpr, N: gl.constexpr, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
+def _shared(
+    acc,
+    partial,
+    lock,
+    part,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    SPLIT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """A tile of which this program has one of SPLIT parts -> the sums of all parts, in their order, for its share of the rows.
     It waits for the others, which were started with it."""
     WHOLE: gl.constexpr = acc.type.layout
@@ -209,11 +236,17 @@ def hopper_kernel(
     cuda.gdc_launch_dependents()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    part, tile, row_tiles = gl.program_id(0) % SPLIT, gl.program_id(0) // SPLIT, gl.cdiv(rows, M)
-    m0, n0, count = tile % row_tiles * M, tile // row_tiles * N, steps // SPLIT
+    part = gl.program_id(0) % SPLIT
+    tile = gl.program_id(0) // SPLIT
+    row_tiles = gl.cdiv(rows, M)
+    m0 = tile % row_tiles * M
+    n0 = tile // row_tiles * N
+    count = steps // SPLIT
     first = part * count
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, STEP], x.layout)
-    ws = gl.allocate_shared_memory(gl.int16, [(STAGES + 1) // 2 if KIND == INT4 else STAGES, N, WORDS], w.layout)
+    ws = gl.allocate_shared_memory(
+        gl.int16, [(STAGES + 1) // 2 if KIND == INT4 else STAGES, N, WORDS], w.layout
+    )
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     old = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -232,7 +265,8 @@ def hopper_kernel(
         at = info + (first // 2 * width + n0 // 2) + (sixteen * 8 + pair)
     else:
         at = info
-    scale, ahead = _scales(_info(at, 0, width, KIND), KIND, OPERAND), _info(at, gl.minimum(1, count // 2 - 1), width, KIND)
+    scale = _scales(_info(at, 0, width, KIND), KIND, OPERAND)
+    ahead = _info(at, gl.minimum(1, count // 2 - 1), width, KIND)
     even = _made(ws, there, 0, scale, 0, KIND, OPERAND)
     acc = _start(even, xs, 0, gl.zeros([N, M], gl.float32, SUMS))
     acc, even = warpgroup_mma_wait(1, deps=[acc, even])
@@ -241,7 +275,8 @@ def hopper_kernel(
         acc = _start(odd, xs, i + 1, acc)
         acc, even = warpgroup_mma_wait(1, deps=[acc, even])
         _refill(w, x, ws, xs, there, m0, n0, first, i + STAGES, count, STAGES % 2, KIND)
-        scale, ahead = _scales(ahead, KIND, OPERAND), _info(at, gl.minimum(i // 2 + 2, count // 2 - 1), width, KIND)
+        scale = _scales(ahead, KIND, OPERAND)
+        ahead = _info(at, gl.minimum(i // 2 + 2, count // 2 - 1), width, KIND)
         even = _made(ws, there, i + 2, scale, 0, KIND, OPERAND)
         acc = _start(even, xs, i + 2, acc)
         acc, odd = warpgroup_mma_wait(1, deps=[acc, odd])
@@ -258,7 +293,16 @@ def hopper_kernel(
         mbarrier.expect(old, out.block_type.nbytes)
         tma.async_copy_global_to_shared(out, [m0, n0], old, ready)
     if SPLIT > 1:
-        acc = _shared(acc, partial + tile.to(gl.int64) * (SPLIT * M * N), locks + tile, part, M, N, SPLIT, SHARE)
+        acc = _shared(
+            acc,
+            partial + tile.to(gl.int64) * (SPLIT * M * N),
+            locks + tile,
+            part,
+            M,
+            N,
+            SPLIT,
+            SHARE,
+        )
     n = n0 + gl.arange(0, N, gl.SliceLayout(1, SHARE))
     if KIND != INT4:
         acc *= gl.load(info + n).expand_dims(1)
@@ -276,18 +320,29 @@ def hopper_kernel(
 def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """What the copy engine must know: the tensor, and the piece of it that is copied at a time."""
     kind = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.int16
-    return TensorDescriptor.from_tensor(tensor, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind))
+    return TensorDescriptor.from_tensor(
+        tensor, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+    )
 
 
 def known(form: Format) -> bool:
     """Groups of 128 inputs or none, and scales alone."""
-    return HOPPER and form.group == (128 if form.bits == 4 else 0) and not (form.least or form.wide or form.rounds)
+    return (
+        HOPPER
+        and form.group == (128 if form.bits == 4 else 0)
+        and not (form.least or form.wide or form.rounds)
+    )
 
 
 def fits(dtype: torch.dtype, weight: PackedWeight) -> bool:
     """Whole tiles and pairs of steps."""
     outputs, inputs = weight.shape
-    return known(weight.form) and dtype == torch.bfloat16 and outputs % 128 == 0 and inputs % (2 * STEP.value) == 0
+    return (
+        known(weight.form)
+        and dtype == torch.bfloat16
+        and outputs % 128 == 0
+        and inputs % (2 * STEP.value) == 0
+    )
 
 
 def fastest(rows: int, outputs: int, inputs: int) -> Hopper:
@@ -304,12 +359,20 @@ def fastest(rows: int, outputs: int, inputs: int) -> Hopper:
     return min((how._replace(split=split) for how in TILES for split in SPLITS), key=cost)
 
 
-def hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Hopper) -> Tensor:
+def hopper(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Hopper
+) -> Tensor:
     """x [T, in] -> [T, out], written over add where there is one"""
-    rows, (outputs, inputs), split = len(x), weight.shape, how.split
+    rows = len(x)
+    (outputs, inputs) = weight.shape
+    split = how.split
     out = x.new_empty(rows, outputs) if add is None else add
     tiles = outputs // how.outputs * triton.cdiv(rows, how.rows)
-    partial = x.new_empty(tiles * split * how.rows * how.outputs, dtype=torch.float32) if split > 1 else None
+    partial = (
+        x.new_empty(tiles * split * how.rows * how.outputs, dtype=torch.float32)
+        if split > 1
+        else None
+    )
     hopper_kernel[tiles * split,](
         _described(x, how.rows, STEP.value), _described(weight.words, how.outputs, WORDS.value),
         _described(out, how.rows // split, how.outputs), weight.info, bias, partial, weight.locks, rows, inputs // STEP.value,

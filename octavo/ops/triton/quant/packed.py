@@ -37,10 +37,15 @@ class PackedWeight(nn.Module):
 
     def __init__(self, weight: QuantWeight):
         super().__init__()
-        self.form, self.shape = weight.form, weight.shape
+        self.form = weight.form
+        self.shape = weight.shape
         self.register_buffer("words", _words(weight))
         self.register_buffer("info", _info(weight, self.blocks * WORDS * self.parts))
-        self.register_buffer("locks", torch.zeros(LOCKS, dtype=torch.int32, device=weight.codes.device), persistent=False)
+        self.register_buffer(
+            "locks",
+            torch.zeros(LOCKS, dtype=torch.int32, device=weight.codes.device),
+            persistent=False,
+        )
 
     @property
     def kind(self) -> int:
@@ -68,8 +73,15 @@ def _words(weight: QuantWeight) -> Tensor:
         codes = weight[rows].unpacked()
         codes = F.pad(codes, (0, blocks * WORDS * parts - inputs), value=weight.form.zero)
         if weight.form.bits == 8:
-            signed = codes ^ weight.form.zero  # around 128 -> signed; what is a float stays as it is
-            out[rows] = signed.view(-1, blocks, 2, WORDS).transpose(2, 3).contiguous().view(torch.int16).flatten(1)
+            # around 128 -> signed; what is a float stays as it is
+            signed = codes ^ weight.form.zero
+            out[rows] = (
+                signed.view(-1, blocks, 2, WORDS)
+                .transpose(2, 3)
+                .contiguous()
+                .view(torch.int16)
+                .flatten(1)
+            )
         else:
             a, b, c, d = codes.view(-1, blocks, 4, WORDS).unbind(2)
             out[rows] = torch.stack((a | b << 4, c | d << 4), 3).view(torch.int16).flatten(1)
@@ -82,11 +94,20 @@ def _info(weight: QuantWeight, inputs: int) -> Tensor:
         return weight.scale[:, 0].float()
     groups = -(-inputs // weight.form.group)
     scale = F.pad(weight.scale, (0, groups - weight.scale.shape[1])).t()  # [groups, out]
-    least = None if weight.least is None else F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
+    least = (
+        None
+        if weight.least is None
+        else F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
+    )
     if weight.form.wide:
         return scale.contiguous() if least is None else torch.stack((scale, least), 1).flatten(0, 1)
     if least is not None:
         pairs = torch.stack((scale, least), 2)
     else:
-        pairs = F.pad(scale, (0, -len(weight.scale) % 16)).reshape(groups, -1, 2, 8).transpose(2, 3).contiguous()
+        pairs = (
+            F.pad(scale, (0, -len(weight.scale) % 16))
+            .reshape(groups, -1, 2, 8)
+            .transpose(2, 3)
+            .contiguous()
+        )
     return pairs.view(torch.int32).flatten(1)
