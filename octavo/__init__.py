@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
-    from octavo.types import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from octavo.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,11 +28,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 _HOME = {
     "LLM": "octavo.llm",
     "BeamSearchOutput": "octavo.outputs",
-    "BeamSearchParams": "octavo.types",
+    "BeamSearchParams": "octavo.params",
     "CompletionOutput": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
-    "SamplingParams": "octavo.types",
-    "StructuredOutputsParams": "octavo.types",
+    "SamplingParams": "octavo.params",
+    "StructuredOutputsParams": "octavo.params",
 }
 
 

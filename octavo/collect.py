@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.params import SamplingParams
 from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, SamplingParams, TokenLogprobs
+from octavo.types import Output, Request, TokenLogprobs
 
 Until = Callable[[], Callable[[str], bool]]  # for each text another one: see TextStream
 

@@ -59,6 +59,7 @@ from octavo.model.load import load_model
 from octavo.ops import select
 from octavo.ops.kv import LARGEST, dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from octavo.params import BeamSearchParams, SamplingParams, check_real, check_whole
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
@@ -68,7 +69,7 @@ from octavo.runner.tiers import Tiers
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import BeamSearchParams, Output, Request, SamplingParams, check_real, check_whole
+from octavo.types import Output, Request
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

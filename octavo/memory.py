@@ -16,7 +16,7 @@ import torch
 from octavo.config import DTYPE_BYTES, KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
-from octavo.types import check_real
+from octavo.params import check_real
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens

@@ -11,7 +11,8 @@ import math
 import random
 from collections.abc import Iterable
 
-from octavo.types import Guide, SamplingParams, child_seed
+from octavo.params import SamplingParams
+from octavo.types import Guide, child_seed
 
 VOCAB = 50
 EOS = 0

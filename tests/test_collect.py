@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octavo.collect import Collector
+from octavo.params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, SamplingParams
+from octavo.types import Output, Request
 from tests import tiny
 
 TEXT = "über 3 €, 漢字 and plain"

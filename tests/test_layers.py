@@ -96,7 +96,15 @@ def test_other_libraries_are_out_of_reach_in_that_test() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["octavo.core", "octavo.types", "octavo.config", "octavo.errors", "octavo.outputs"]
+    "package",
+    [
+        "octavo.core",
+        "octavo.types",
+        "octavo.params",
+        "octavo.config",
+        "octavo.errors",
+        "octavo.outputs",
+    ],
 )
 def test_the_deciding_side_loads_only_the_standard_library(package: str) -> None:
     names = [n for n in modules(*NOT_ENGINE) if n == package or n.startswith(f"{package}.")]

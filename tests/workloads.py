@@ -10,7 +10,8 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.core.simulate import VirtualClock as Clock
-from octavo.types import Output, Request, SamplingParams
+from octavo.params import SamplingParams
+from octavo.types import Output, Request
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
 from tests.toy_guide import ToyGuide

@@ -19,7 +19,7 @@ from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import weight_bytes
 from octavo.model.layers import Embedding
-from octavo.types import SamplingParams
+from octavo.params import SamplingParams
 
 STEADY = 1.25  # fastest over slowest of one side's repeats, on a machine that does nothing else
 PROMPTS = (

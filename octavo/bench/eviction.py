@@ -27,7 +27,8 @@ from octavo.bench.picture import Axis, Panel, Series, bars, points
 from octavo.bench.quant import passages, quality
 from octavo.errors import OctavoError
 from octavo.llm import LLM
-from octavo.types import Request, SamplingParams
+from octavo.params import SamplingParams
+from octavo.types import Request
 
 Done: TypeAlias = Callable[[int, int, str], None]  # so many of so many, and a note
 

@@ -22,7 +22,7 @@ from octavo.bench.picture import Axis, Panel, Series, bars, points
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
-from octavo.types import SamplingParams
+from octavo.params import SamplingParams
 
 PLAIN = "none"
 KV_FORMATS = ("auto", "int8", "fp8")

@@ -261,7 +261,8 @@ def measure(
 
 def in_process(llm: LLM, load: Load, repeat: int = 3) -> float:
     """Tokens a second of the same requests given to the engine directly, so many at once: ids in, ids out."""
-    from octavo.types import Request, SamplingParams
+    from octavo.params import SamplingParams
+    from octavo.types import Request
 
     assert llm.tokenizer is not None
     params = SamplingParams(max_tokens=load.tokens, ignore_eos=True, detokenize=False)

@@ -16,7 +16,7 @@ from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
 from octavo.model.layers import Linear
-from octavo.types import SamplingParams
+from octavo.params import SamplingParams
 
 
 def measure(

@@ -29,8 +29,9 @@ from octavo.core.links import Links
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.ops.pages import area
+from octavo.params import SamplingParams
 from octavo.runner.disk import Disk
-from octavo.types import Plan, SamplingParams, StepResult
+from octavo.types import Plan, StepResult
 
 OUTPUT = 8  # tokens, compared
 SETTLE = 0.5  # seconds without a new record, after which all are written

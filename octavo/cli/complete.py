@@ -12,7 +12,7 @@ from octavo.cli.screen import Writer, note
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.types import SamplingParams
+    from octavo.params import SamplingParams
 
 
 @command

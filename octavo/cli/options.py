@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from octavo.errors import OctavoError
-from octavo.types import SamplingParams
+from octavo.params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

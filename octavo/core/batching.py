@@ -21,7 +21,8 @@ from itertools import takewhile
 
 from octavo.config import ScheduleConfig
 from octavo.errors import InvalidRequest
-from octavo.types import Plan, Sequence, check_real, check_whole
+from octavo.params import check_real, check_whole
+from octavo.types import Plan, Sequence
 
 # who waits, now -> how many of the first make the next batch; 0: wait for more
 Form = Callable[[list[Sequence], float], int]

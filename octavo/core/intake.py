@@ -9,7 +9,8 @@ from array import array
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.eviction import most_positions
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.types import Beam, Request, Sequence, check_real, check_whole
+from octavo.params import check_real, check_whole
+from octavo.types import Beam, Request, Sequence
 
 
 def new_sequence(

@@ -19,7 +19,8 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Entry, tokens
-from octavo.types import Plan, Request, SamplingParams, StepResult
+from octavo.params import SamplingParams
+from octavo.types import Plan, Request, StepResult
 
 VOCABULARY = 50_000
 FEATURES = ("step", "prefill", "row", "kv", "pairs")

@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
+from octavo.params import SamplingParams
 from octavo.serve import replies, validate
 from octavo.serve.client import Call
 from octavo.serve.errors import api_error, bad
@@ -19,7 +20,6 @@ from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.replies import ChunkWriter, Shape
 from octavo.serve.tools import read_tools
 from octavo.serve.validate import Prepared
-from octavo.types import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from octavo.core.engine import Engine, Handle, Runner
 from octavo.core.tiers import Tiers
 from octavo.errors import InvalidRequest, OctavoError
+from octavo.params import SamplingParams
 from octavo.serve.link import EngineLink
 from octavo.serve.messages import (
     Abort,
@@ -48,7 +49,7 @@ from octavo.serve.messages import (
     ToEngine,
 )
 from octavo.serve.view import Viewer
-from octavo.types import Guide, Output, Plan, Request, SamplingParams, Sequence
+from octavo.types import Guide, Output, Plan, Request, Sequence
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

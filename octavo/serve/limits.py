@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.types import MAX_BEAMS
+from octavo.params import MAX_BEAMS
 
 
 @dataclass(frozen=True)

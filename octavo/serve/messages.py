@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.types import Output, SamplingParams
+from octavo.params import SamplingParams
+from octavo.types import Output
 
 # ---- to the engine ----------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from operator import attrgetter
 from typing import Any
 
 from octavo.errors import InvalidRequest
+from octavo.params import KINDS, StructuredOutputs
 from octavo.serve.errors import bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import Common
-from octavo.types import KINDS, StructuredOutputs
 
 FIELDS = (
     "response_format",

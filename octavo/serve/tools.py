@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve import structure
 from octavo.serve.errors import bad, unsupported
 from octavo.serve.limits import Limits
@@ -18,7 +19,6 @@ from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import call_grammar
 from octavo.text.tools import FORMATS, CallDelta, Format, ToolParser, choose_format
-from octavo.types import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from octavo.serve.front import Front

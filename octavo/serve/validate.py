@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.collect import Until
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
+from octavo.params import SamplingParams
 from octavo.serve import structure
 from octavo.serve.errors import ApiError, bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
 from octavo.serve.protocol import UNSUPPORTED, ChatRequest, Common, CompletionRequest
-from octavo.types import Request, SamplingParams
+from octavo.types import Request
 
 if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front

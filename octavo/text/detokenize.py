@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from octavo.types import SamplingParams
+from octavo.params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer

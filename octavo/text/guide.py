@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import GuideError, InvalidRequest
+from octavo.params import StructuredOutputs
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Guide, StructuredOutputs
+from octavo.types import Guide
 
 DEADLINE = 5.0  # seconds that one compilation may take
 THREADS = 2

@@ -11,7 +11,8 @@ from octavo.core import trace
 from octavo.core.engine import Engine
 from octavo.core.policy import Fair
 from octavo.errors import InvalidRequest
-from octavo.types import Output, Plan, Request, SamplingParams
+from octavo.params import SamplingParams
+from octavo.types import Output, Plan, Request
 from tests import oracle
 from tests.fake_runner import Handle
 from tests.toy_guide import ToyGuide

@@ -11,7 +11,8 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core import eviction
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
-from octavo.types import Request, SamplingParams, Sequence
+from octavo.params import SamplingParams
+from octavo.types import Request, Sequence
 from tests import oracle
 from tests.fake_runner import FakeRunner
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.errors import GuideError, InvalidRequest
-from octavo.types import Output, Request, SamplingParams, StructuredOutputs
+from octavo.params import SamplingParams, StructuredOutputs
+from octavo.types import Output, Request
 from tests import oracle
 from tests.toy_guide import ToyGuide, pack
 from tests.workloads import make_engine

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from octavo.core.scheduler import Scheduler
-from octavo.types import Request, SamplingParams, Status
+from octavo.params import SamplingParams
+from octavo.types import Request, Status
 from tests.toy_guide import ToyGuide
 from tests.workloads import make_engine
 

@@ -12,7 +12,8 @@ import pytest
 from octavo.core.engine import Engine
 from octavo.core.policy import POLICIES, Policy, find_policy
 from octavo.errors import InvalidRequest
-from octavo.types import Plan, Request, SamplingParams, Sequence
+from octavo.params import SamplingParams
+from octavo.types import Plan, Request, Sequence
 from tests import oracle
 from tests.workloads import Clock, make_engine
 

@@ -8,7 +8,8 @@ import pytest
 
 from octavo.core.engine import Engine
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.types import Output, Plan, Request, SamplingParams, StepResult
+from octavo.params import SamplingParams
+from octavo.types import Output, Plan, Request, StepResult
 from tests import oracle
 from tests.workloads import make_engine
 

@@ -23,7 +23,8 @@ from octavo.core.simulate import (
 )
 from octavo.core.trace import BLOCK, Entry, Recorder
 from octavo.errors import InvalidRequest
-from octavo.types import Item, Plan, Request, SamplingParams, Sequence
+from octavo.params import SamplingParams
+from octavo.types import Item, Plan, Request, Sequence
 from tests.workloads import make_engine
 
 COSTS = Costs(step=0.010, prefill=0.001, row=0.002, kv=0.0, pairs=0.0)

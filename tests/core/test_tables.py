@@ -7,7 +7,8 @@ from array import array
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool, chain
 from octavo.core.tables import NEVER, admission_takes, chunk, evict, reserve
-from octavo.types import Plan, Request, SamplingParams, Sequence
+from octavo.params import SamplingParams
+from octavo.types import Plan, Request, Sequence
 
 SIZE = 4
 

@@ -13,7 +13,8 @@ from octavo.core.engine import Engine
 from octavo.core.links import PROBE, Links
 from octavo.core.scheduler import Scheduler
 from octavo.core.tiers import Tiers
-from octavo.types import DiskNews, Item, Plan, Request, SamplingParams, Sequence, StepResult
+from octavo.params import SamplingParams
+from octavo.types import DiskNews, Item, Plan, Request, Sequence, StepResult
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
 from tests.workloads import make_engine, run_dry

@@ -11,10 +11,11 @@ import torch
 from octavo.config import CacheConfig
 from octavo.model import build, registry
 from octavo.model.load import dummy_weights
+from octavo.params import SamplingParams
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.tiers import Tiers
-from octavo.types import Item, NewRow, Plan, SamplingParams
+from octavo.types import Item, NewRow, Plan
 from tests import tiny
 from tests.conftest import DEVICE
 

@@ -6,9 +6,10 @@ from array import array
 
 import torch
 
+from octavo.params import SamplingParams
 from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
-from octavo.types import NewRow, Plan, SamplingParams
+from octavo.types import NewRow, Plan
 
 
 def new_row(row: int, tokens: list[int], table: list[int], **params: float) -> NewRow:

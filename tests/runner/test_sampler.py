@@ -11,10 +11,11 @@ import torch
 from transformers.generation import logits_process as hf
 
 from octavo.ops.reference import ReferenceOps, gumbel
+from octavo.params import SamplingParams
 from octavo.runner import sampler
 from octavo.runner.rows import Rows
 from octavo.runner.transfer import Upload
-from octavo.types import NewRow, Plan, SamplingParams
+from octavo.types import NewRow, Plan
 from tests.toy_guide import pack
 
 VOCAB = 97

@@ -16,6 +16,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
+from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve.config import ServeConfig
 from octavo.serve.engine_process import DeviceLost, EngineLoop
 from octavo.serve.messages import (
@@ -32,7 +33,7 @@ from octavo.serve.messages import (
 )
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
-from octavo.types import Output, SamplingParams, StructuredOutputs, TokenLogprobs
+from octavo.types import Output, TokenLogprobs
 from tests.fake_runner import FakeRunner
 from tests.toy_guide import ToyGuide
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from octavo.params import SamplingParams
 from octavo.serve import link
 from octavo.serve.link import LENGTH, EngineLink, FrontLink
 from octavo.serve.messages import (
@@ -23,7 +24,6 @@ from octavo.serve.messages import (
     ToEngine,
     ToFront,
 )
-from octavo.types import SamplingParams
 
 
 def add(id: str, **params: Any) -> Add:

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
+from octavo.params import SamplingParams
 from octavo.serve.messages import Add, decode_to_engine, encode
-from octavo.types import SamplingParams
 from tests.serve.running import Running, check_error, server
 from tests.serve.test_engine_loop import run
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.params import SamplingParams
 from octavo.serve.errors import ApiError
 from octavo.serve.suspects import BLOCKED, REMEMBERED, Suspects, fingerprint
-from octavo.types import Request, SamplingParams
+from octavo.types import Request
 
 
 def request(*prompt: int, **params: int) -> Request:

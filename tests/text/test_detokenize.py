@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from octavo.params import SamplingParams
 from octavo.text import Detokenizer, StopChecker, TextStream, Tokenizer
-from octavo.types import SamplingParams
 from tests.text.builders import KINDS, TEXTS
 
 

@@ -18,11 +18,12 @@ pytest.importorskip("llguidance")
 import tokenizers
 
 from octavo.errors import GuideError, InvalidRequest
+from octavo.params import StructuredOutputs
 from octavo.text import Tokenizer
 from octavo.text import guide as module
 from octavo.text.detokenize import BYTE_OF, Detokenizer
 from octavo.text.guide import Guides
-from octavo.types import Guide, StructuredOutputs
+from octavo.types import Guide
 from tests import schemas
 from tests.text.builders import KINDS
 

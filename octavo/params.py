@@ -1,0 +1,318 @@
+"""What a client may ask for: request parameters and their validation. Data only, no torch.
+
+StructuredOutputs   what the text must match
+SamplingParams      how tokens are chosen and when a text ends
+BeamSearchParams    how LLM.beam_search searches
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_BEAMS = 64
+
+
+def check_real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    """Refuse what is not a finite number within [low, high] (or (low, high])."""
+    ok = type(value) in (int, float) or (
+        isinstance(value, (int, float)) and not isinstance(value, bool)
+    )
+    # which no NaN and no infinity passes
+    if not ok or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}",
+            name,
+            "param_out_of_range",
+        )
+
+
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    ok = type(value) is int or (isinstance(value, int) and not isinstance(value, bool))
+    if not ok or value < low or (high is not None and value > high):
+        most = "" if high is None else f" and at most {high}"
+        raise InvalidRequest(
+            f"{name} must be an integer of at least {low}{most}, got {value!r}",
+            name,
+            "param_out_of_range",
+        )
+
+
+@dataclass(slots=True)
+class StructuredOutputs:
+    """What the text must match: exactly one of these. Names are those of vLLM's StructuredOutputsParams."""
+
+    # a JSON schema; its text once validated, in the client's order
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # in llguidance's dialect of Lark
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """One kind, of the right type. Whether it can be followed is known once it has been compiled."""
+        if self.json_object not in (None, True, False):
+            raise InvalidRequest(
+                f"json_object must be true or false, got {self.json_object!r:.100}",
+                "structured_outputs",
+            )
+        self.json_object = self.json_object or None
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs takes exactly one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}",
+                "structured_outputs",
+            )
+        if isinstance(self.json, dict):
+            try:
+                self.json = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"json must be a JSON schema: {error}", "structured_outputs"
+                ) from None
+        for kind in ("json", "regex", "grammar"):
+            value = getattr(self, kind)
+            if value is not None and (not isinstance(value, str) or not value):
+                allowed = (
+                    "a JSON schema: an object, or its text"
+                    if kind == "json"
+                    else "a non-empty string"
+                )
+                raise InvalidRequest(
+                    f"{kind} must be {allowed}, got {value!r:.100}", "structured_outputs"
+                )
+        if self.choice is not None:
+            self.choice = list(self.choice) if isinstance(self.choice, (list, tuple)) else []
+            if not self.choice or any(not isinstance(c, str) or not c for c in self.choice):
+                raise InvalidRequest(
+                    "choice must be a list of non-empty strings, at least one", "structured_outputs"
+                )
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
+
+    n: int = 1
+    # compute this many and give back the n best; of beams: how many live
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    seed: int | None = None  # None: derived from the engine's seed and the order of arrival
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the context's end
+    min_tokens: int = 0
+    logprobs: int | None = None  # the chosen token's, and this many of the likeliest
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    # the likeliest texts instead of drawn ones: octavo/core/groups.py
+    use_beam_search: bool = False
+    # of beams: a text ranks by the sum of its logprobs / its length ** this
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False  # of beams, as in transformers: True, False or "never"
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        check_whole("n", self.n, 1, 128)
+        if self.best_of is not None:
+            check_whole("best_of", self.best_of, self.n, 128)
+        self._validate_beams()
+        check_real("presence_penalty", self.presence_penalty, -2, 2)
+        check_real("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        check_real("temperature", self.temperature, 0, 100)
+        check_real("top_p", self.top_p, 0, 1, open_low=True)
+        check_whole("top_k", self.top_k, -1)
+        check_real("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+                "param_out_of_range",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, 0, MAX_LOGPROBS)
+        listed: Any = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not isinstance(listed, (list, tuple, set, frozenset)) or any(
+            not isinstance(s, str) or not s for s in listed
+        ):
+            raise InvalidRequest(
+                "stop must be a non-empty string or a list of non-empty strings", "stop"
+            )
+        self.stop = list(listed)
+        if self.stop and not self.detokenize:
+            raise InvalidRequest(
+                "stop strings need text: set detokenize=True or use stop_token_ids", "stop"
+            )
+        if self.stop_token_ids is not None and not isinstance(
+            self.stop_token_ids, (list, tuple, set, frozenset)
+        ):
+            raise InvalidRequest(
+                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}",
+                "stop_token_ids",
+            )
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        for t in self.stop_token_ids:
+            check_whole("stop_token_ids", t, 0)
+        if self.logit_bias is not None:
+            try:
+                self.logit_bias = {int(t): float(b) for t, b in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                raise InvalidRequest(
+                    "logit_bias must map token ids to numbers", "logit_bias"
+                ) from None
+            for b in self.logit_bias.values():
+                check_real("logit_bias", b, -100, 100)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+            for t in self.allowed_token_ids:
+                check_whole("allowed_token_ids", t, 0)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise InvalidRequest(
+                    "structured_outputs must be a StructuredOutputsParams", "structured_outputs"
+                )
+            if self.allowed_token_ids is not None:
+                raise InvalidRequest(
+                    "allowed_token_ids and structured_outputs exclude each other: both say which tokens may come",
+                    "allowed_token_ids",
+                )
+
+    def _validate_beams(self) -> None:
+        """A beam search goes by the model's own logprobs: what would change them is refused, what draws from them is unused."""
+        check_real("length_penalty", self.length_penalty, -10, 10)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequest(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r:.100}',
+                "early_stopping",
+            )
+        self.early_stopping = (
+            self.early_stopping if self.early_stopping == "never" else bool(self.early_stopping)
+        )
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise InvalidRequest(
+                        f"{name} is for beam search: set use_beam_search or leave it out", name
+                    )
+            return
+        check_whole("n" if self.best_of is None else "best_of", self.width, 1, MAX_BEAMS)
+        changed = {
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "logit_bias": bool(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "structured_outputs": self.structured_outputs is not None,
+            "stop": bool(self.stop),
+        }
+        for name in (name for name, given in changed.items() if given):
+            hint = ": use stop_token_ids" if name == "stop" else ": leave it out"
+            raise InvalidRequest(
+                f"{name} is not supported with beam search{hint}", name, "unsupported_parameter"
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Token ids are checked once the model is known."""
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for t in getattr(self, name) or ():
+                if not 0 <= t < vocab_size:
+                    raise InvalidRequest(
+                        f"{name} names token {t}, but the vocabulary has ids 0..{vocab_size - 1}",
+                        name,
+                    )
+
+    @property
+    def width(self) -> int:
+        """Sequences that are computed."""
+        return self.best_of or self.n
+
+    @property
+    def completions(self) -> int:
+        """Sequences that the engine tells of: all that were drawn, of a beam search the best."""
+        return self.n if self.use_beam_search else self.width
+
+    @property
+    def ranked(self) -> bool:
+        """Which are given back is known at the end, from their logprobs."""
+        return self.use_beam_search or self.width > self.n
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5 or self.use_beam_search
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """How LLM.beam_search searches. Names and defaults are those of vLLM's class of this name, and early_stopping."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # taken, and without effect: nothing is drawn
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # the token that ends a text is among its tokens
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        check_whole("beam_width", self.beam_width, 1, MAX_BEAMS)
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=0,
+            detokenize=False,
+        )
