@@ -12,13 +12,14 @@ CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow test-clients test-gpu lint format proto clean
+.PHONY: help setup chat serve test test-slow fuzz test-clients test-gpu lint format proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
 	@echo "make serve         set up, then serve the embedded model over HTTP (ARGS likewise)"
 	@echo "make test          set up, then run the tests that need no GPU and little time (ARGS likewise)"
 	@echo "make test-slow     the long tests"
+	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make test-clients  langchain, lm-eval, guidellm and schemathesis against a server, in a virtual environment of their own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "make lint          style, types and import contracts"
@@ -62,6 +63,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+SECONDS ?= 600
+fuzz: $(READY)
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
 
 test-clients: $(CLIENTS_READY)
 	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)

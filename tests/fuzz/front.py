@@ -1,0 +1,181 @@
+"""The server's front without a network and without an engine: bytes of a connection in, bytes of the replies out.
+
+Requests go through everything that the server has: the HTTP parser, the checks before every route, the route, the parsing and
+the validation of the body. A request that is valid ends where it would go to the engine, with the error code ACCEPTED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from octavo.serve.config import ServeConfig
+from octavo.serve.errors import ApiError
+from octavo.serve.front import Front
+from octavo.serve.http import application
+from octavo.serve.messages import Loaded
+from octavo.serve.wire import BoundedSocket, bounded
+from octavo.text.tokenizer import Tokenizer
+from tests import tiny
+from tests.http_replies import Reply, read_replies
+
+ACCEPTED = "accepted_by_the_engine"
+CONTEXT = 1024
+SECONDS = 30.0  # for one request, on a machine that may be busy
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.changed = asyncio.Event()
+        self.closed = False
+        self.protocol: Any = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+        self.changed.set()
+
+    def writelines(self, parts: Any) -> None:
+        self.write(b"".join(parts))
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        addresses = {"peername": ("127.0.0.1", 50000), "sockname": ("127.0.0.1", 8000)}
+        return addresses.get(name, default)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+        self.changed.set()
+
+    abort = close
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def get_protocol(self) -> Any:
+        return self.protocol
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def is_reading(self) -> bool:
+        return True
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    folder = Path(tempfile.mkdtemp(prefix="octavo-fuzz-"))
+    tiny.write_tokenizer(folder)
+    return Tokenizer.from_directory(folder)
+
+
+def loaded_model() -> Loaded:
+    return Loaded(
+        vocab_size=tiny.VOCAB,
+        max_model_len=CONTEXT,
+        max_num_seqs=64,
+        max_batched_tokens=1024,
+        block_size=16,
+        num_blocks=512,
+        prefix_caching=True,
+        dtype="float32",
+        device="cpu",
+        architecture="LlamaForCausalLM",
+        memory={},
+        tokenizer_directory=None,
+        tokenizer_gguf=None,
+    )
+
+
+def accept(*_: Any, **__: Any) -> None:
+    raise ApiError(503, "the request is valid", ACCEPTED)
+
+
+class FakeServer:
+    def __init__(self, **config: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+        self.config = ServeConfig(name="tiny", request_templates=True, **config)
+        self.front = Front(self.config)
+        client = self.front.client
+        client.supervisor.phase = "ready"
+        client.supervisor.loaded = loaded_model()
+        client.tokenizer = tokenizer()
+        client.open = accept  # type: ignore[method-assign]
+        self.uvicorn = uvicorn.Config(
+            application(self.front),
+            http=bounded(self.config.limits),
+            ws=BoundedSocket,
+            ws_max_size=self.config.limits.body_bytes,
+            ws_per_message_deflate=False,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+        )
+        self.uvicorn.load()
+
+    def post(self, path: str, body: bytes) -> Reply:
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        (reply,) = self.send([head.encode() + body], wait=True)
+        return reply
+
+    def send(self, parts: list[bytes], wait: bool = False) -> list[Reply]:
+        """The replies on a connection on which these parts arrive. `wait`: there will be a reply."""
+        return read_replies(self.loop.run_until_complete(self._send(parts, wait)))
+
+    async def _send(self, parts: list[bytes], wait: bool) -> bytes:
+        state = ServerState()
+        protocol = self.uvicorn.http_protocol_class(  # type: ignore[operator]
+            config=self.uvicorn, server_state=state, app_state={}
+        )
+        transport = Transport()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        for part in parts:
+            transport.get_protocol().data_received(part)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        if wait:
+            async with asyncio.timeout(SECONDS):
+                while not complete(transport.written):
+                    transport.changed.clear()
+                    await transport.changed.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        transport.closed = True
+        transport.get_protocol().connection_lost(None)
+        if state.tasks:
+            _, unfinished = await asyncio.wait(state.tasks, timeout=SECONDS)
+            assert not unfinished, "a request goes on after its client left"
+        return transport.written
+
+
+def complete(data: bytes) -> bool:
+    try:
+        return bool(read_replies(data))
+    except http.client.HTTPException:
+        return False
