@@ -175,7 +175,7 @@ class LLM:
                 "ride has no effect here: prompts ride along under continuous batching and a policy that pauses nobody",
                 "ride",
             )
-        check_whole("seed", seed, -(2**63), 2**64 - 1)
+        check_whole("seed", seed, -(2**63), 2**63 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
         check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
         check_disk(kv_disk_path, kv_disk_gib)
@@ -718,7 +718,10 @@ class LLM:
             tokenizer = self._need_tokenizer()
             return prompt, tokenizer.as_prompt(tokenizer.encode(prompt)), ""
         try:
-            return None, [t if type(t) is int else t.__index__() for t in prompt], ""
+            ids: Any = prompt
+            if _dimensions(prompt) == 1:
+                ids = ids.tolist()
+            return None, [t if type(t) is int else t.__index__() for t in ids], ""
         except (TypeError, AttributeError):
             raise InvalidRequest(
                 f"a prompt is text or a list of token ids, got {prompt!r:.80}", "prompt"
@@ -825,7 +828,7 @@ def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint) -> Tokeniz
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many: a string, a dictionary and a flat list of ids are one."""
+    """One prompt or many: a string, a dictionary and a flat list or array of ids are one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Iterable):
@@ -833,7 +836,13 @@ def _as_list(prompts: Any) -> list[Prompt]:
             f"give prompts: text, token ids, or a list of either, got {prompts!r:.100}", "prompts"
         )
     many = list(prompts)
-    return [many] if many and not isinstance(many[0], (str, dict, list, tuple)) else many
+    several = not many or isinstance(many[0], (str, dict, list, tuple)) or _dimensions(many[0]) == 1
+    return many if several else [many]
+
+
+def _dimensions(value: Any) -> int:
+    """Dimensions of a NumPy array or a PyTorch tensor. Any other value has none."""
+    return getattr(value, "ndim", 0)
 
 
 def _pick_kv_dtype(asked: str | None, model: CausalLM) -> torch.dtype:

@@ -8,6 +8,7 @@ BeamSearchParams    how LLM.beam_search searches
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,32 +16,84 @@ from octavo.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_BEAMS = 64
+MAX_BIAS = 100.0
+DIGITS = re.compile(r"[0-9]{1,9}")
 
 
-def check_real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    """Refuse what is not a finite number within [low, high] (or (low, high])."""
-    ok = type(value) in (int, float) or (
-        isinstance(value, (int, float)) and not isinstance(value, bool)
-    )
-    # which no NaN and no infinity passes
-    if not ok or not low <= value <= high or (open_low and value == low):
+def check_real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    """Return the value as a Python number. Raise if it is not a finite number within [low, high],
+    or (low, high] with `open_low`. NumPy and PyTorch scalars are numbers too."""
+    number = _python_number(value)
+    # no NaN and no infinity passes the comparison
+    if number is None or not low <= number <= high or (open_low and number == low):
         bracket = "(" if open_low else "["
         raise InvalidRequest(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}",
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r:.100}",
             name,
             "param_out_of_range",
         )
+    return number
 
 
-def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    ok = type(value) is int or (isinstance(value, int) and not isinstance(value, bool))
-    if not ok or value < low or (high is not None and value > high):
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return the value as a Python integer. Raise if it is not one of at least `low` and at most
+    `high`."""
+    number = _python_number(value)
+    if not isinstance(number, int) or number < low or (high is not None and number > high):
         most = "" if high is None else f" and at most {high}"
         raise InvalidRequest(
-            f"{name} must be an integer of at least {low}{most}, got {value!r}",
+            f"{name} must be an integer of at least {low}{most}, got {value!r:.100}",
             name,
             "param_out_of_range",
         )
+    return number
+
+
+def _python_number(value: Any) -> int | float | None:
+    """The number as a Python int or float, or None if the value is no number."""
+    if type(value) is int or type(value) is float:  # the common case first
+        return value
+    if getattr(value, "ndim", None) == 0:  # a NumPy or PyTorch scalar
+        value = value.item()
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def check_token_ids(name: str, given: Any) -> list[int]:
+    """Return the token ids as a list of Python integers. Lists, tuples, sets, NumPy arrays and
+    PyTorch tensors are accepted."""
+    ids = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(ids, (list, tuple, set, frozenset, range)):
+        raise InvalidRequest(f"{name} must be a list of token ids, got {given!r:.100}", name)
+    return [check_whole(name, token, 0) for token in ids]
+
+
+def check_logit_bias(given: Any) -> dict[int, float]:
+    """Return the biases by token id. Keys are integers or their ASCII decimal digits, as JSON needs
+    them."""
+    if not hasattr(given, "items"):
+        raise InvalidRequest(
+            f"logit_bias must map token ids to numbers, got {given!r:.100}", "logit_bias"
+        )
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        if isinstance(key, str):
+            token = int(key) if DIGITS.fullmatch(key) else -1
+        else:
+            number = _python_number(key)
+            token = number if isinstance(number, int) else -1
+        if token < 0:
+            raise InvalidRequest(
+                f"logit_bias has the key {key!r:.100}, which is no token id: keys are integers of at "
+                "least 0 in decimal digits",
+                "logit_bias",
+            )
+        if token in found:
+            raise InvalidRequest(
+                f"logit_bias has two keys for token {token}, one of them {key!r:.100}: give one",
+                "logit_bias",
+            )
+        found[token] = check_real("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+    return found
 
 
 @dataclass(slots=True)
@@ -117,9 +170,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: all
+    top_k: int = 0  # 0, -1 or the size of the vocabulary: all
     min_p: float = 0.0
-    seed: int | None = None  # None: derived from the engine's seed and the order of arrival
+    # None or -1: derived from the engine's seed and the order of arrival
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -143,31 +197,49 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        check_whole("n", self.n, 1, 128)
-        if self.best_of is not None:
-            check_whole("best_of", self.best_of, self.n, 128)
+        """Check every field and turn each into Python's own types."""
+        self._validate_numbers()
+        self._validate_lengths()
+        self._validate_stops()
+        self._validate_tokens()
         self._validate_beams()
-        check_real("presence_penalty", self.presence_penalty, -2, 2)
-        check_real("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        check_real("temperature", self.temperature, 0, 100)
-        check_real("top_p", self.top_p, 0, 1, open_low=True)
-        check_whole("top_k", self.top_k, -1)
-        check_real("min_p", self.min_p, 0, 1)
+
+    def _validate_numbers(self) -> None:
+        self.n = check_whole("n", self.n, 1, 128)
+        if self.best_of is not None:
+            self.best_of = check_whole("best_of", self.best_of, self.n, 128)
+        self.presence_penalty = check_real("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = check_real("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = check_real(
+            "repetition_penalty", self.repetition_penalty, 0, 100, open_low=True
+        )
+        self.temperature = check_real("temperature", self.temperature, 0, 100)
+        self.top_p = check_real("top_p", self.top_p, 0, 1, open_low=True)
+        self.top_k = check_whole("top_k", self.top_k, -1)
+        self.min_p = check_real("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = check_whole("seed", self.seed, -(2**63), 2**63 - 1)
+            if self.seed == -1:
+                self.seed = None
+
+    def _validate_lengths(self) -> None:
         if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 1)
-        check_whole("min_tokens", self.min_tokens, 0)
+            self.max_tokens = check_whole("max_tokens", self.max_tokens, 1)
+        self.min_tokens = check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 "min_tokens",
                 "param_out_of_range",
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value, 0, MAX_LOGPROBS)
+        if self.logprobs is not None:
+            self.logprobs = check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = check_whole(
+                "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
+            )
+
+    def _validate_stops(self) -> None:
         listed: Any = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not isinstance(listed, (list, tuple, set, frozenset)) or any(
             not isinstance(s, str) or not s for s in listed
@@ -180,30 +252,26 @@ class SamplingParams:
             raise InvalidRequest(
                 "stop strings need text: set detokenize=True or use stop_token_ids", "stop"
             )
-        if self.stop_token_ids is not None and not isinstance(
-            self.stop_token_ids, (list, tuple, set, frozenset)
-        ):
-            raise InvalidRequest(
-                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}",
-                "stop_token_ids",
-            )
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        for t in self.stop_token_ids:
-            check_whole("stop_token_ids", t, 0)
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
+        else:
+            self.stop_token_ids = []
+
+    def _validate_tokens(self) -> None:
+        """Check the parameters that say which tokens may come."""
         if self.logit_bias is not None:
-            try:
-                self.logit_bias = {int(t): float(b) for t, b in self.logit_bias.items()}
-            except (TypeError, ValueError, AttributeError):
-                raise InvalidRequest(
-                    "logit_bias must map token ids to numbers", "logit_bias"
-                ) from None
-            for b in self.logit_bias.values():
-                check_real("logit_bias", b, -100, 100)
+            self.logit_bias = check_logit_bias(self.logit_bias)
         if self.allowed_token_ids is not None:
+            self.allowed_token_ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
-            for t in self.allowed_token_ids:
-                check_whole("allowed_token_ids", t, 0)
+            bias = self.logit_bias or {}
+            if all(bias.get(token) == -MAX_BIAS for token in self.allowed_token_ids):
+                raise InvalidRequest(
+                    "logit_bias bans every token of allowed_token_ids with -100, so no token is left: "
+                    "change one of the two",
+                    "logit_bias",
+                )
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputs):
                 raise InvalidRequest(
@@ -217,7 +285,7 @@ class SamplingParams:
 
     def _validate_beams(self) -> None:
         """A beam search goes by the model's own logprobs: what would change them is refused, what draws from them is unused."""
-        check_real("length_penalty", self.length_penalty, -10, 10)
+        self.length_penalty = check_real("length_penalty", self.length_penalty, -10, 10)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequest(
                 f'early_stopping must be true, false or "never", got {self.early_stopping!r:.100}',

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -390,13 +391,61 @@ def test_a_bad_request_is_refused_and_harms_nobody(
         dict(stop=""), dict(stop=["a", ""]), dict(stop=3), dict(stop=b"a"),
         dict(stop=["a"], detokenize=False), dict(logprobs=21), dict(logprobs=-1),
         dict(prompt_logprobs="x"), dict(logit_bias={1: float("nan")}), dict(logit_bias={"x": 1}), dict(logit_bias=3),
-        dict(allowed_token_ids=[]), dict(stop_token_ids=[-1]),
+        dict(allowed_token_ids=[]), dict(stop_token_ids=[-1]), dict(stop_token_ids=[np.float32(1)]), dict(seed=2**63),
+        dict(seed=-(2**63) - 1), dict(temperature=np.bool_(True)), dict(max_tokens=np.float64(2)), dict(n=np.array([1])),
+        dict(logit_bias={"٣": 1}), dict(logit_bias={"-1": 1}), dict(logit_bias={"1e2": 1}), dict(logit_bias={1.0: 1}),
+        dict(logit_bias={"5": 1, "05": 1}), dict(logit_bias={5: 1, "5": 2}),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_refused_by_name(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**params)
     assert error.value.param in params
+
+
+def test_the_error_of_a_logit_bias_names_the_key() -> None:
+    with pytest.raises(InvalidRequest, match="the key 'hello', which is no token id"):
+        SamplingParams(logit_bias={"1": 1, "hello": 2})
+    with pytest.raises(InvalidRequest, match="two keys for token 5, one of them '05'"):
+        SamplingParams(logit_bias={"5": 1, "05": 2})
+
+
+def test_banning_every_allowed_token_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no token is left"):
+        SamplingParams(allowed_token_ids=[5, 6], logit_bias={5: -100, 6: -100})
+    SamplingParams(allowed_token_ids=[5, 6], logit_bias={5: -100, 6: -99})
+
+
+def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5), top_p=torch.tensor(0.5), max_tokens=np.int64(7), seed=np.int32(3), top_k=np.uint8(4),
+        min_p=np.float16(0.25), n=torch.tensor(2), stop_token_ids=np.array([3, 4]), logit_bias={np.int64(5): np.float32(1)},
+        allowed_token_ids=torch.tensor([1, 2]), repetition_penalty=np.float64(1.5), logprobs=np.int8(2),
+    )  # fmt: skip
+    want = SamplingParams(
+        temperature=0.5, top_p=0.5, max_tokens=7, seed=3, top_k=4, min_p=0.25, n=2, stop_token_ids=[3, 4],
+        logit_bias={5: 1.0}, allowed_token_ids=[1, 2], repetition_penalty=1.5, logprobs=2,
+    )  # fmt: skip
+    assert given == want
+    assert {type(getattr(given, f.name)) for f in fields(given)} == {
+        type(getattr(want, f.name)) for f in fields(want)
+    }
+
+
+def test_a_seed_of_minus_one_is_no_seed(llm: LLM) -> None:
+    params = SamplingParams(seed=-1, max_tokens=8, ignore_eos=True)
+    assert params.seed is None
+    assert len({tuple(ids_of(llm.generate(["x"], params))[0]) for _ in range(4)}) > 1
+
+
+def test_prompts_of_numpy_and_torch(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    want = ids_of(llm.generate([[1, 2, 3], [4, 5, 6]], params))
+    rows = np.array([[1, 2, 3], [4, 5, 6]])
+    for prompts in (rows, torch.from_numpy(rows), list(rows), [torch.tensor([1, 2, 3]), [4, 5, 6]]):
+        assert ids_of(llm.generate(prompts, params)) == want
+    for one in (rows[0], torch.tensor([1, 2, 3]), list(rows[0]), {"prompt_token_ids": rows[0]}):
+        assert ids_of(llm.generate(one, params)) == want[:1]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +466,8 @@ def test_values_beyond_32_bits_harm_nobody(llm: LLM) -> None:
     good = llm.stream("good", SamplingParams(max_tokens=4, **GREEDY))
     next(good)
     huge = llm.generate(
-        ["x"], SamplingParams(top_k=2**40, max_tokens=2, min_tokens=2, ignore_eos=True, seed=2**63)
+        ["x"],
+        SamplingParams(top_k=2**40, max_tokens=2, min_tokens=2, ignore_eos=True, seed=2**63 - 1),
     )
     assert huge[0].error is None and len(huge[0].outputs[0].token_ids) == 2
     assert (

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, bias, masks, temperature, top-k, top-p, min-p, then the choice. Stateless.
+"""From logits to tokens: masks, min_tokens, bias, penalties, temperature, min-p, top-k, top-p, then the choice. Stateless.
 
 A token depends on (logits, parameters, seed, position) and on nothing else: not on the other rows, nor on how the work
 was cut into steps. The noise for the choice is a hash of (seed, position, token), so a step that is run again draws
@@ -96,26 +96,39 @@ def choose(
 def adjust(
     logits: Tensor, rows: Tensor, lengths: Tensor, job: SampleJob, state: Rows, shipped: Tensor
 ) -> Tensor:
-    """What the parameters make of float32 logits, before the choice. Overwrites them."""
+    """Apply every parameter but the temperature's division to float32 logits, in place.
+
+    The order is vLLM's: masks, min_tokens, logit bias, penalties, then min-p, top-k and top-p.
+    """
     at = {
         name: shipped[s].long()
         for name, s in job.slices.items()
         if name not in ("bias_value", "mask")
     }
     rows = rows.long()
-    ints = state.ints[rows]
-    floats = state.floats[rows]
-    _, prompt_len, min_tokens, top_k, *_ = ints.unbind(1)
-    temperature, top_p, min_p, *penalties = floats.unbind(1)
+    _, prompt_len, min_tokens, top_k, *_ = state.ints[rows].unbind(1)
+    temperature, top_p, min_p, *penalties = state.floats[rows].unbind(1)
+    _mask(logits, at, job, shipped)
+    if len(at["banned_row"]):
+        early = lengths - prompt_len < min_tokens
+        _forbid_stops(logits, at["banned_row"], at["banned_token"], early, bool(job.masked))
+    if len(at["bias_row"]):
+        bias = shipped[job.slices["bias_value"]].view(torch.float32)
+        logits.index_put_((at["bias_row"], at["bias_token"]), bias, accumulate=True)
     if job.penalised:
         i = at["penalised"]
         tokens = state.tokens[rows[i], : job.max_len]
         logits[i] = penalise(
             logits[i], tokens, prompt_len[i], lengths[i], *(p[i] for p in penalties)
         )
-    if len(at["bias_row"]):
-        bias = shipped[job.slices["bias_value"]].view(torch.float32)
-        logits.index_put_((at["bias_row"], at["bias_token"]), bias, accumulate=True)
+    if job.filtered:
+        for i in at["filtered"].split(FILTER_ROWS):
+            logits[i] = keep_likely(logits[i], temperature[i], top_k[i], top_p[i], min_p[i])
+    return logits
+
+
+def _mask(logits: Tensor, at: dict[str, Tensor], job: SampleJob, shipped: Tensor) -> None:
+    """Set the logits of tokens that allowed_token_ids or a guide's mask excludes to -inf."""
     if job.allowed:
         keep = torch.zeros(
             len(job.allowed), logits.shape[1], dtype=torch.bool, device=logits.device
@@ -128,19 +141,16 @@ def adjust(
             at["masked"].split(FILTER_ROWS), words.split(FILTER_ROWS), strict=True
         ):
             logits[i] = logits[i].masked_fill(~unpack(packed, logits.shape[1]), -torch.inf)
-    if len(at["banned_row"]):
-        i = at["banned_row"]
-        t = at["banned_token"]
-        early = lengths[i] - prompt_len[i] < min_tokens[i]
-        kept = logits[i, t]
-        logits[i, t] = torch.where(early, -torch.inf, kept)
-        if job.masked:  # min_tokens gives way where a mask leaves nothing but the end
-            stuck = logits.amax(1).isneginf()
-            logits[i, t] = torch.where(stuck[i], kept, logits[i, t])
-    if job.filtered:
-        for i in at["filtered"].split(FILTER_ROWS):
-            logits[i] = keep_likely(logits[i], temperature[i], top_k[i], top_p[i], min_p[i])
-    return logits
+
+
+def _forbid_stops(logits: Tensor, row: Tensor, token: Tensor, early: Tensor, masked: bool) -> None:
+    """Set stop tokens to -inf in rows that have fewer than min_tokens tokens. If a mask leaves
+    a row nothing but stop tokens, min_tokens does not apply to it."""
+    kept = logits[row, token]
+    logits[row, token] = torch.where(early[row], -torch.inf, kept)
+    if masked:
+        stuck = logits.amax(1).isneginf()
+        logits[row, token] = torch.where(stuck[row], kept, logits[row, token])
 
 
 def unpack(words: Tensor, count: int) -> Tensor:
@@ -173,14 +183,15 @@ def penalise(
 def keep_likely(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Mask all but the top k, of those the fewest that reach top_p (the one that crosses it is kept), of those the ones
-    at least min_p as likely as the first. Equal logits rank by token id."""
+    """Set all but the likeliest tokens to -inf: first those less than min_p times as likely as the
+    first, then those beyond the top k; of the rest the fewest are kept whose probabilities, which
+    then sum to 1, reach top_p. The token that crosses top_p is kept. Ties rank by token id."""
     ordered, index = logits.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
-    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
+    least = ordered[:, :1] + (temperature * min_p.log())[:, None]
+    ordered = ordered.masked_fill((ordered < least) | (rank >= top_k[:, None]), -torch.inf)
     probs = (ordered / temperature[:, None]).softmax(1)
-    before = probs.cumsum(1) - probs
-    drop = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    drop = probs.cumsum(1) - probs >= top_p[:, None]
     drop[:, 0] = False
     return torch.empty_like(logits).scatter_(1, index, ordered.masked_fill(drop, -torch.inf))
 

@@ -186,7 +186,7 @@ def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[
         "top_p": {"minimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": 2**64 - 1},
         "min_p": {"minimum": 0, "maximum": 1},
-        "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
+        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
         "stop": {**stop, "maxItems": limits.stops, "items": stop},
         "length_penalty": {"minimum": -10, "maximum": 10},
         "early_stopping": {"enum": [True, False, "never", None]},

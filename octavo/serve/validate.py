@@ -139,9 +139,7 @@ def sampling(body: Common, limits: Limits) -> SamplingParams:
                 f"logit_bias may have at most {limits.logit_bias} entries",
                 "param_out_of_range",
             )
-        if not all(re.fullmatch(r"\d{1,9}", token) for token in body.logit_bias):
-            raise bad("logit_bias", "logit_bias must map token ids to numbers")
-        given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        given["logit_bias"] = body.logit_bias
     return SamplingParams(**given, max_tokens=None, structured_outputs=structure.read(body, limits))
 
 

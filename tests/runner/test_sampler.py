@@ -136,14 +136,15 @@ def test_noise_is_finite_and_gumbel() -> None:
     [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.05), (20, 0.7, 0.02), (0, 0.999, 0.0)],
 )
 def test_what_is_kept_equals_transformers(top_k: int, top_p: float, min_p: float) -> None:
+    """Each filter is transformers' own. The order is vLLM's: min-p comes first."""
     logits = random_logits(40, seed=2)
     want = logits.clone()
+    if min_p:
+        want = hf.MinPLogitsWarper(min_p)(None, want)
     if top_k:
         want = hf.TopKLogitsWarper(top_k)(None, want)
     if top_p < 1:
         want = hf.TopPLogitsWarper(top_p)(None, want)
-    if min_p:
-        want = hf.MinPLogitsWarper(min_p)(None, want)
     n = len(logits)
     k = torch.full((n,), top_k if top_k else 2**31 - 1)
     got = sampler.keep_likely(
@@ -189,6 +190,36 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     )
     assert got[0, 4] == 0 and got[0, 50] == 0
     assert got[0, 6] == -1.0 and got[0, 7] == -0.75
+
+
+def test_top_p_is_taken_of_what_min_p_leaves() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]).log()
+    one = torch.ones(1)
+    got = sampler.keep_likely(logits, one, one.int() * 9, one * 0.85, one * 0.6)
+    assert got.isfinite().tolist() == [[True, True, False, False, False]], (
+        "0.4 and 0.3 pass min_p and are then the whole distribution; of all five, three reach 0.85"
+    )
+    warm = sampler.keep_likely(logits, one * 2, one.int() * 9, one, one * 0.6)
+    assert int(warm.isfinite().sum()) == 3, "min_p looks at probabilities after the temperature"
+
+
+def test_a_bias_is_added_before_the_penalties() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 8] = 3.0
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={5: 5.0})
+    assert choose(logits, [params], tokens=[[1, 5]]) == [8], "(0 + 5) / 2 < 3 < 0 / 2 + 5"
+
+
+def test_a_penalty_never_brings_back_what_a_mask_excludes() -> None:
+    logits = random_logits(2, seed=9)
+    params = [
+        SamplingParams(
+            temperature=0, frequency_penalty=-2, repetition_penalty=0.01, allowed_token_ids=[7, 8]
+        ),
+        SamplingParams(temperature=0, presence_penalty=-2, logit_bias={3: 100}),
+    ]
+    got = choose(logits, params, tokens=[[3, 4, 3, 4]] * 2, prompt_lens=[1, 1], masks={1: [11, 12]})
+    assert got[0] in (7, 8) and got[1] in (11, 12)
 
 
 def test_logit_bias_forces_and_forbids() -> None:

@@ -224,7 +224,7 @@ def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
 
 def test_messages_cross_as_they_are() -> None:
     shape = StructuredOutputs(json={"type": "object", "properties": {"b": {}, "a": {}}})
-    said = add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1, structured_outputs=shape)
+    said = add("a", stop=["x"], logit_bias={3: 1.5}, seed=2**63 - 1, structured_outputs=shape)
     for message in (said, Abort(["a", "b"]), Shutdown()):
         assert decode_to_engine(encode(message)) == message
     out = Output(
