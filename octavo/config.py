@@ -77,7 +77,7 @@ class CacheConfig:
     host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
     disk: bool = False  # and whether there is a disk behind it
     block_bytes: int = 0
-    # what leaves the cache of a sequence that has grown to its budget: octavo/core/eviction.py
+    # what leaves the cache of a sequence that has grown to its budget: octavo/core/bounded_kv.py
     eviction: str = "none"
     budget: int = 0  # positions of one sequence, where something leaves
     sinks: int = 1  # its first blocks, which stay

@@ -27,8 +27,8 @@ import torch
 from octavo.collect import Collector
 from octavo.config import CacheConfig, ModelConfig, ScheduleConfig
 from octavo.core.batching import check_batching
+from octavo.core.bounded_kv import check_eviction, most_positions
 from octavo.core.engine import Engine
-from octavo.core.eviction import check_eviction, most_positions
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Recorder
@@ -65,7 +65,7 @@ from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import held_rows
-from octavo.runner.tiers import Tiers
+from octavo.runner.tier_store import TierStore
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
@@ -365,9 +365,11 @@ class LLM:
         )
         return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
 
-    def _make_tiers(self, kv: KVStore, slots: int, disk: Disk | None, staging: int) -> Tiers | None:
+    def _make_tiers(
+        self, kv: KVStore, slots: int, disk: Disk | None, staging: int
+    ) -> TierStore | None:
         try:
-            tiers = Tiers(kv, slots, disk, staging)
+            tiers = TierStore(kv, slots, disk, staging)
         except (NotEnoughMemory, RuntimeError) as error:
             log.warning("going on without a second tier of KV: %s", error)
             return None

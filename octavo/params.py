@@ -187,7 +187,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
-    # the likeliest texts instead of drawn ones: octavo/core/groups.py
+    # the likeliest texts instead of drawn ones: octavo/core/beam_search.py
     use_beam_search: bool = False
     # of beams: a text ranks by the sum of its logprobs / its length ** this
     length_penalty: float = 1.0

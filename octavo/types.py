@@ -100,7 +100,7 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int]  # committing one of these ends it
     status: Status = Status.WAITING
-    # tokens that left its cache (octavo/core/eviction.py): they are gone from `tokens`, too, and
+    # tokens that left its cache (octavo/core/bounded_kv.py): they are gone from `tokens`, too, and
     # off
     dropped: int = 0
     # `limit` and `prompt_len`, so that all of these count positions. Of them the prompt's

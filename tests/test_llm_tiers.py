@@ -19,7 +19,7 @@ from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.llm import WARM_UP
 from octavo.runner.disk import Record
 from octavo.runner.runner import Runner
-from octavo.runner.tiers import Tiers
+from octavo.runner.tier_store import TierStore
 from octavo.types import Plan, Request
 from tests import tiny
 
@@ -30,7 +30,9 @@ SPACE = 1 / 1024  # GiB: some hundred blocks of these models
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can be loaded is: on a busy machine these small models are sooner computed."""
-    monkeypatch.setattr("octavo.core.links.Links.pays", lambda self, disk=False: True)
+    monkeypatch.setattr(
+        "octavo.core.offload_costs.OffloadCosts.pays", lambda self, disk=False: True
+    )
 
 
 def make(architecture: str = "llama", **options: Any) -> LLM:
@@ -153,7 +155,7 @@ def test_damaged_records_cost_time_and_never_a_token(
     tmp_path: Path, damage: str, sealed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether those who read them add them up or the device."""
-    monkeypatch.setattr("octavo.llm.Tiers", partial(Tiers, sealed=sealed))
+    monkeypatch.setattr("octavo.llm.TierStore", partial(TierStore, sealed=sealed))
     many, g = prompts(3), random.Random(1)
     first = make(kv_disk_path=tmp_path)
     want = [ask(first, p)[0] for p in many]
@@ -318,7 +320,7 @@ def test_memory_that_cannot_be_page_locked_is_done_without(
     def refused(*_: Any) -> None:
         raise NotEnoughMemory("cannot be page-locked")
 
-    monkeypatch.setattr(Tiers, "__init__", refused)
+    monkeypatch.setattr(TierStore, "__init__", refused)
     llm = make()
     assert "going on without a second tier of KV: cannot be page-locked" in caplog.text
     assert llm.engine.scheduler.tiers is None and llm.memory.host == 0

@@ -25,7 +25,7 @@ import torch
 from octavo.bench.batching import spread
 from octavo.core.blocks import chain
 from octavo.core.engine import Handle, Runner
-from octavo.core.links import Links
+from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.ops.pages import area
@@ -37,7 +37,7 @@ OUTPUT = 8  # tokens, compared
 SETTLE = 0.5  # seconds without a new record, after which all are written
 
 
-class Eager(Links):
+class Eager(OffloadCosts):
     """Loads whatever can be loaded."""
 
     def pays(self, disk: bool = False) -> bool:
@@ -139,7 +139,7 @@ def ask(llm: LLM, prompt: list[int]) -> Answer:
     return Answer(seconds, tokens, llm.engine.scheduler.count.cached_tokens - before, parts, lifted)
 
 
-def eager(llm: LLM) -> Links:
+def eager(llm: LLM) -> OffloadCosts:
     """Make it load whatever it can. The costs it goes on measuring."""
     tiers = llm.engine.scheduler.tiers
     if tiers is None:
@@ -205,7 +205,7 @@ def measure(
         "load_bytes_s": rate,
         "link_bytes_s": link,
         "of_link": rate / link,
-        "chooses_host": Links.pays(costs),
+        "chooses_host": OffloadCosts.pays(costs),
         "stores": tiers.stores,
     }
     llm.close()
@@ -260,7 +260,7 @@ def measure(
         "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
         "disk_records": records,
         "disk_misses": dict(count.misses),
-        "chooses_disk": Links.pays(costs, disk=True),
+        "chooses_disk": OffloadCosts.pays(costs, disk=True),
         "same_tokens": all(
             len({tuple(a.tokens) for a in each}) == 1
             for each in zip(device, host, disk, paged, strict=True)

@@ -6,7 +6,7 @@ Knows blocks and hashes, not sequences. Every block is in exactly one state:
     cached   nobody holds it, its content is known  refs == 0, hash set      } both wait in `free`, oldest first,
     free     nobody holds it, nothing to reuse      refs == 0, no hash       } so a cached block is taken last
 
-Block 0 belongs to nobody: padding in a batch writes there. Cached blocks may have an owner: shares.py says whose goes first.
+Block 0 belongs to nobody: padding in a batch writes there. Cached blocks may have an owner: cache_quota.py says whose goes first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.core.shares import Shares
+from octavo.core.cache_quota import CacheQuota
 
 
 def chain(parent: bytes, tokens: array[int]) -> bytes:
@@ -50,7 +50,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.index: dict[bytes, int] = {}
         self.owner = [""] * (num_blocks + 1)  # who published it; "": nobody in particular
-        self.shares = Shares()  # of owners in particular
+        self.shares = CacheQuota()  # of owners in particular
         self.evictions = 0
         self.evicted: list[Content] = []  # since somebody last cleared it
 

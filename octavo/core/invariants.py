@@ -5,10 +5,10 @@ changes none of it. docs/core.md says why each must hold.
 from __future__ import annotations
 
 from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.beam_search import reported
 from octavo.core.blocks import BlockPool
-from octavo.core.eviction import most_positions
-from octavo.core.families import Families
-from octavo.core.groups import reported
+from octavo.core.bounded_kv import most_positions
+from octavo.core.forks import SequenceGroups
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues
 from octavo.core.tables import NEVER
@@ -17,7 +17,7 @@ from octavo.types import Sequence
 
 def check(
     queues: Queues,
-    families: Families,
+    families: SequenceGroups,
     prefix: PrefixCache,
     cache: CacheConfig,
     schedule: ScheduleConfig,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool, chain, root
-from octavo.core.tiers import Tiers
+from octavo.core.tier_index import TierIndex
 from octavo.types import Plan, Sequence, StepResult
 
 
@@ -28,9 +28,11 @@ class Match(NamedTuple):
 class PrefixCache:
     def __init__(self, cache: CacheConfig, pool: BlockPool):
         self.on, self.pool, self.size = cache.prefix_caching, pool, pool.size
-        self.tiers: Tiers | None = None
+        self.tiers: TierIndex | None = None
         if self.on and cache.host_slots:
-            self.tiers = Tiers(cache.host_slots, cache.block_size, cache.block_bytes, cache.disk)
+            self.tiers = TierIndex(
+                cache.host_slots, cache.block_size, cache.block_bytes, cache.disk
+            )
         # content of blocks on their way into the cache -> whose sequence computes it
         self.computing: dict[bytes, int] = {}
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from operator import attrgetter
 
-from octavo.core.groups import candidates
+from octavo.core.beam_search import candidates
 from octavo.core.policy import Policy
 from octavo.types import NewRow, Sequence, Status
 

@@ -25,20 +25,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core.admission import new_sequence
 from octavo.core.batching import Batches, Pace, Ride
+from octavo.core.beam_search import reported
 from octavo.core.blocks import BlockPool
-from octavo.core.eviction import check_eviction, drop, looks, most_positions, pick, weigh
-from octavo.core.families import Families
-from octavo.core.groups import reported
-from octavo.core.intake import new_sequence
+from octavo.core.bounded_kv import check_eviction, drop, looks, most_positions, pick, weigh
+from octavo.core.forks import SequenceGroups
 from octavo.core.invariants import check
 from octavo.core.policy import find_policy
+from octavo.core.preemption import Room, Urgency
 from octavo.core.prefix import Match, PrefixCache
 from octavo.core.queues import Queues, new_row
 from octavo.core.tables import admission_takes, chunk, evict, reserve
-from octavo.core.tiers import TierCounters
+from octavo.core.tier_index import TierCounters
 from octavo.core.trace import Recorder
-from octavo.core.urgency import Room, Urgency
 from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.types import (
     Guide,
@@ -106,7 +106,7 @@ class Scheduler:
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
         self.prefix = PrefixCache(cache, self.pool)
         self.queues = Queues(self.policy, schedule.max_num_seqs)
-        self.families = Families(self.queues, self.pool)
+        self.families = SequenceGroups(self.queues, self.pool)
         self.adaptive = schedule.batching == "adaptive"
         self.pace = Pace(schedule.target) if self.adaptive or self.policy.pausing else None
         rides = schedule.ride and schedule.batching == "continuous" and not self.policy.pausing

@@ -13,7 +13,7 @@ import sys
 
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool
-from octavo.core.eviction import drop, pick
+from octavo.core.bounded_kv import drop, pick
 from octavo.types import Plan, Sequence
 
 NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that of a text

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import ForwardBatch, Span, Watched
-from octavo.runner.rows import Rows
+from octavo.runner.batch_slots import Rows
 from octavo.types import Item
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import KVCorrupted
-from octavo.runner.rows import Rows
+from octavo.runner.batch_slots import Rows
 from octavo.types import Item, Plan
 
 

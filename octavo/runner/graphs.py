@@ -26,8 +26,8 @@ from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.ops.triton.rows import advance, tell
 from octavo.runner.batch import gather, lay_out_padded, only_last
+from octavo.runner.batch_slots import Rows
 from octavo.runner.kvstore import KVStore
-from octavo.runner.rows import Rows
 from octavo.runner.sampler import choose
 from octavo.runner.shapes import Shape, decode_sizes, mixed_shapes
 from octavo.types import Item, Plan

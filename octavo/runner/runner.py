@@ -17,12 +17,12 @@ from octavo.errors import DeviceOutOfMemory
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.runner.batch import gather, lay_out, only_last, watch
+from octavo.runner.batch_slots import Rows
 from octavo.runner.canary import Canary
 from octavo.runner.kvstore import KVStore
-from octavo.runner.link import Lap
-from octavo.runner.rows import Rows
 from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
-from octavo.runner.tiers import Tiers
+from octavo.runner.staging import Lap
+from octavo.runner.tier_store import TierStore
 from octavo.runner.transfer import Download, Upload, copy
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
@@ -88,7 +88,7 @@ class Runner:
         max_tokens: int,
         device: torch.device,
         graphs: bool = False,
-        tiers: Tiers | None = None,
+        tiers: TierStore | None = None,
         canary: Canary | None = None,
         evicting: bool = False,
     ):

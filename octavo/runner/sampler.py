@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import Ops
-from octavo.runner.rows import Rows
+from octavo.runner.batch_slots import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import TokenLogprobs
 

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from octavo.core.engine import Engine, Handle, Runner
-from octavo.core.tiers import Tiers
+from octavo.core.tier_index import TierIndex
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.params import SamplingParams
 from octavo.serve.link import EngineLink
@@ -369,7 +369,7 @@ class EngineLoop:
         )
 
 
-def tier_state(tiers: Tiers) -> dict[str, float]:
+def tier_state(tiers: TierIndex) -> dict[str, float]:
     """Counters, and how many slots of host memory are in which state."""
     state: dict[str, float] = {
         name: value for name, value in asdict(tiers.count).items() if name != "misses"

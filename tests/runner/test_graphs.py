@@ -14,7 +14,7 @@ from octavo.model.load import dummy_weights
 from octavo.params import SamplingParams
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
-from octavo.runner.tiers import Tiers
+from octavo.runner.tier_store import TierStore
 from octavo.types import Item, NewRow, Plan
 from tests import tiny
 from tests.conftest import DEVICE
@@ -129,7 +129,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
     runners[1].graphs = WithoutCapture(runners[1].model, runners[1].kv, runners[1].rows, 4, 64, 64)
     for runner in runners:
         runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
-        runner.tiers = Tiers(runner.kv, 2)
+        runner.tiers = TierStore(runner.kv, 2)
     first, second = plans()[:2]
     assert [block for _, _, block in plans()[2].appends] == [10]
     third = plans()[2]

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from octavo.ops.reference import ReferenceOps, gumbel
 from octavo.params import SamplingParams
 from octavo.runner import sampler
-from octavo.runner.rows import Rows
+from octavo.runner.batch_slots import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import NewRow, Plan
 from tests.toy_guide import pack

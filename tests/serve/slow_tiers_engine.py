@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from octavo.runner.disk import Record
-from octavo.runner.tiers import Tiers
+from octavo.runner.tier_store import TierStore
 from octavo.serve import engine_process
 
-load, read = Tiers.load, Record.read
+load, read = TierStore.load, Record.read
 
 
-def slow_load(self: Tiers, loads: Any) -> None:
+def slow_load(self: TierStore, loads: Any) -> None:
     time.sleep(0.005 * len(loads))
     load(self, loads)
 
@@ -23,6 +23,6 @@ def slow_read(self: Record, *args: Any) -> None:
     read(self, *args)
 
 
-Tiers.load = slow_load  # type: ignore[method-assign]
+TierStore.load = slow_load  # type: ignore[method-assign]
 Record.read = slow_read  # type: ignore[method-assign]
 sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 
-class Shares:
+class CacheQuota:
     def __init__(self) -> None:
         self.blocks: dict[str, OrderedDict[int, None]] = {}
         self.having: dict[int, dict[str, None]] = {}

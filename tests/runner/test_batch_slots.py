@@ -7,7 +7,7 @@ from array import array
 import torch
 
 from octavo.params import SamplingParams
-from octavo.runner.rows import Rows
+from octavo.runner.batch_slots import Rows
 from octavo.runner.transfer import Upload
 from octavo.types import NewRow, Plan
 

@@ -15,7 +15,7 @@ PROBE = 32  # one time in so many, what does not seem to pay is tried: a link ma
 
 
 @dataclass(slots=True)
-class Links:
+class OffloadCosts:
     """What each way to a block takes, in seconds."""
 
     size: int  # tokens in a block

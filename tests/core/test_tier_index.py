@@ -10,9 +10,9 @@ import pytest
 
 from octavo.core.blocks import BlockPool, Content, chain
 from octavo.core.engine import Engine
-from octavo.core.links import PROBE, Links
+from octavo.core.offload_costs import PROBE, OffloadCosts
 from octavo.core.scheduler import Scheduler
-from octavo.core.tiers import Tiers
+from octavo.core.tier_index import TierIndex
 from octavo.params import SamplingParams
 from octavo.types import DiskNews, Item, Plan, Request, Sequence, StepResult
 from tests import oracle
@@ -379,7 +379,7 @@ def prefill(tokens: int) -> Plan:
 
 
 def test_what_is_sooner_computed_is_not_loaded() -> None:
-    links = Links(SIZE, load=0.1, fetch=1.0)
+    links = OffloadCosts(SIZE, load=0.1, fetch=1.0)
     assert links.pays() and links.pays(disk=True), (
         "nothing was measured: loading is the better guess"
     )
@@ -397,7 +397,7 @@ def test_what_is_sooner_computed_is_not_loaded() -> None:
 
 
 def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
-    links = Links(SIZE, load=0.1, fetch=1.0)
+    links = OffloadCosts(SIZE, load=0.1, fetch=1.0)
     links.learn(prefill(2), StepResult([], seconds=10.0))
     links.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
     assert not links.tokens
@@ -431,7 +431,7 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
 
 
 def test_a_colliding_hash_is_a_miss_here_too() -> None:
-    pool, tiers, plan = BlockPool(1, 2), Tiers(2, 2, 100), Plan(1)
+    pool, tiers, plan = BlockPool(1, 2), TierIndex(2, 2, 100), Plan(1)
     a, b = array("i", [1, 2]), array("i", [3, 4])
     pool.publish(block := pool.take(), b"h", a)
     pool.drop(block)
@@ -446,7 +446,7 @@ def test_a_colliding_hash_is_a_miss_here_too() -> None:
 
 
 def test_check_notices_a_slot_in_two_states() -> None:
-    tiers = Tiers(2, 2, 100)
+    tiers = TierIndex(2, 2, 100)
     tiers.check()
     tiers._take()
     with pytest.raises(AssertionError, match="lost"):
@@ -465,7 +465,7 @@ def test_a_ticket_is_nobody_elses_in_an_engine_that_comes_after() -> None:
 
 def test_what_is_disowned_is_found_nowhere() -> None:
     """Ready, fetched from disk, or being filled: the slot is given back, and what comes next is not taken for the disk's."""
-    tiers, tokens = Tiers(3, SIZE, 2**20, disk=True), array("i", [1, 2, 3, 4])
+    tiers, tokens = TierIndex(3, SIZE, 2**20, disk=True), array("i", [1, 2, 3, 4])
     scheduler, _, tickets = asked(FakeDisk(slowest=1))
     assert scheduler.tiers is not None
     scheduler.commit(Plan(99), fetched(tickets[0]))

@@ -5,12 +5,12 @@
     plan.saves    slot -> disk      by a thread, some time later, if the slot still holds the same
     plan.fetches  disk -> slot      by threads; news says when it is there, or that it will not be
 
-On a GPU a store goes on after its step (link.py). A slot changes owner with everything that comes into it, under the slot's
+On a GPU a store goes on after its step (staging.py). A slot changes owner with everything that comes into it, under the slot's
 lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
 row of host memory, and there are as many rows besides as readers: a record is read into one of those, which then changes places
 with the slot's, so nothing is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a
 graph that is being captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads
-do (seals.py). Knows slots and hashes; who wants them, core knows.
+do (checksums.py). Knows slots and hashes; who wants them, core knows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 from octavo.ops.pages import area
+from octavo.runner.checksums import Check, Checksums
 from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
-from octavo.runner.link import Stage, page_lock, page_unlock
-from octavo.runner.seals import Check, Seals
+from octavo.runner.staging import Stage, page_lock, page_unlock
 from octavo.types import DiskNews, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Read:
         self.start = self.seconds = 0.0
 
 
-class Tiers:
+class TierStore:
     def __init__(
         self,
         kv: KVStore,
@@ -105,7 +105,7 @@ class Tiers:
         self._owners = 0
         self._stage = Stage(self.kv, self.host, self.row, staging) if cuda else None
         sealed = cuda if sealed is None else sealed
-        self.seals = Seals(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
+        self.seals = Checksums(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
         self._check: Check | None = None  # of what was loaded last
         # (when, what, readers' seconds), from the threads
         self._news: deque[tuple[float, DiskNews, float]] = deque()

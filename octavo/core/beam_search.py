@@ -8,7 +8,7 @@ A step of a search of width 2 (scores are sums of logprobs; "." ends a text):
                                                                                         B+z -2.3 ...
 
 What it gives equals transformers' beam search: scores, texts and their order. Knows sequences and logprobs, no blocks:
-families.py forks whoever goes on twice, and the scheduler ends whoever does not.
+forks.py forks whoever goes on twice, and the scheduler ends whoever does not.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sys
 from array import array
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core.eviction import most_positions
+from octavo.core.bounded_kv import most_positions
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
 from octavo.params import check_real, check_whole
 from octavo.types import Beam, Request, Sequence

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from octavo.config import CacheConfig, ModelConfig
-from octavo.runner import tiers as module
+from octavo.runner import tier_store as module
 from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
-from octavo.runner.link import Lap
-from octavo.runner.tiers import Tiers
+from octavo.runner.staging import Lap
+from octavo.runner.tier_store import TierStore
 from octavo.types import DiskNews, Fetch, Plan, Save
 from tests.conftest import DEVICE
 
@@ -57,17 +57,17 @@ def value(kv: KVStore, block: int) -> float:
     return found
 
 
-Make = Callable[..., Tiers]
+Make = Callable[..., TierStore]
 
 
 @pytest.fixture
 def make(kv: KVStore, tmp_path: Path) -> Iterator[Make]:
-    made: list[Tiers] = []
+    made: list[TierStore] = []
 
-    def build(slots: int = 4, disk: bool = True, limit: int = 2**20) -> Tiers:
+    def build(slots: int = 4, disk: bool = True, limit: int = 2**20) -> TierStore:
         record = kv.tensor[0].nbytes
         opened = Disk(tmp_path / "kv", limit, b"f" * 16, "test", record) if disk else None
-        made.append(Tiers(kv, slots, opened, staging=4 * record))
+        made.append(TierStore(kv, slots, opened, staging=4 * record))
         return made[-1]
 
     yield build
@@ -75,7 +75,7 @@ def make(kv: KVStore, tmp_path: Path) -> Iterator[Make]:
         tiers.close(patience=0.2)
 
 
-def until(tiers: Tiers, count: int, seconds: float = 10.0) -> list[DiskNews]:
+def until(tiers: TierStore, count: int, seconds: float = 10.0) -> list[DiskNews]:
     """The next pieces of news."""
     found: list[DiskNews] = []
     deadline = time.monotonic() + seconds
@@ -142,7 +142,7 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     data = bytearray(record.read_bytes())
     data[-5000] ^= 1
     record.write_bytes(data)
-    tiers = Tiers(kv, 4, disk, sealed=True)
+    tiers = TierStore(kv, 4, disk, sealed=True)
     tiers.begin(Plan(1, fetches=[Fetch(i, i - 3, name(i), tokens(i)) for i in (3, 4, 5)]))
     assert {news.kind for news in until(tiers, 3)} == {"fetched"}
     tiers.load([(0, 6), (2, 1), (1, 7)])  # two side by side, and one elsewhere
@@ -167,8 +167,8 @@ def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(
 ) -> None:
     tiers = make()
     gate = threading.Event()
-    real = Tiers._save
-    monkeypatch.setattr(Tiers, "_save", lambda *a: (gate.wait(10), real(*a))[1])
+    real = TierStore._save
+    monkeypatch.setattr(TierStore, "_save", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     tiers.begin(Plan(2, stores=[(4, 0)], saves=[Save(0, name(4), tokens(4))]))
     gate.set()
@@ -182,7 +182,7 @@ def test_a_queue_that_cannot_be_worked_off_is_cut(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(Tiers, "_save", lambda *a: gate.wait(10))
+    monkeypatch.setattr(TierStore, "_save", lambda *a: gate.wait(10))
     tiers = make(slots=4)
     for i in range(20):
         tiers.begin(Plan(1, stores=[(1, i % 4)], saves=[Save(i % 4, name(i), tokens(i))]))

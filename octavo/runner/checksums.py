@@ -30,7 +30,7 @@ class Check(NamedTuple):
         return {slot: h for (slot, (h, sealed)), mine in pairs if seal(mine) != sealed}
 
 
-class Seals:
+class Checksums:
     def __init__(self, kv: Tensor):
         """kv [blocks, ...], blocks of whole pages"""
         # [blocks, pages, words]

@@ -25,7 +25,7 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
-from octavo.core.links import DISK_RATE, LINK_RATE, Links
+from octavo.core.offload_costs import DISK_RATE, LINK_RATE, OffloadCosts
 from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
 
 TICKETS = count(1)  # of all engines: a runner outlives them
@@ -61,7 +61,7 @@ class Lift(NamedTuple):
     owner: str  # the key of who asked for it
 
 
-class Tiers:
+class TierIndex:
     def __init__(self, slots: int, block_size: int, block_bytes: int, disk: bool = False):
         self.slots, self.size, self.block_bytes, self.disk = slots, block_size, block_bytes, disk
         self.hash: list[bytes | None] = [None] * slots
@@ -77,7 +77,7 @@ class Tiers:
         self.rising: dict[bytes, int] = {}  # of those that nothing forgot: the block
         self.news = 1  # how often a slot was settled: who waits looks again when this has moved
         self.count = TierCounters()
-        self.links = Links(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
+        self.links = OffloadCosts(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
 
     # ---- up: what admission finds ------------------------------------------------------------------
 

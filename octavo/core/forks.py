@@ -1,5 +1,5 @@
 """A request's sequences: one at first, more where it is forked (n > 1, best_of) or searched by beams. Forks them and counts them
-in and out; which beams go on is decided by groups.py, what becomes of rows and blocks of those that end by the scheduler.
+in and out; which beams go on is decided by beam_search.py, what becomes of rows and blocks of those that end by the scheduler.
 
     n > 1    the prompt is computed but for its last token; then each child shares the table and computes that token itself
     beams    all have reported; who goes on twice is forked, who does not go on ends
@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from octavo.core.beam_search import BeamSearch, go_on, reported
 from octavo.core.blocks import BlockPool
-from octavo.core.groups import BeamSearch, go_on, reported
 from octavo.core.queues import Queues, new_row
 from octavo.types import Output, Plan, Sequence, Status, TokenLogprobs, child_seed
 
 
-class Families:
+class SequenceGroups:
     def __init__(self, queues: Queues, pool: BlockPool):
         self.queues, self.pool = queues, pool
         self.live: dict[int, Sequence] = {}
