@@ -719,15 +719,7 @@ class LLM:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer()
             return prompt, tokenizer.as_prompt(tokenizer.encode(prompt)), ""
-        try:
-            ids: Any = prompt
-            if _dimensions(prompt) == 1:
-                ids = ids.tolist()
-            return None, [t if type(t) is int else t.__index__() for t in ids], ""
-        except (TypeError, AttributeError):
-            raise InvalidRequest(
-                f"a prompt is text or a list of token ids, got {prompt!r:.80}", "prompt"
-            ) from None
+        return None, _token_ids(prompt), ""
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -840,6 +832,17 @@ def _as_list(prompts: Any) -> list[Prompt]:
     many = list(prompts)
     several = not many or isinstance(many[0], (str, dict, list, tuple)) or _dimensions(many[0]) == 1
     return many if several else [many]
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """The ids of a list, a tuple, a NumPy array or a PyTorch tensor, as Python integers."""
+    try:
+        ids = prompt.tolist() if _dimensions(prompt) == 1 else prompt
+        return [id if type(id) is int else id.__index__() for id in ids]
+    except (TypeError, AttributeError):
+        raise InvalidRequest(
+            f"a prompt is text or a list of token ids, got {prompt!r:.80}", "prompt"
+        ) from None
 
 
 def _dimensions(value: Any) -> int:
