@@ -242,6 +242,7 @@ class EngineClient:
         self.supervisor = supervisor or Supervisor(
             config, self.receive, self.lost, lambda: self.open_requests
         )
+        self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self._loading: asyncio.Task[None] | None = None
 
     # ---- the state -------------------------------------------------------------------------------
@@ -419,6 +420,7 @@ class EngineClient:
                 found.call.compiling.discard(message.id)
                 found.call.wake()
         elif isinstance(message, Loaded):
+            self.on_loaded(message)
             self._loading = asyncio.create_task(self._load_tokenizer(message))
         elif isinstance(message, Ready):
             self.metrics.loaded(self.model_info())

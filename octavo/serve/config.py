@@ -38,4 +38,4 @@ class ServeConfig:
     stall_dump: float = 10.0
     stall_kill: float = 60.0  # and then: start it anew
     check_interval: float = 60.0  # seconds between two checks of the engine's invariants; 0: none
-    tokenizer_threads: int = 2
+    text_workers: int = 2  # processes that parse, tokenise and render what is long or untrusted

@@ -11,7 +11,6 @@ Knows tokens and no text but what the tokenizer's place is. Installs no signal h
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import json
@@ -48,6 +47,7 @@ from octavo.serve.messages import (
     Taken,
     ToEngine,
 )
+from octavo.serve.process import die_with_parent
 from octavo.serve.view import Viewer
 from octavo.types import Guide, Output, Plan, Request, Sequence
 
@@ -63,7 +63,6 @@ SLOWEST = {"cpu": 5e9, "cuda": 5e13}
 # seconds between two looks at what is being compiled, while there is nothing else to do
 TICK = 0.002
 HOST_TIMES = ("plan", "launch", "wait", "commit")
-PR_SET_PDEATHSIG = 1
 
 
 class Observed:
@@ -492,14 +491,6 @@ def device_alive(llm: LLM) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def die_with_parent() -> None:
-    """Even if the front is killed outright. Elsewhere than on Linux the lost pulse's broken pipe has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it died before we asked
-            os._exit(1)
 
 
 def main(end: str, stacks: int) -> int:

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from octavo.serve.client import EngineClient
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import not_ready
+from octavo.serve.jobs import Setup
 from octavo.serve.keys import Key, Keys
+from octavo.serve.messages import Loaded
 from octavo.serve.metrics import Metrics
-from octavo.serve.tokenize import TextWorker
+from octavo.serve.tokenize import Texts
+from octavo.serve.worker_pool import WorkerPool
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -22,9 +25,9 @@ class Front:
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
-        self.text = TextWorker(
-            config.tokenizer_threads, config.limits.text_seconds, lambda: self.idle
-        )
+        self.pool = WorkerPool(config.text_workers, config.limits.text_seconds)
+        self.text = Texts(self.pool, lambda: self.idle)
+        self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())
 
     @property
@@ -37,6 +40,18 @@ class Front:
         if self.client.tokenizer is None:
             raise not_ready(self.client.supervisor.phase, self.client.supervisor.restarting)
         return self.client.tokenizer
+
+
+def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:
+    """The first message to the worker processes."""
+    return Setup(
+        tokenizer_directory=loaded.tokenizer_directory,
+        tokenizer_gguf=loaded.tokenizer_gguf,
+        chat_template=config.chat_template,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        limits=config.limits,
+    )
 
 
 def new_id() -> str:

@@ -14,7 +14,8 @@ class Limits:
     headers: int = 256
     header_seconds: float = 10.0
     body_seconds: float = 30.0
-    text_seconds: float = 10.0  # to tokenise a text, or to render a chat
+    text_seconds: float = 10.0  # for a worker process to read one input: parse, tokenise, render
+    text_memory_bytes: int = 2**30  # that a worker process may take for one input
     send_seconds: float = 20.0  # a client that reads nothing for so long is left
     connections: int = 4096  # of gRPC as many again, and calls in all
     watchers: int = 8  # of the live page (--max-watchers)

@@ -71,8 +71,12 @@ async def tokenize(exchange: Exchange) -> None:
     else:
         assert body.prompt is not None
         front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)
-        flags = body.add_special_tokens is not False, body.parse_special is not False
-        ids = await front.text.run(len(body.prompt), front.tokenizer.encode, body.prompt, *flags)
+        ids = await front.text.encode_plain(
+            front.tokenizer,
+            body.prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            allow_special=body.parse_special is not False,
+        )
     reply = {"tokens": ids, "count": len(ids), "max_model_len": context}
     if body.return_token_strs:
         reply["token_strs"] = [front.tokenizer.token_str(id) for id in ids]
@@ -91,9 +95,8 @@ async def detokenize(exchange: Exchange) -> None:
         if body.tokens
         else []
     )
-    await exchange.reply(
-        {"prompt": await front.text.run(len(ids), front.tokenizer.decode, ids, False)}, headers
-    )
+    text = await front.text.decode(front.tokenizer, ids)
+    await exchange.reply({"prompt": text}, headers)
 
 
 async def tokenizer_info(exchange: Exchange) -> None:

@@ -188,7 +188,7 @@ class Server:
                 await self.rpc.stop(LAST_WORDS)
             await client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
-            self.front.text.close()
+            await self.front.pool.close()
             if self.health is not None:
                 await asyncio.to_thread(self.health.shutdown)
                 self.health.server_close()

@@ -1,13 +1,11 @@
-"""Text to tokens: long texts off the event loop, in a few threads (the tokenizer lets go of the GIL), short ones together, and
-no work on what cannot fit.
+"""Text to tokens: short texts in the event loop, long ones in a worker process, and no work on a text that cannot fit.
 
-A text of B bytes makes at least B / (bytes of the longest token) tokens, so one that is far too long is refused unread.
+A text of B bytes has at least B / (bytes of the longest token) tokens, so one that is far too long is refused unread.
 
-Short texts that come in one turn of the event loop are tokenised in one call. Of 32 requests that arrive at once each then
-does its part in step with the others, first all up to their texts, then all from there on, and what the processor has just
-learnt of one serves the next: a fifth less time for all of them (docs/LOG.md, "The way in, in step"). That is for an idle engine,
-which should begin with all of them. One at work wants the first as soon as it is ready: a front that keeps clients in step makes
-the two take turns, a sixth less throughput.
+Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a burst then proceed in step:
+all up to their texts, then all from there on, which takes a fifth less time (docs/LOG.md, "The way in, in step"). That is for an
+idle engine, which should begin with all of them. A busy engine wants the first as soon as it is ready: keeping clients in step
+would make front and engine take turns, at a sixth less throughput.
 """
 
 from __future__ import annotations
@@ -18,12 +16,14 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.errors import ContextLengthExceeded
-from octavo.serve.threads import Threads
-from octavo.text.chat import encode_chat, render_marked, select_template
+from octavo.serve.jobs import Decode, Encode, EncodeChat
+from octavo.serve.worker_pool import WorkerPool
+from octavo.text.chat import render_marked, select_template
 from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-INLINE = 512  # characters that are tokenised faster than a thread takes over
+INLINE = 512  # characters that are tokenised faster than a worker process takes over
+LIGHT = 64 * 2**10  # characters: a longer text is a heavy job
 
 
 class Short(NamedTuple):
@@ -34,22 +34,13 @@ class Short(NamedTuple):
     ids: asyncio.Future[list[int]]
 
 
-class TextWorker:
+class Texts:
     """`context`: the longest prompt that any request may have, in tokens."""
 
-    def __init__(self, threads: int, seconds: float, together: Callable[[], bool] = lambda: True):
-        self.threads = Threads(threads, seconds, "tokenise")
+    def __init__(self, pool: WorkerPool, together: Callable[[], bool] = lambda: True):
+        self.pool = pool
         self.together = together
         self._short: list[Short] = []
-
-    def close(self) -> None:
-        self.threads.close()
-
-    async def run(self, size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        if size > INLINE:
-            found: T = await self.threads.run(lambda: work(*args, **options))
-            return found
-        return guarded(work, *args, **options)
 
     def check_size(self, tokenizer: Tokenizer, size: int, context: int) -> None:
         """Refuse text of so many bytes that it must have more tokens than the context."""
@@ -62,12 +53,23 @@ class TextWorker:
     async def encode(
         self, tokenizer: Tokenizer, text: str, context: int, add_special_tokens: bool = True
     ) -> list[int]:
+        """The tokens of a prompt."""
         self.check_size(tokenizer, len(text), context)
-        if len(text) > INLINE or not self.together():
-            ids = await self.run(len(text), tokenizer.encode, text, add_special_tokens)
-        else:
+        if len(text) <= INLINE and self.together():
             ids = await self._soon(tokenizer, text, add_special_tokens, False)
+        else:
+            ids = await self.encode_plain(tokenizer, text, add_special_tokens, False)
         return tokenizer.as_prompt(ids)
+
+    async def encode_plain(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, allow_special: bool
+    ) -> list[int]:
+        """As Tokenizer.encode."""
+        if len(text) <= INLINE:
+            return guarded(tokenizer.encode, text, add_special_tokens, allow_special)
+        job = Encode(text, add_special_tokens, allow_special)
+        ids: list[int] = await self.pool.run(job, list[int], heavy=len(text) > LIGHT)
+        return ids
 
     async def encode_chat(
         self,
@@ -78,27 +80,29 @@ class TextWorker:
         tools: list[dict[str, Any]] | None = None,
         **options: Any,
     ) -> list[int]:
+        """The tokens of a conversation. `template` is the client's own; None: the model's."""
         size = sum(_size(m.get("content")) for m in messages)
         self.check_size(tokenizer, size, context)
         size += 16 * len(messages) + (INLINE if tools else 0)
-
-        def work(how: Callable[..., T]) -> T:
-            return how(
-                tokenizer,
-                select_template(tokenizer, template, tools is not None),
-                messages,
-                tools,
-                **options,
-            )
-
-        if size > INLINE:
-            return await self.run(size, work, encode_chat)
-        text, mark = guarded(work, render_marked)
+        if size > INLINE or template is not None:
+            job = EncodeChat(messages, tools, template, options)
+            heavy = size > LIGHT or template is not None
+            ids: list[int] = await self.pool.run(job, list[int], heavy=heavy)
+            return ids
+        model_template = guarded(select_template, tokenizer, None, tools is not None)
+        text, mark = guarded(render_marked, tokenizer, model_template, messages, tools, **options)
         if mark is not None:
             return guarded(tokenizer.encode_marked, text, mark)
         if not self.together():
             return guarded(tokenizer.encode, text, False, True)
         return await self._soon(tokenizer, text, False, True)
+
+    async def decode(self, tokenizer: Tokenizer, ids: list[int]) -> str:
+        """The text of tokens, special tokens included."""
+        if len(ids) <= INLINE:
+            return guarded(tokenizer.decode, ids, skip_special_tokens=False)
+        text: str = await self.pool.run(Decode(ids), str, heavy=len(ids) > LIGHT)
+        return text
 
     # ---- short texts ------------------------------------------------------------------------------------
 

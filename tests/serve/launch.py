@@ -1,6 +1,6 @@
 """Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, a loop
-that a SIGUSR2 blocks, and a tokenizer that hangs over a text that begins with HANG and panics over PANIC, and over the fourth
-token after a prompt that begins with the token 17 twice.
+that a SIGUSR2 blocks, worker processes with faults (faulty_worker.py), and a tokenizer that panics over a text that begins with
+PANIC and over the fourth token after a prompt that begins with the token 17 twice.
 
 python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_dump": 0.5}'
 """
@@ -27,8 +27,6 @@ class Panic(BaseException):
 
 def spoil(encode: Any) -> Any:
     def faulty(self: Tokenizer, text: str, *args: Any, **options: Any) -> list[int]:
-        if text.startswith("HANG"):
-            time.sleep(3600)
         if text.startswith("PANIC"):
             raise Panic("a secret: /etc/passwd")
         found: list[int] = encode(self, text, *args, **options)
@@ -61,12 +59,16 @@ def spoil_text(take: Any) -> Any:
 def main(port: str, text: str) -> None:
     options: dict[str, Any] = json.loads(text)
     program = options.pop("program", None)
+    faulty = False
     if options.pop("faulty_text", False):
         Tokenizer.encode = spoil(Tokenizer.encode)  # type: ignore[method-assign]
         Tokenizer.encode_many = spoil_many(Tokenizer.encode_many)  # type: ignore[method-assign]
         Collector.take = spoil_text(Collector.take)  # type: ignore[method-assign]
+        faulty = True
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
+    if faulty:
+        found.front.pool.command = (sys.executable, "-m", "tests.serve.faulty_worker")
     if program is not None:
         found.front.client.supervisor.command = (sys.executable, "-m", program)
     # in the loop's thread: it stands still

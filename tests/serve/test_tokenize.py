@@ -1,17 +1,17 @@
-"""Short texts that come in one turn are tokenised together, and each has its own answer."""
+"""Short texts that arrive in one turn are tokenised together, and each has its own answer."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.serve.tokenize import INLINE, TextWorker
+from octavo.serve.tokenize import INLINE, Texts
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
+from tests.serve.test_workers import running
 
 
 class Panic(BaseException):
@@ -25,13 +25,11 @@ def tokenizer() -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
     async def run() -> list[Any]:
-        worker = TextWorker(1, 5.0)
-        try:
+        async with running() as pool:
+            found = Texts(pool)
             return await asyncio.gather(
-                *(worker.encode(tokenizer, text, 4096) for text in texts), return_exceptions=True
+                *(found.encode(tokenizer, text, 4096) for text in texts), return_exceptions=True
             )
-        finally:
-            worker.close()
 
     return asyncio.run(run())
 
@@ -76,31 +74,30 @@ def test_one_that_cannot_be_tokenised_is_the_only_one_to_hear_of_it(
 
 def test_who_leaves_before_the_turn_is_over_disturbs_nobody(tokenizer: Tokenizer) -> None:
     async def run() -> list[int]:
-        worker = TextWorker(1, 5.0)
-        first, second = (
-            asyncio.create_task(worker.encode(tokenizer, text, 4096)) for text in ("hello", "world")
-        )
-        await asyncio.sleep(0)
-        first.cancel()
-        try:
+        async with running() as pool:
+            found = Texts(pool)
+            first, second = (
+                asyncio.create_task(found.encode(tokenizer, text, 4096))
+                for text in ("hello", "world")
+            )
+            await asyncio.sleep(0)
+            first.cancel()
             return await second
-        finally:
-            worker.close()
 
     assert asyncio.run(run()) == tokenizer.encode("world")
 
 
 def test_others_go_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
-    """The library holds the interpreter in its calls for one text, not in those for many."""
-    text, turns, done = "a b " * 500_000, 0, threading.Event()
+    text = "a b " * 200_000
 
-    def work() -> None:
-        tokenizer.encode(text)
-        done.set()
+    async def run() -> tuple[list[int], int]:
+        async with running() as pool:
+            task = asyncio.create_task(Texts(pool).encode(tokenizer, text, 10**9))
+            turns = 0
+            while not task.done():
+                await asyncio.sleep(0.001)
+                turns += 1
+            return await task, turns
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not done.wait(0.001):
-        turns += 1
-    thread.join()
-    assert turns > 20
+    ids, turns = asyncio.run(run())
+    assert ids == tokenizer.encode(text) and turns > 20

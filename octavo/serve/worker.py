@@ -1,0 +1,212 @@
+"""A worker process: runs one job at a time, with its memory limited. The front starts it and may kill it at any time.
+
+Blocks on its socket between jobs and ends when the front closes it. Imports no torch, so that it starts quickly. Never writes
+to the log: what a client sent could be in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+from octavo.serve.errors import ApiError, api_error
+from octavo.serve.jobs import (
+    Compile,
+    Decode,
+    Done,
+    Encode,
+    EncodeChat,
+    Failed,
+    Refused,
+    Reply,
+    Setup,
+    decode_job,
+    decode_setup,
+    encode,
+)
+from octavo.serve.link import LENGTH, frame
+from octavo.serve.process import die_with_parent
+from octavo.text.chat import encode_chat, select_template
+from octavo.text.tokenizer import Tokenizer
+
+RETAINED = 64 * 2**20  # bytes above its size at the start that a process may keep between jobs
+PAGE = resource.getpagesize()
+
+
+class Context:
+    """What jobs share."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.limits = setup.limits
+        self.tokenizer = read_tokenizer(setup)
+
+    @cached_property
+    def vocabulary(self) -> Any:
+        """llguidance's view of the tokenizer."""
+        from octavo.text.guide import make_vocabulary
+
+        end_ids = tuple(sorted(self.tokenizer.end_ids))
+        return make_vocabulary(self.tokenizer, self.setup.vocab_size, end_ids)
+
+
+def read_tokenizer(setup: Setup) -> Tokenizer:
+    if setup.tokenizer_gguf is not None:
+        tokenizer = Tokenizer.from_gguf(setup.tokenizer_gguf)
+    else:
+        assert setup.tokenizer_directory is not None
+        tokenizer = Tokenizer.from_directory(setup.tokenizer_directory)
+    if setup.chat_template is not None:
+        tokenizer.chat_templates = {"default": setup.chat_template}
+    return tokenizer
+
+
+# ---- the jobs ---------------------------------------------------------------------------------------
+
+
+def encode_text(context: Context, job: Encode) -> list[int]:
+    return context.tokenizer.encode(job.text, job.add_special_tokens, job.allow_special)
+
+
+def encode_messages(context: Context, job: EncodeChat) -> list[int]:
+    template = select_template(context.tokenizer, job.template, job.tools is not None)
+    return encode_chat(context.tokenizer, template, job.messages, job.tools, **job.options)
+
+
+def decode_ids(context: Context, job: Decode) -> str:
+    return context.tokenizer.decode(job.ids, skip_special_tokens=False)
+
+
+def compile_guide(context: Context, job: Compile) -> str | None:
+    from octavo.text.guide import build
+
+    mask_bytes = -(-context.setup.vocab_size // 32) * 4
+    try:
+        build(context.vocabulary, job.spec, mask_bytes)
+    except InvalidRequest as error:
+        return str(error)
+    return None
+
+
+HANDLERS: dict[type[msgspec.Struct], Callable[[Context, Any], Any]] = {
+    Encode: encode_text,
+    EncodeChat: encode_messages,
+    Decode: decode_ids,
+    Compile: compile_guide,
+}
+
+
+# ---- one job ----------------------------------------------------------------------------------------
+
+
+def answer(context: Context, data: bytes) -> Reply:
+    """The reply to a job, whatever happens in it."""
+    try:
+        job = decode_job(data)
+        return Done(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
+    except MemoryError:
+        return Refused(
+            400,
+            f"this input needs more than {context.limits.text_memory_bytes} bytes of memory to read: "
+            "shorten or simplify it",
+            "text_memory_exceeded",
+            retire=True,
+        )
+    except (ApiError, InvalidRequest) as error:
+        found = api_error(error)
+        return Refused(found.status, found.message, found.code, found.param)
+    except BaseException as error:  # a panic in native code is not an Exception
+        return Failed(shown(error))
+
+
+def shown(error: BaseException) -> str:
+    """Where it was raised and its type. Its message may quote the client."""
+    places = traceback.extract_tb(error.__traceback__)
+    lines = [f"{Path(place.filename).name}:{place.lineno} in {place.name}" for place in places]
+    return "\n".join([*lines, type(error).__name__])
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Memory:
+    """Limits the address space of this process, and tells when it keeps too much of it."""
+
+    base: int  # bytes resident at the start
+
+    @classmethod
+    def limited(cls, allowance: int) -> Memory:
+        """From now on allocations beyond the present size and the allowance fail."""
+        size, resident = memory_used()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if size:
+            with suppress(ValueError, OSError):  # the system already sets a lower limit
+                resource.setrlimit(resource.RLIMIT_AS, (size + allowance, hard))
+        return cls(resident)
+
+    def exceeded(self) -> bool:
+        """Whether memory stays far above what it was at the start, though it was asked back."""
+        if memory_used()[1] - self.base < RETAINED:
+            return False
+        gc.collect()
+        with suppress(AttributeError, OSError):  # glibc alone has it
+            ctypes.CDLL(None).malloc_trim(0)
+        return memory_used()[1] - self.base >= RETAINED
+
+
+def memory_used() -> tuple[int, int]:
+    """Bytes of address space, and bytes resident. Elsewhere than on Linux both are unknown: 0."""
+    try:
+        size, resident = Path("/proc/self/statm").read_text().split()[:2]
+    except OSError:
+        return 0, 0
+    return int(size) * PAGE, int(resident) * PAGE
+
+
+# ---- the process ------------------------------------------------------------------------------------
+
+
+def receive(stream: BinaryIO) -> bytes | None:
+    """The next message. None: the front has closed the socket."""
+    head = stream.read(LENGTH.size)
+    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+
+
+def main(number: int) -> int:
+    """`number`: the descriptor of this process's end of the socket."""
+    die_with_parent()
+    os.set_inheritable(number, False)
+    with socket.socket(fileno=number) as end, end.makefile("rb") as stream:
+        data = receive(stream)
+        if data is None:
+            return 0
+        context = Context(decode_setup(data))
+        gc.collect()
+        gc.freeze()
+        memory = Memory.limited(context.limits.text_memory_bytes)
+        end.sendall(frame(encode(Done(msgspec.Raw(encode(None))))))
+        while (data := receive(stream)) is not None:
+            reply = answer(context, data)
+            del data
+            reply.retire = reply.retire or memory.exceeded()
+            end.sendall(frame(encode(reply)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
