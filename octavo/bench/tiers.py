@@ -28,7 +28,7 @@ from octavo.core.engine import Handle, Runner
 from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError
 from octavo.llm import LLM
-from octavo.ops.pages import area
+from octavo.ops.huge_pages import area
 from octavo.params import SamplingParams
 from octavo.runner.disk import Disk
 from octavo.types import Plan, StepResult

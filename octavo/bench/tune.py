@@ -26,10 +26,10 @@ EDGES = {"lm_head", "embed_tokens"}
 
 def candidates(form: Format, rows: int) -> list[Any]:
     """Ways that are worth trying for so many rows."""
-    from octavo.ops.triton.quant.gemm import Gemm
-    from octavo.ops.triton.quant.gemv import Gemv
-    from octavo.ops.triton.quant.hopper import SPLITS, TILES, known
-    from octavo.ops.triton.quant.rounded import Rounded
+    from octavo.ops.triton.quant.activation_gemm import Rounded
+    from octavo.ops.triton.quant.hopper_gemm import SPLITS, TILES, known
+    from octavo.ops.triton.quant.quant_gemm import Gemm
+    from octavo.ops.triton.quant.quant_gemv import Gemv
 
     tall = min(256, max(16, 1 << (rows - 1).bit_length()))
     if form.rounds and rows > 16:

@@ -124,7 +124,7 @@ class Shape:
             or not self.config.architecture.endswith("ForCausalLM")
         ):
             return dtype
-        from octavo.ops.cpu.workers import workers
+        from octavo.ops.cpu.thread_pool import workers
 
         c = self.config
         team = workers()

@@ -23,7 +23,7 @@ from octavo.model.fields import Fields
 from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.model.rope import rope_config, rope_table
 from octavo.ops import ForwardBatch, Ops
-from octavo.ops.decoder import DecoderLayer, DecoderSpec, Fused
+from octavo.ops.fused_spec import DecoderLayer, DecoderSpec, Fused
 from octavo.ops.kv import KV
 
 ACTIVATIONS = {

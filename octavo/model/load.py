@@ -25,7 +25,7 @@ from octavo.model.base import CausalLM, Formats, Slot, build, registry
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.ops import Ops
-from octavo.ops.cpu.machine import instruction_set
+from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.weight import Format, QuantWeight
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from octavo.ops.decoder import DecoderSpec, Fused
+    from octavo.ops.fused_spec import DecoderSpec, Fused
     from octavo.ops.kv import KV
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import ForwardBatch, Watched
-from octavo.ops.decoder import DecoderSpec, Fused
+from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
 from octavo.ops.weight import QuantWeight, dense
 

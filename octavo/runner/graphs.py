@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.ops.triton.rows import advance, tell
+from octavo.ops.triton.step_inputs import advance, tell
 from octavo.runner.batch import gather, lay_out_padded, only_last
 from octavo.runner.batch_slots import Rows
 from octavo.runner.kvstore import KVStore

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from octavo.config import KV_SCALE_BYTES, CacheConfig, ModelConfig
 from octavo.errors import NotEnoughMemory
+from octavo.ops.huge_pages import huge
 from octavo.ops.kv import KV, LARGEST, QuantKV
-from octavo.ops.pages import huge
 
 
 class KVStore:

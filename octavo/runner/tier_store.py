@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.ops.pages import area
+from octavo.ops.huge_pages import area
 from octavo.runner.checksums import Check, Checksums
 from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore

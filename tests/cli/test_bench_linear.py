@@ -47,7 +47,7 @@ def test_a_shape_that_is_none_is_named(octavo: Callable[..., Result]) -> None:
 def test_tuning_leaves_out_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from octavo.ops.triton import quant
-    from octavo.ops.triton.quant.gemm import Gemm
+    from octavo.ops.triton.quant.quant_gemm import Gemm
 
     good, bad, wrong = Gemm(16, 64, 1, 2, 1), Gemm(16, 48, 1, 2, 1), Gemm(32, 64, 1, 2, 1)
     monkeypatch.setattr(tune, "candidates", lambda form, rows: [bad, wrong, good])

@@ -14,7 +14,7 @@ from octavo.model.dequant import CODED, FORMATS
 from octavo.model.load import load_model
 from octavo.ops import Ops
 from octavo.ops.cpu import CpuOps
-from octavo.ops.cpu.machine import instruction_set
+from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import JoinedWeight, QuantWeight
 from tests.batch import empty_kv, make_batch, scattered_tables

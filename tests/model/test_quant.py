@@ -17,7 +17,7 @@ from octavo.model import embedded, quant
 from octavo.model import quantized as quantized_files
 from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
 from octavo.model.load import load_model, open_checkpoint
-from octavo.ops.cpu.machine import instruction_set
+from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import Format, QuantWeight
 from tests import tiny

@@ -100,7 +100,7 @@ def main() -> None:
     from octavo.model import quant
     from octavo.model.dequant import CODED
     from octavo.ops.triton import quant as packed
-    from octavo.ops.triton.quant.hopper import TILES, Hopper
+    from octavo.ops.triton.quant.hopper_gemm import TILES, Hopper
     from octavo.ops.weight import QuantWeight
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []

@@ -19,9 +19,9 @@ from octavo.model import build, quant, registry
 from octavo.model.embedded import INSTALL, PACKAGE
 from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
-from octavo.ops.cpu.layout import PackedWeight
-from octavo.ops.cpu.machine import INSTRUCTION_SETS, cpu_flags, instruction_set
-from octavo.ops.cpu.workers import Workers, workers
+from octavo.ops.cpu.cpu_features import INSTRUCTION_SETS, cpu_flags, instruction_set
+from octavo.ops.cpu.thread_pool import Workers, workers
+from octavo.ops.cpu.weight_layout import PackedWeight
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
 from octavo.runner.batch import only_last
@@ -380,7 +380,7 @@ def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
 
 def test_where_kernels_cannot_be_kept_is_noticed(tmp_path: Path) -> None:
     """They are compiled into a directory that is gone afterwards, instead of the server's not starting."""
-    from octavo.ops.cpu.workers import writable
+    from octavo.ops.cpu.thread_pool import writable
 
     assert writable(tmp_path / "new" / "place") and (tmp_path / "new" / "place").is_dir()
     (tmp_path / "file").write_text("")

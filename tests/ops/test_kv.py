@@ -12,8 +12,8 @@ from torch import Tensor
 from octavo.config import CacheConfig, ModelConfig
 from octavo.ops import ForwardBatch
 from octavo.ops.cpu import CpuOps, paged_attention
-from octavo.ops.cpu.machine import instruction_set
-from octavo.ops.cpu.workers import kernels, workers
+from octavo.ops.cpu.cpu_features import instruction_set
+from octavo.ops.cpu.thread_pool import kernels, workers
 from octavo.ops.kv import LARGEST, QuantKV, compress, expand
 from octavo.ops.reference import ReferenceOps
 from octavo.runner.kvstore import KVStore
@@ -230,7 +230,7 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
     assert step is not None
     store, kind = (
         step.store_vector,
-        int(getattr(step.attention, "I8" if codes == torch.int8 else "F8")),
+        int(getattr(step.attention_jit, "I8" if codes == torch.int8 else "F8")),
     )
 
     @numba.njit
@@ -378,7 +378,7 @@ def test_triton_writes_the_references_codes(
 
 def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) -> None:
     """Without a GPU the kernels take another way: here each instruction of this one is computed by hand."""
-    from octavo.ops.triton import codes
+    from octavo.ops.triton import kv_codes
 
     every = torch.arange(256, dtype=torch.uint8)
     as_int8, as_fp8 = (
@@ -388,11 +388,11 @@ def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) ->
     for n in range(256):
         four = [n, (n * 7 + 3) % 256, 255 - n, (n + 128) % 256]
         other = [(x * 11 + 5) % 256 for x in four]
-        low, high = run_ptx(codes.INT8.value, 2, [word(four)])
+        low, high = run_ptx(kv_codes.INT8.value, 2, [word(four)])
         assert halves(low) + halves(high) == [as_int8[x] for x in four]
         for text, meaning in (
-            (codes.QUARTERS_INT8.value, as_int8),
-            (codes.QUARTERS_FP8.value, as_fp8),
+            (kv_codes.QUARTERS_INT8.value, as_int8),
+            (kv_codes.QUARTERS_FP8.value, as_fp8),
         ):
             got = [halves(x) for x in run_ptx(text, 4, [word(four), word(other)])]
             want = [[meaning[a], meaning[b]] for a, b in zip(four, other, strict=True)]

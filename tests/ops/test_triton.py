@@ -12,8 +12,8 @@ from tests.conftest import DEVICE
 from tests.ops.test_reference import BATCHES, draw, filled
 
 pytest.importorskip("triton")
-from octavo.ops.triton import TritonOps, attention
-from octavo.ops.triton.attention import BESIDE, FEW, LONG
+from octavo.ops.triton import TritonOps, attention_kernels
+from octavo.ops.triton.attention_kernels import BESIDE, FEW, LONG
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
@@ -87,8 +87,10 @@ def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.Monk
             for each in qkv.clone()
         ]
 
-    plain = attention._prefill
-    monkeypatch.setattr(attention, "_prefill", lambda *arguments: plain(*arguments) and False)
+    plain = attention_kernels._prefill
+    monkeypatch.setattr(
+        attention_kernels, "_prefill", lambda *arguments: plain(*arguments) and False
+    )
     want = layers()
     monkeypatch.undo()
     graph = torch.cuda.CUDAGraph()

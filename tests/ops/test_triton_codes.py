@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from octavo.ops.triton.quant import codes
+from octavo.ops.triton.quant import weight_codes
 
 SHAPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
@@ -105,9 +105,10 @@ def of_e4m3(byte: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [(codes.NIBBLES, torch.bfloat16), (codes.NIBBLES_F16, torch.float16)]
+    ("text", "dtype"),
+    [(weight_codes.NIBBLES, torch.bfloat16), (weight_codes.NIBBLES_F16, torch.float16)],
 )
-def test_nibbles(text: codes.tl.constexpr, dtype: torch.dtype) -> None:
+def test_nibbles(text: weight_codes.tl.constexpr, dtype: torch.dtype) -> None:
     for code in range(16):
         words = code * 0x1111 | (15 - code) * 0x11110000
         for out in run(text.value, 4, words):
@@ -119,14 +120,14 @@ def test_nibbles(text: codes.tl.constexpr, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("text", "dtype", "meaning"),
     [
-        (codes.BYTES, torch.bfloat16, signed),
-        (codes.BYTES_F16, torch.float16, signed),
-        (codes.E4M3, torch.bfloat16, of_e4m3),
-        (codes.E4M3_F16, torch.float16, of_e4m3),
+        (weight_codes.BYTES, torch.bfloat16, signed),
+        (weight_codes.BYTES_F16, torch.float16, signed),
+        (weight_codes.E4M3, torch.bfloat16, of_e4m3),
+        (weight_codes.E4M3_F16, torch.float16, of_e4m3),
     ],
 )
 def test_bytes(
-    text: codes.tl.constexpr, dtype: torch.dtype, meaning: Callable[[int], float]
+    text: weight_codes.tl.constexpr, dtype: torch.dtype, meaning: Callable[[int], float]
 ) -> None:
     for byte in range(256):
         if byte & 127 == 127 and meaning is of_e4m3:  # not a number
@@ -137,16 +138,16 @@ def test_bytes(
 
 
 def test_nibbles_as_float32() -> None:
-    parts = run(codes.NIBBLES_FLOATS.value, 8, 0xFEDC3210)
+    parts = run(weight_codes.NIBBLES_FLOATS.value, 8, 0xFEDC3210)
     assert [float(as_numbers(p, torch.float32)) for p in parts] == [
         1 + q / 16 for q in (0, 12, 1, 13, 2, 14, 3, 15)
     ]
 
 
 @pytest.mark.parametrize(
-    ("text", "meaning"), [(codes.BYTES_FLOATS, signed), (codes.E4M3_FLOATS, of_e4m3)]
+    ("text", "meaning"), [(weight_codes.BYTES_FLOATS, signed), (weight_codes.E4M3_FLOATS, of_e4m3)]
 )
-def test_bytes_as_float32(text: codes.tl.constexpr, meaning: Callable[[int], float]) -> None:
+def test_bytes_as_float32(text: weight_codes.tl.constexpr, meaning: Callable[[int], float]) -> None:
     for byte in range(256):
         if byte & 127 == 127 and meaning is of_e4m3:
             continue
@@ -159,8 +160,8 @@ def test_bytes_as_float32(text: codes.tl.constexpr, meaning: Callable[[int], flo
 def test_no_output_is_written_while_the_input_is_needed() -> None:
     """An output may share the input's register, unless its constraint says "early"."""
     for text, outputs in (
-        (codes.NIBBLES, 4), (codes.NIBBLES_F16, 4), (codes.BYTES_F16, 2), (codes.E4M3, 2), (codes.E4M3_F16, 2),
-        (codes.BYTES_FLOATS, 4), (codes.E4M3_FLOATS, 4), (codes.BYTES, 2),
+        (weight_codes.NIBBLES, 4), (weight_codes.NIBBLES_F16, 4), (weight_codes.BYTES_F16, 2), (weight_codes.E4M3, 2), (weight_codes.E4M3_F16, 2),
+        (weight_codes.BYTES_FLOATS, 4), (weight_codes.E4M3_FLOATS, 4), (weight_codes.BYTES, 2),
     ):  # fmt: skip
         assert not written_early(text.value, outputs)
-    assert written_early(codes.NIBBLES_FLOATS.value, 8)
+    assert written_early(weight_codes.NIBBLES_FLOATS.value, 8)

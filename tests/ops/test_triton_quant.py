@@ -20,10 +20,10 @@ from tests.ops.test_reference import draw
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
 from octavo.ops.triton import quant as packed
-from octavo.ops.triton.quant.dense import Dense
-from octavo.ops.triton.quant.gemm import Gemm, cut
-from octavo.ops.triton.quant.gemv import Gemv
-from octavo.ops.triton.quant.hopper import TILES, Hopper, fastest
+from octavo.ops.triton.quant.dequantize import Dense
+from octavo.ops.triton.quant.hopper_gemm import TILES, Hopper, fastest
+from octavo.ops.triton.quant.quant_gemm import Gemm, cut
+from octavo.ops.triton.quant.quant_gemv import Gemv
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
@@ -211,7 +211,7 @@ def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
 ) -> None:
     """Large where there are enough of them; where there are few they are shared, by programs with a part of the inputs each."""
     monkeypatch.setattr(
-        importlib.import_module("octavo.ops.triton.quant.hopper"), "PROCESSORS", 132
+        importlib.import_module("octavo.ops.triton.quant.hopper_gemm"), "PROCESSORS", 132
     )
     how = fastest(rows, outputs, inputs)
     assert (how.rows, how.outputs, how.split) == tile

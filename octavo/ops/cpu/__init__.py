@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cpu.fused import (
+from octavo.ops.cpu.cpu_decoder import (
     FusedDecoder,
     attention_record,
     cache_record,
@@ -21,9 +21,9 @@ from octavo.ops.cpu.fused import (
     spare_bytes,
     write_float,
 )
-from octavo.ops.cpu.layout import PackedWeight
-from octavo.ops.cpu.workers import Workers, workers
-from octavo.ops.decoder import DecoderSpec, Fused
+from octavo.ops.cpu.thread_pool import Workers, workers
+from octavo.ops.cpu.weight_layout import PackedWeight
+from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST
 from octavo.ops.reference import ReferenceOps, noise_key
 from octavo.ops.weight import QuantWeight
@@ -196,7 +196,7 @@ def paged_attention(
     job = np.zeros(step.FIELDS, dtype=np.int64)
     with team.lock:
         record = attention_record(team, batch, q.shape[1], kv, scale)
-        a = step.attention
+        a = step.attention_jit
         record[a.QUERY] = q.data_ptr()
         record[a.QUERY_STRIDE] = q.stride(0) * 4
         record[a.OUT] = out.data_ptr()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.ops.kept import kept_in
+from octavo.ops.cache_dir import kept_in
 
 MAP_BYTES = 128  # of a tensor map
 

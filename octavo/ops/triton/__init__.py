@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch
-from octavo.ops.cuda import few
-from octavo.ops.decoder import DecoderSpec, Fused
+from octavo.ops.cuda import decode_megakernel
+from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.triton import attention, fused, gemm, quant, sample
+from octavo.ops.triton import attention_kernels, dense_gemv, fused_kernels, quant, sampling_kernels
 from octavo.ops.weight import JoinedWeight, QuantWeight
 
 
@@ -28,7 +28,7 @@ class TritonOps(ReferenceOps):
         return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
-        return few.fuse(decoder)
+        return decode_megakernel.fuse(decoder)
 
     def linear(
         self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None
@@ -40,7 +40,7 @@ class TritonOps(ReferenceOps):
             y = y if bias is None else y.add_(bias)
             return y if add is None else add.add_(y)
         if x.shape[0] == 1:
-            return gemm.gemv(x, weight, bias, add)
+            return dense_gemv.gemv(x, weight, bias, add)
         if add is None:
             return super().linear(x, weight, bias)
         add.addmm_(x, weight.t())  # in the product's own epilogue
@@ -60,21 +60,21 @@ class TritonOps(ReferenceOps):
         return super().embedding(ids, weight, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-        return fused.rms_norm(x, weight, eps, add)
+        return fused_kernels.rms_norm(x, weight, eps, add)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None
     ) -> Tensor:
-        return fused.layer_norm(x, weight, bias, eps, add)
+        return fused_kernels.layer_norm(x, weight, bias, eps, add)
 
     def gelu(self, x: Tensor) -> Tensor:
-        return fused.gelu(x)
+        return fused_kernels.gelu(x)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return fused.act_mul(gate_up, gelu=False)
+        return fused_kernels.act_mul(gate_up, gelu=False)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return fused.act_mul(gate_up, gelu=True)
+        return fused_kernels.act_mul(gate_up, gelu=True)
 
     def rope_and_cache(
         self,
@@ -86,12 +86,12 @@ class TritonOps(ReferenceOps):
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        return fused.rope_and_cache(qkv, kv, batch, cos_sin, q_norm, k_norm, eps)
+        return fused_kernels.rope_and_cache(qkv, kv, batch, cos_sin, q_norm, k_norm, eps)
 
     def attention(
         self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
     ) -> Tensor:
-        return attention.attention(q, kv, batch, scale, window)
+        return attention_kernels.attention(q, kv, batch, scale, window)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """Plain KV is multiplied as it is, so it must be like the queries; Triton knows float8 (e4m3) from Ada and Hopper on."""
@@ -107,4 +107,4 @@ class TritonOps(ReferenceOps):
         seed_high: Tensor,
         position: Tensor,
     ) -> Tensor:
-        return sample.choose(logits, rows, temperature, seed_low, seed_high, position)
+        return sampling_kernels.choose(logits, rows, temperature, seed_low, seed_high, position)

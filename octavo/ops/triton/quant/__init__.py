@@ -17,14 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.triton.overlap import AVAILABLE
-from octavo.ops.triton.quant.codes import FP8, INT4, INT8
-from octavo.ops.triton.quant.dense import Dense, dense, embedding
-from octavo.ops.triton.quant.gemm import Gemm, gemm
-from octavo.ops.triton.quant.gemv import Gemv, gemv
-from octavo.ops.triton.quant.hopper import Hopper, fastest, fits, hopper
-from octavo.ops.triton.quant.packed import PackedWeight
-from octavo.ops.triton.quant.rounded import Rounded, rounded
+from octavo.ops.triton.dependent_launch import AVAILABLE
+from octavo.ops.triton.quant.activation_gemm import Rounded, rounded
+from octavo.ops.triton.quant.dequantize import Dense, dense, embedding
+from octavo.ops.triton.quant.hopper_gemm import Hopper, fastest, fits, hopper
+from octavo.ops.triton.quant.packed_weight import PackedWeight
+from octavo.ops.triton.quant.quant_gemm import Gemm, gemm
+from octavo.ops.triton.quant.quant_gemv import Gemv, gemv
+from octavo.ops.triton.quant.weight_codes import FP8, INT4, INT8
 
 __all__ = ["How", "PackedWeight", "choose", "embedding", "linear"]
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV, LARGEST, QuantKV
-from octavo.ops.triton import codes
-from octavo.ops.triton.fused import arguments
-from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton import kv_codes
+from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.fused_kernels import arguments
 
 LOG2E = 1.4426950408889634
 # Bytes for tiles: a program may have 227 KiB on Hopper, 99 on small Ampere and Ada chips, and needs some for the rest.
@@ -124,14 +124,17 @@ def _attend(
             key_scale, value_scale = _scales(
                 key_scales, value_scales, table, start, high, s_scales, B, N, EDGE
             )
-            score = tl.dot(queries, codes.numbers(k, queries.dtype), input_precision=PRECISION)
+            score = tl.dot(queries, kv_codes.numbers(k, queries.dtype), input_precision=PRECISION)
             score *= key_scale[None, :]
             p, shrink, peak, total = _weigh(
                 score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE, BLIND
             )
             p = (p * (value_scale * LARGEST)[None, :]).to(queries.dtype)
             acc = tl.dot(
-                p, codes.numbers(v, queries.dtype), acc * shrink[:, None], input_precision=PRECISION
+                p,
+                kv_codes.numbers(v, queries.dtype),
+                acc * shrink[:, None],
+                input_precision=PRECISION,
             )
         else:
             score = tl.dot(queries, k, input_precision=PRECISION)
@@ -214,7 +217,7 @@ def _attend_words(
         key_scale, value_scale = _scales(
             key_scales, value_scales, table, start, high, s_scales, B, N, EDGE
         )
-        k0, k1, k2, k3 = codes.quarters(k, q0.dtype, LARGEST)
+        k0, k1, k2, k3 = kv_codes.quarters(k, q0.dtype, LARGEST)
         score = tl.dot(q0, k0, input_precision=PRECISION)
         score = tl.dot(q1, k1, score, input_precision=PRECISION)
         score = tl.dot(q2, k2, score, input_precision=PRECISION)
@@ -224,7 +227,7 @@ def _attend_words(
             score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE, WINDOW > 0
         )
         p = (p * (value_scale * LARGEST)[None, :]).to(q0.dtype)
-        v0, v1, v2, v3 = codes.quarters(v, q0.dtype, LARGEST)
+        v0, v1, v2, v3 = kv_codes.quarters(v, q0.dtype, LARGEST)
         a0 = tl.dot(p, v0, a0 * shrink[:, None], input_precision=PRECISION)
         a1 = tl.dot(p, v1, a1 * shrink[:, None], input_precision=PRECISION)
         a2 = tl.dot(p, v2, a2 * shrink[:, None], input_precision=PRECISION)
@@ -263,11 +266,11 @@ def decode_kernel(
         i = tl.arange(0, DP // 4)
         at = q + rows[:, None] * D + 4 * i[None, :]
         inside = (g[:, None] < G) & (i[None, :] < D // 4)
-        q0, q1, q2, q3, row_scale = codes.four_queries(at, inside, scale)
+        q0, q1, q2, q3, row_scale = kv_codes.four_queries(at, inside, scale)
     else:
         queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
         if LARGEST > 0:
-            queries, row_scale = codes.queries(queries, scale)
+            queries, row_scale = kv_codes.queries(queries, scale)
     own = tl.zeros([GP], tl.int32) + length - 1
     peak = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -399,7 +402,7 @@ def prefill_kernel(
         queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
         row_scale = scale
         if LARGEST > 0:
-            queries, row_scale = codes.queries(queries, scale)
+            queries, row_scale = kv_codes.queries(queries, scale)
         own = past + local
         low = 0
         if WINDOW > 0:

@@ -1,4 +1,4 @@
-"""Codes of quantised weights to numbers, inside kernels. How codes lie in memory is packed.py's.
+"""Codes of quantised weights to numbers, inside kernels. How codes lie in memory is packed_weight.py's.
 
 A word of 16 bits holds four 4-bit or two 8-bit codes; each function takes a tensor of words and returns its codes part by part,
 as bfloat16 or float16 for the tensor cores, or as float32. Converting integers is slow on a GPU (I2F takes a unit that does 16

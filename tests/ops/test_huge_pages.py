@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.ops.pages import CHUNK, HUGE, LINE, Arena, huge
+from octavo.ops.huge_pages import CHUNK, HUGE, LINE, Arena, huge
 
 
 def flags_of(address: int) -> list[str]:

@@ -1,6 +1,6 @@
 """All layers of a decoder as one job for the CPU kernels: writes down addresses and sizes, then lets the threads run.
 
-The counterpart of jit/step.py, whose records it fills.
+The counterpart of jit/decoder_jit.py, whose records it fills.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import ForwardBatch, Watched
-from octavo.ops.cpu.layout import PackedWeight
-from octavo.ops.cpu.workers import Workers
-from octavo.ops.decoder import DecoderLayer, DecoderSpec
+from octavo.ops.cpu.thread_pool import Workers
+from octavo.ops.cpu.weight_layout import PackedWeight
+from octavo.ops.fused_spec import DecoderLayer, DecoderSpec
 from octavo.ops.kv import KV, QuantKV
 
 Record = NDArray[np.int64]
@@ -47,13 +47,13 @@ def spare_bytes(lanes: int, tile: int, widest: int) -> int:
 # tasks a thread below which tokens are split, or one thread would wait for another: 3 key heads
 # for two threads
 FEW = 8
-# as jit/emit.py calls them
+# as jit/llvm_intrinsics.py calls them
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8"}
 
 
 def cache_record(workers: Workers, kv: KV) -> Record:
     """Of what attention_record has, the cache alone: kv [N, ..., 2, Hk, B, D], whose last four dimensions are contiguous."""
-    a = workers.step.attention
+    a = workers.step.attention_jit
     # counters follow, where tokens are split
     record: Record = np.zeros(a.FIELDS + FEW * workers.threads, dtype=np.int64)
     record[a.KV_HEADS], record[a.BLOCK_SIZE], record[a.DIM] = kv.shape[-3:]
@@ -76,7 +76,7 @@ def attention_record(
     watched: tuple[Tensor, Tensor] | None = None,
 ) -> Record:
     """watched: each item's number among the watched ones or -1 (int32 [S]), and their mass [n, Hk, W]."""
-    a = workers.step.attention
+    a = workers.step.attention_jit
     kv_heads, block_size, dim = kv.shape[-3:]
     record = cache_record(workers, kv)
     record[a.HEADS] = heads
@@ -150,12 +150,12 @@ class FusedDecoder:
         for i, (weight, bias) in enumerate(
             zip((layer.qkv, layer.out, layer.gate_up, layer.down), layer.biases, strict=True)
         ):
-            at = i * step.product.FIELDS
+            at = i * step.matmul_jit.FIELDS
             row[at : at + len(weight.record)] = weight.record
             if bias is not None:  # in whole blocks, as the weight is
                 padded = torch.nn.functional.pad(bias.float(), (0, -len(bias) % lanes)).contiguous()
                 self.kept.append(padded)
-                row[at + step.product.BIAS] = padded.data_ptr()
+                row[at + step.matmul_jit.BIAS] = padded.data_ptr()
         norms = (
             layer.attn_norm,
             layer.mlp_norm,
@@ -189,7 +189,7 @@ class FusedDecoder:
         watched = None if batch.watched is None else numbered(batch, batch.watched, spec.kv_heads)
         with workers.lock:
             record = attention_record(workers, batch, spec.heads, kv, spec.scale, watched)
-            a = step.attention
+            a = step.attention_jit
             job: Record = np.zeros(step.FIELDS, dtype=np.int64)
             job[step.KIND] = step.DECODER
             job[step.ROWS] = rows

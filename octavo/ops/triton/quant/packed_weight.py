@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.ops.triton.quant.codes import FP8, INT4, INT8
+from octavo.ops.triton.quant.weight_codes import FP8, INT4, INT8
 from octavo.ops.weight import QuantWeight
 
 WORDS = 32  # in a block

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from octavo.model import build, registry
 from octavo.model.quant import FORMATS
-from octavo.ops.cuda import driver, few
-from octavo.ops.decoder import DecoderLayer, DecoderSpec
+from octavo.ops.cuda import decode_megakernel, driver
+from octavo.ops.fused_spec import DecoderLayer, DecoderSpec
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
 from tests.batch import empty_kv, make_batch, scattered_tables
@@ -64,7 +64,7 @@ SIZES = {  # hidden, inter, heads, key heads, dimensions
 
 class FewOps(ReferenceOps):
     def fuse(self, decoder: DecoderSpec) -> Any:
-        return few.fuse(decoder)
+        return decode_megakernel.fuse(decoder)
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def compare(model: Any, fused: Any, lengths: list[int], block: int) -> None:
 def test_all_layers_in_one_kernel_equal_layers_op_by_op(name: str, block: int) -> None:
     model = made(name)
     fused = model.fused
-    assert isinstance(fused, few.Few)
+    assert isinstance(fused, decode_megakernel.DecodeMegakernel)
     for lengths in LENGTHS.values():
         compare(model, fused, lengths, block)
 
@@ -261,9 +261,9 @@ class Emulation:
         parts: int = 1,
     ):
         self.kernels: list[EmulatedKernel] = []
-        source = few.SOURCE
+        source = decode_megakernel.SOURCE
         if edits:
-            text, source = few.SOURCE.read_text(), folder / "edited.cu"
+            text, source = decode_megakernel.SOURCE.read_text(), folder / "edited.cu"
             for before, after in edits:
                 assert before in text, before
                 text = text.replace(before, after, 1)
@@ -277,12 +277,14 @@ class Emulation:
             multi_processor_count=blocks, shared_memory_per_block_optin=SHARED, major=9, minor=0
         )
         patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-        patch.setattr(few, "available", lambda _: True)
-        patch.setattr(few, "tensor_map", emulated_map)
-        room = few.room
-        patch.setattr(few, "room", lambda *arguments: (*room(*arguments)[:2], parts))
-        patch.setattr(few, "compile_source", lambda source, constants, arch: constants)
-        patch.setattr(few, "Kernel", kernel)
+        patch.setattr(decode_megakernel, "available", lambda _: True)
+        patch.setattr(decode_megakernel, "tensor_map", emulated_map)
+        room = decode_megakernel.room
+        patch.setattr(decode_megakernel, "room", lambda *arguments: (*room(*arguments)[:2], parts))
+        patch.setattr(
+            decode_megakernel, "compile_source", lambda source, constants, arch: constants
+        )
+        patch.setattr(decode_megakernel, "Kernel", kernel)
 
 
 @pytest.mark.parametrize("name, blocks, lengths", EMULATED)
@@ -400,19 +402,19 @@ def test_it_compiles_and_fits(name: str, rows: int) -> None:
     except driver.CudaError as error:
         pytest.skip(str(error))
     decoder = spec(name)
-    slots, shared, parts = few.room(decoder, rows, 132, SHARED)
-    if slots < few.LEAST_SLOTS:
+    slots, shared, parts = decode_megakernel.room(decoder, rows, 132, SHARED)
+    if slots < decode_megakernel.LEAST_SLOTS:
         assert (name, rows) == ("llama-8b", 8)
         return
     assert shared <= SHARED
-    constants = few.constants_of(decoder, rows, 64, slots, shared, parts, 132)
+    constants = decode_megakernel.constants_of(decoder, rows, 64, slots, shared, parts, 132)
     options = [
         "--gpu-architecture=sm_90",
         "--std=c++17",
         "--ptxas-options=-v",
         *(f"-D{k}={v}" for k, v in constants.items()),
     ]
-    code, said = driver.translate(driver.with_header(few.SOURCE), options)
+    code, said = driver.translate(driver.with_header(decode_megakernel.SOURCE), options)
     assert code[:4] == b"\x7fELF"
     registers, spilled = (
         int(found[0])
@@ -434,24 +436,26 @@ def test_a_mistake_in_a_kernel_is_shown() -> None:
 
 def test_other_decoders_are_computed_op_by_op() -> None:
     good = spec("qwen3-0.6b")
-    assert few.computes(good)
-    assert few.fuse(good) is None  # on no GPU
+    assert decode_megakernel.computes(good)
+    assert decode_megakernel.fuse(good) is None  # on no GPU
     layer = good.layers[0]
-    assert not few.computes(spec("qwen3-0.6b", torch.float16)) and not few.computes(
-        spec("qwen3-0.6b", torch.float32)
-    )
-    assert not few.computes(spec("qwen3-0.6b", dim=96))
-    assert not few.computes(spec("qwen3-0.6b", heads=22, kv_heads=2))  # eleven share a key
+    assert not decode_megakernel.computes(
+        spec("qwen3-0.6b", torch.float16)
+    ) and not decode_megakernel.computes(spec("qwen3-0.6b", torch.float32))
+    assert not decode_megakernel.computes(spec("qwen3-0.6b", dim=96))
+    assert not decode_megakernel.computes(
+        spec("qwen3-0.6b", heads=22, kv_heads=2)
+    )  # eleven share a key
     for changes in (
         dict(out=QuantWeight.empty(FORMATS["int8"], 1024, 2048)),
         dict(post_mlp_norm=layer.mlp_norm),
         dict(down=layer.down[:, :3000]),
         dict(down=layer.down[:, :3000].contiguous()),
     ):
-        assert not few.computes(spec("qwen3-0.6b", layers=[replace(layer, **changes)])), (
-            changes.keys()
-        )
-    assert not few.computes(
+        assert not decode_megakernel.computes(
+            spec("qwen3-0.6b", layers=[replace(layer, **changes)])
+        ), changes.keys()
+    assert not decode_megakernel.computes(
         spec("qwen3-0.6b", layers=[layer, replace(layer, q_norm=layer.attn_norm)])
     )
     assert ReferenceOps().fuse(good) is None
@@ -462,10 +466,10 @@ def test_it_is_for_hopper_and_later_and_can_be_switched_off(
 ) -> None:
     for major, fits in ((8, False), (9, True), (10, True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
-        assert few.available(torch.device("cuda")) is fits
-    assert not few.available(torch.device("cpu"))
-    monkeypatch.setenv("OCTAVO_FEW_ROWS", "none")
-    assert not few.available(torch.device("cuda"))
+        assert decode_megakernel.available(torch.device("cuda")) is fits
+    assert not decode_megakernel.available(torch.device("cpu"))
+    monkeypatch.setenv("OCTAVO_MEGAKERNEL", "none")
+    assert not decode_megakernel.available(torch.device("cuda"))
 
 
 def test_a_kernel_that_does_not_compile_is_done_without(
@@ -474,7 +478,7 @@ def test_a_kernel_that_does_not_compile_is_done_without(
     def fails(*_: Any, **__: Any) -> bytes:
         raise driver.CudaError("no compiler")
 
-    kernels = object.__new__(few.Few)
+    kernels = object.__new__(decode_megakernel.DecodeMegakernel)
     kernels.spec, kernels.kernels, kernels.blocks, kernels.shared, kernels.arch = (
         spec("qwen3-0.6b"),
         {},
@@ -482,7 +486,7 @@ def test_a_kernel_that_does_not_compile_is_done_without(
         SHARED,
         "sm_90",
     )
-    monkeypatch.setattr(few, "compile_source", fails)
+    monkeypatch.setattr(decode_megakernel, "compile_source", fails)
     assert kernels.kernel(2, 64) is None and kernels.kernel(2, 64) is None
     assert caplog.text.count("kernel by kernel, more slowly: no compiler") == 1
 

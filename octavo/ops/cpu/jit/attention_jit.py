@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import types
 
-from octavo.ops.cpu.jit.emit import (
+from octavo.ops.cpu.jit.llvm_intrinsics import (
     F8,
     F16,
     F32,

@@ -1,7 +1,7 @@
 """A quantised matrix times many rows on a Hopper GPU: weights become bfloat16 in registers while the tensor cores are at work.
 
-What gemm.py does, in Gluon, Triton's language in which waits and layouts are written out. Triton itself decides when to wait for
-the tensor cores, and with weights in registers it is wrong unless every round waits (gemm.py's `_finished`): they stand still
+What quant_gemm.py does, in Gluon, Triton's language in which waits and layouts are written out. Triton itself decides when to wait for
+the tensor cores, and with weights in registers it is wrong unless every round waits (quant_gemm.py's `_finished`): they stand still
 while weights are made. Here a step is 64 inputs, and two sets of registers take turns:
 
     threads         make 1 | wait for 0 | make 2 | wait for 1 | make 3 | ...
@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
-from octavo.ops.triton.overlap import LAUNCH
-from octavo.ops.triton.quant.codes import BYTES, E4M3, FP8, INT4
-from octavo.ops.triton.quant.gemm import PROCESSORS
-from octavo.ops.triton.quant.packed import LOCKS, PackedWeight
+from octavo.ops.triton.dependent_launch import LAUNCH
+from octavo.ops.triton.quant.packed_weight import LOCKS, PackedWeight
+from octavo.ops.triton.quant.quant_gemm import PROCESSORS
+from octavo.ops.triton.quant.weight_codes import BYTES, E4M3, FP8, INT4
 from octavo.ops.weight import Format
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

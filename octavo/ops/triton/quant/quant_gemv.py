@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.codes import INT4, dot_of_halves, floats, info_of, two_halves
-from octavo.ops.triton.quant.packed import PackedWeight
+from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.quant.packed_weight import PackedWeight
+from octavo.ops.triton.quant.weight_codes import INT4, dot_of_halves, floats, info_of, two_halves
 
 
 class Gemv(NamedTuple):

@@ -1,4 +1,4 @@
-"""A decode step of a few rows as one kernel: all layers, from the embeddings to the last norm and the logits (few.cu).
+"""A decode step of a few rows as one kernel: all layers, from the embeddings to the last norm and the logits (decode_megakernel.cu).
 
 With up to eight rows a step is bound by reading weights, and they could be read at any time: they depend on nothing. Kernel by
 kernel they are not. A layer is nine kernels, each begins when the one before has ended, and asks for its first weights then;
@@ -29,15 +29,15 @@ from octavo.ops.cuda.driver import (
     tensor_map,
     with_header,
 )
-from octavo.ops.decoder import DecoderLayer, DecoderSpec
+from octavo.ops.fused_spec import DecoderLayer, DecoderSpec
 from octavo.ops.kv import KV
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("few.cu")
+SOURCE = Path(__file__).with_name("decode_megakernel.cu")
 MOST_ROWS = 8  # that a tensor core instruction takes without waste
 WARPS = 8  # that compute, beside one that orders weights
-# of the ring: bytes, and columns of 64 inputs; as few.cu has them
+# of the ring: bytes, and columns of 64 inputs; as decode_megakernel.cu has them
 CHUNK = 16384
 COLUMNS = 16
 LEAST_SLOTS = 4  # chunks: with less the ring is no help
@@ -50,7 +50,7 @@ KEPT = 7  # heads that share a key: more would not fit the registers together
 
 
 class Batch(ctypes.Structure):
-    """As in few.cu."""
+    """As in decode_megakernel.cu."""
 
     _fields_ = [
         *(
@@ -106,8 +106,8 @@ def computes(spec: DecoderSpec) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """A Hopper GPU or a later one, of NVIDIA's, and nobody said OCTAVO_FEW_ROWS=none."""
-    if os.environ.get("OCTAVO_FEW_ROWS") == "none":
+    """A Hopper GPU or a later one, of NVIDIA's, and nobody said OCTAVO_MEGAKERNEL=none."""
+    if os.environ.get("OCTAVO_MEGAKERNEL") == "none":
         return False
     return (
         device.type == "cuda"
@@ -122,17 +122,17 @@ def together(spec: DecoderSpec) -> int:
     return 4 if group % 4 == 0 else group
 
 
-def fuse(spec: DecoderSpec) -> Few | None:
+def fuse(spec: DecoderSpec) -> DecodeMegakernel | None:
     if not computes(spec) or not available(spec.layers[0].qkv.device):
         return None
     try:
-        return Few(spec)
+        return DecodeMegakernel(spec)
     except CudaError as error:
         log.warning("decoding of few rows goes on kernel by kernel, more slowly: %s", error)
         return None
 
 
-class Few:
+class DecodeMegakernel:
     """Takes decode steps of up to eight rows over plain KV; None for anything else."""
 
     def __init__(self, spec: DecoderSpec):
@@ -236,9 +236,11 @@ class Few:
         constants = constants_of(self.spec, rows, block, slots, shared, parts, self.blocks)
         source = with_header(SOURCE)
         try:
-            return Kernel(compile_source(source, constants, self.arch), "few", shared)
+            return Kernel(compile_source(source, constants, self.arch), "decode_megakernel", shared)
         except CudaError:  # what was kept may be damaged
-            return Kernel(compile_source(source, constants, self.arch, anew=True), "few", shared)
+            return Kernel(
+                compile_source(source, constants, self.arch, anew=True), "decode_megakernel", shared
+            )
 
 
 def vocabulary(spec: DecoderSpec) -> int:
@@ -255,7 +257,7 @@ def vocabulary(spec: DecoderSpec) -> int:
 
 def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, int, int]:
     """How many chunks the ring holds, the bytes of shared memory in all, and in how many parts x comes to W_down: in two if the
-    ring then holds more. As few.cu divides it."""
+    ring then holds more. As decode_megakernel.cu divides it."""
     layer = spec.layers[0]
     group = together(spec)
     attend = (spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4) * 4
@@ -282,7 +284,7 @@ def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, i
 def constants_of(
     spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, parts: int, blocks: int
 ) -> dict[str, int]:
-    """The constants of few.cu."""
+    """The constants of decode_megakernel.cu."""
     layer = spec.layers[0]
     large = sum(w.numel() for w in (layer.qkv, layer.out, layer.gate_up, layer.down)) * 2 > LARGE
     return {
@@ -310,7 +312,7 @@ def constants_of(
 
 
 def described(layer: DecoderLayer) -> list[int]:
-    """A layer as few.cu knows it."""
+    """A layer as decode_megakernel.cu knows it."""
     tensors: list[Any] = [
         layer.attn_norm,
         layer.mlp_norm,

@@ -15,7 +15,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.ops.pages import Arena
+from octavo.ops.huge_pages import Arena
 from octavo.ops.weight import QuantWeight
 
 STRIP = 32
@@ -23,7 +23,7 @@ ARENA = Arena()
 
 
 class PackedWeight(nn.Module):
-    """Opaque but to the CPU kernels, which know it by `record`: addresses and sizes, in the order of jit/product.py."""
+    """Opaque but to the CPU kernels, which know it by `record`: addresses and sizes, in the order of jit/matmul_jit.py."""
 
     codes: Tensor
     scale: Tensor

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
 
 
 @triton.jit

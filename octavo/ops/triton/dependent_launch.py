@@ -2,7 +2,7 @@
 
 Hopper and later. Every kernel here lets the next one start at once (`start_next`) and reads nothing that another kernel
 wrote before it has waited for all of them to end (`wait_for_inputs`). What it may do before that is fetch weights. One exception:
-decoding beside prompts (attention.py) starts when the kernel before it has seen the inputs of both, and waits at its end.
+decoding beside prompts (attention_kernels.py) starts when the kernel before it has seen the inputs of both, and waits at its end.
 
 With one row a step of Qwen3-0.6B is 250 kernels of 2 to 5 us: the gaps between them and the first reads are a quarter of it.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV, LARGEST, QuantKV
-from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.ops.kept import kept_in
+from octavo.ops.cache_dir import kept_in
 
 
 class InstructionSet(NamedTuple):

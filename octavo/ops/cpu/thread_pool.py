@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.ops.cpu.machine import cache_directory, instruction_set
+from octavo.ops.cpu.cpu_features import cache_directory, instruction_set
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def writable(directory: Path) -> bool:
 
 @cache
 def kernels() -> ModuleType | None:
-    """The compiled kernels (octavo.ops.cpu.jit.step), or None where this machine cannot run them, which is then said once."""
+    """The compiled kernels (octavo.ops.cpu.jit.decoder_jit), or None where this machine cannot run them, which is then said once."""
     isa = instruction_set()
     if isinstance(isa, str):
         log.warning("CPU kernels are off (%s): plain PyTorch computes, several times slower", isa)
@@ -68,12 +68,12 @@ def kernels() -> ModuleType | None:
     before = config.CACHE_DIR
     config.CACHE_DIR = str(directory)
     try:
-        from octavo.ops.cpu.jit import step
+        from octavo.ops.cpu.jit import decoder_jit
     finally:
         config.CACHE_DIR = before
         if first:
             print(f" {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    return step
+    return decoder_jit
 
 
 class Workers:
@@ -81,7 +81,7 @@ class Workers:
         self.step = step
         self.threads = threads
         self.lock = threading.Lock()
-        team = step.team
+        team = step.thread_barrier
         self.state: NDArray[np.int64] = np.zeros(
             team.MEMBER + team.MEMBER_SIZE * threads, dtype=np.int64
         )
@@ -97,7 +97,7 @@ class Workers:
 
     def run(self, job: NDArray[np.int64], phases: int = 2) -> None:
         """All threads do the job; returns when it is done. The caller holds the lock, which guards the memory too."""
-        team = self.step.team
+        team = self.step.thread_barrier
         self.state[team.JOB] = job.ctypes.data
         self.state[team.PHASES] = phases
         self.state[team.COUNTERS] = self.memory("counters", phases * team.COUNTER)

@@ -3,7 +3,7 @@
     y[r, n] = sum over groups g of d[n, g] * (sum over its strips t of  s[r, t] * (sum of code[n, k] * x[r, k] - zero * sum of x))
                                  + m[n, g] * (sum over its strips t of  s[r, t] * sum of x)
 
-x is int8 with a scale for each row and strip, computed just before (`quantize_strips`); weights are as layout.py lays them out:
+x is int8 with a scale for each row and strip, computed just before (`quantize_strips`); weights are as weight_layout.py lays them out:
 LANES outputs side by side, so that a vector holds four inputs of each and no sum ever crosses lanes. Either `zero` or `m`
 is there, not both. A row's result does not depend on the rows computed with it: the order of its sums is always the same.
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from numba import types
 
-from octavo.ops.cpu.jit.emit import (
+from octavo.ops.cpu.jit.llvm_intrinsics import (
     BYTES,
     FLOATS,
     HALVES,

@@ -1,4 +1,4 @@
-// All layers of a decoder for a few rows, one token each, in one launch. Read few.py first.
+// All layers of a decoder for a few rows, one token each, in one launch. Read decode_megakernel.py first.
 //
 // One block of threads a multiprocessor, all alive from the first layer to the last. In each:
 //
@@ -24,7 +24,7 @@
 // what the warps have summed up is added at the end of the phase. 16-byte parts of a line of 128 bytes are stored exchanged
 // (part ^ line % 8), which is how copies of that kind write them, so that eight lines are read without waiting for each other.
 //
-// Constants come from few.py: WARPS (that compute), ROWS, HIDDEN, INTER, HEADS, KV_HEADS, DIM, BLOCK (positions a block of KV),
+// Constants come from decode_megakernel.py: WARPS (that compute), ROWS, HIDDEN, INTER, HEADS, KV_HEADS, DIM, BLOCK (positions a block of KV),
 // BLOCKS (of threads), SLOTS (chunks the ring holds), SHARED (bytes), PARTS (in which x comes to W_down: there it is largest, and
 // what it takes the ring lacks), FLYING and MEETING (deliver), TOGETHER (heads), and what the model has:
 // VOCAB (logits; 0: they are computed elsewhere), GELU, QK_NORM, WINDOWS, BIASES.
@@ -63,7 +63,7 @@ __device__ constexpr int x_of(int p) { return ROWS * (p == TO_DOWN && PARTS == 2
 __device__ constexpr int bytes_of(int p) { return x_of(p) + WARPS * kept_of(p) * ROWS * 8 * 4; }
 constexpr int PRODUCTS = most(most(bytes_of(TO_QKV), bytes_of(TO_OUT)), most(bytes_of(TO_UP), bytes_of(TO_DOWN)));
 constexpr int PLACE = each(most(PRODUCTS, SCORES * 4), 128) * 128;
-static_assert(SLOTS * CHUNK + PLACE + SLOTS * 16 + 16 + ROWS * WARPS * 4 + 4 <= SHARED, "few.py: room()");
+static_assert(SLOTS * CHUNK + PLACE + SLOTS * 16 + 16 + ROWS * WARPS * 4 + 4 <= SHARED, "decode_megakernel.py: room()");
 
 struct Layer {
     const float *norms[2], *q_norm, *k_norm, *angles;  // of attention and of the MLP
@@ -74,7 +74,7 @@ struct Maps {  // of a layer's matrices, as TMA sees them
     Map of[PHASES];
 };
 
-struct Batch {  // what few.py passes
+struct Batch {  // what decode_megakernel.py passes
     const Layer *layers;
     const Maps *maps;
     const Map *head;
@@ -673,7 +673,7 @@ __device__ __forceinline__ void multiply_and_add(const Batch &t, const Layer &la
     own.tell(t);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) few(const __grid_constant__ Batch t) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_megakernel(const __grid_constant__ Batch t) {
     SHARED_MEMORY(memory);
     char *x = memory + SLOTS * CHUNK;
     float *scratch = (float *)x;  // attend's

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, fetch, start_next, wait_for_inputs
-from octavo.ops.triton.quant.codes import INT4, halves, info_of_tile
-from octavo.ops.triton.quant.packed import LOCKS, WORDS, PackedWeight
+from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, fetch, start_next, wait_for_inputs
+from octavo.ops.triton.quant.packed_weight import LOCKS, WORDS, PackedWeight
+from octavo.ops.triton.quant.weight_codes import INT4, halves, info_of_tile
 
 PROCESSORS = (
     torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.overlap import LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.gemm import Gemm, cut, write
-from octavo.ops.triton.quant.packed import PackedWeight
+from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.quant.packed_weight import PackedWeight
+from octavo.ops.triton.quant.quant_gemm import Gemm, cut, write
 
 
 class Rounded(NamedTuple):

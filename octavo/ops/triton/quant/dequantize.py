@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.overlap import AVAILABLE, LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.codes import INT4, floats, info_of
-from octavo.ops.triton.quant.packed import PackedWeight
+from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.quant.packed_weight import PackedWeight
+from octavo.ops.triton.quant.weight_codes import INT4, floats, info_of
 
 
 class Dense(NamedTuple):

@@ -14,7 +14,7 @@ gives its core away. A job ends when nobody is inside it; between jobs the other
 
 from __future__ import annotations
 
-from octavo.ops.cpu.jit.emit import (
+from octavo.ops.cpu.jit.llvm_intrinsics import (
     atomic_add,
     atomic_load,
     atomic_store,

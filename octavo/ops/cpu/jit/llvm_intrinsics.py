@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic as numba_intrinsic
 
-from octavo.ops.cpu.machine import InstructionSet, instruction_set
+from octavo.ops.cpu.cpu_features import InstructionSet, instruction_set
 
 _isa = instruction_set()
 if isinstance(_isa, str):

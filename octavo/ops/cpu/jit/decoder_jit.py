@@ -13,9 +13,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from octavo.ops.cpu.jit import attention, product, team
-from octavo.ops.cpu.jit.choose import draw
-from octavo.ops.cpu.jit.emit import (
+from octavo.ops.cpu.jit import attention_jit, matmul_jit, thread_barrier
+from octavo.ops.cpu.jit.llvm_intrinsics import (
     F8,
     F16,
     F32,
@@ -39,7 +38,7 @@ from octavo.ops.cpu.jit.emit import (
     store_f32,
     store_i64,
 )
-from octavo.ops.cpu.jit.product import (
+from octavo.ops.cpu.jit.matmul_jit import (
     STRIP,
     TILE,
     block_product,
@@ -47,6 +46,7 @@ from octavo.ops.cpu.jit.product import (
     quantize_strips,
     row_bytes,
 )
+from octavo.ops.cpu.jit.sampling_jit import draw
 
 INT = types.int64
 FLOAT = types.float32
@@ -254,7 +254,7 @@ LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)
 PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT = range(6)
 
 # A layer: four weights' records, then these.
-WEIGHTS = 4 * product.FIELDS
+WEIGHTS = 4 * matmul_jit.FIELDS
 ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range(
     WEIGHTS, WEIGHTS + 8
 )
@@ -265,7 +265,7 @@ PHASES_OF_LAYER = 10  # as decode() has them; one more follows the last layer
 @inner
 def spare(me: int, job: int) -> int:
     """This thread's own scratch."""
-    return load_i64(job + 8 * SPARE) + load_i64(me + 8 * team.NUMBER) * load_i64(
+    return load_i64(job + 8 * SPARE) + load_i64(me + 8 * thread_barrier.NUMBER) * load_i64(
         job + 8 * SPARE_SIZE
     )
 
@@ -273,16 +273,16 @@ def spare(me: int, job: int) -> int:
 @inner
 def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
     """float32 [rows, inputs] -> the job's quantised rows, as this weight wants them."""
-    inputs = load_i64(weight + 8 * product.INPUTS)
-    group = load_i64(weight + 8 * product.GROUP)
+    inputs = load_i64(weight + 8 * matmul_jit.INPUTS)
+    group = load_i64(weight + 8 * matmul_jit.GROUP)
     size = row_bytes(inputs, group)
     out = load_i64(job + 8 * QUANTIZED)
     own = spare(me, job)
-    r = team.take(me, rows)
+    r = thread_barrier.take(me, rows)
     while r >= 0:
         quantize_row(x + r * inputs * 4, inputs, group, out + r * size, own)
-        r = team.take(me, rows)
-    team.finish(me, rows)
+        r = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
 
 
 @inner
@@ -301,24 +301,26 @@ def rows_at_once(rows: int, size: int) -> int:
 def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, gated: int) -> None:
     """Quantised rows times a weight -> y [rows, outputs] float32. Gated: the weight's first half is the gate, the second what
     it multiplies; 1 is silu, 2 is gelu."""
-    inputs = load_i64(weight + 8 * product.INPUTS)
-    group = load_i64(weight + 8 * product.GROUP)
+    inputs = load_i64(weight + 8 * matmul_jit.INPUTS)
+    group = load_i64(weight + 8 * matmul_jit.GROUP)
     x = load_i64(job + 8 * QUANTIZED)
     size = row_bytes(inputs, group)
-    bias = load_i64(weight + 8 * product.BIAS)
+    bias = load_i64(weight + 8 * matmul_jit.BIAS)
     tiles = spare(me, job)  # two of [TILE, LANES]
     second = tiles + TILE * LANES * 4
     blocks = (outputs + LANES - 1) // LANES
-    share = max(1, blocks // (team.threads(me) * 6))
+    share = max(1, blocks // (thread_barrier.threads(me) * 6))
     pieces = (blocks + share - 1) // share
     at_once = rows_at_once(rows, size)
-    piece = team.take(me, pieces)
+    piece = thread_barrier.take(me, pieces)
     while piece >= 0:
         for first in range(0, rows, at_once):
             end = min(first + at_once, rows)
             for block in range(piece * share, min(piece * share + share, blocks)):
                 # within the piece, or the next
-                ahead = 1 if block % share < share - 1 else (team.threads(me) - 1) * share + 1
+                ahead = (
+                    1 if block % share < share - 1 else (thread_barrier.threads(me) - 1) * share + 1
+                )
                 direct = gated == 0 and (block + 1) * LANES <= outputs
                 r = first
                 while r < end:
@@ -367,8 +369,8 @@ def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, ga
                                     gated - 1,
                                 )
                     r += done
-        piece = team.take(me, pieces)
-    team.finish(me, pieces)
+        piece = thread_barrier.take(me, pieces)
+    thread_barrier.finish(me, pieces)
 
 
 @inner
@@ -381,10 +383,10 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
     x = load_i64(job + 8 * X)
     delta = load_i64(job + 8 * DELTA)
     own = spare(me, job)
-    group = load_i64(then + 8 * product.GROUP)
+    group = load_i64(then + 8 * matmul_jit.GROUP)
     quantized = load_i64(job + 8 * QUANTIZED)
     stride = row_bytes(size, group)
-    r = team.take(me, rows)
+    r = thread_barrier.take(me, rows)
     while r >= 0:
         at = x + r * size * 4
         more = delta + r * size * 4
@@ -394,8 +396,8 @@ def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: in
             add_to(at, more, size // LANES)
         norm(at, weight, own, eps, size)
         quantize_row(own, size, group, quantized + r * stride, own + size * 4)
-        r = team.take(me, rows)
-    team.finish(me, rows)
+        r = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
 
 
 @inner
@@ -409,7 +411,7 @@ def last_norm(me: int, job: int, post: int) -> None:
     delta = load_i64(job + 8 * DELTA)
     rows = load_i64(job + 8 * LAST_COUNT)
     last = load_i64(job + 8 * LAST)
-    r = team.take(me, rows)
+    r = thread_barrier.take(me, rows)
     while r >= 0:
         row = r if last == 0 else load_i64(last + 8 * r)
         at = x + row * size * 4
@@ -418,8 +420,8 @@ def last_norm(me: int, job: int, post: int) -> None:
             norm(more, post, more, eps, size)
         add_to(at, more, size // LANES)
         norm(at, weight, load_i64(job + 8 * Y) + r * size * 4, eps, size)
-        r = team.take(me, rows)
-    team.finish(me, rows)
+        r = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
 
 
 @inner
@@ -427,11 +429,11 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int, scales: int) -> Non
     """Of each token's qkv: norm and rotate queries and keys, write keys and values to its slot."""
     batch = load_i64(job + 8 * BATCH)
     eps = load_f32(job + 8 * EPS)
-    heads = load_i64(batch + 8 * attention.HEADS)
-    kv_heads = load_i64(batch + 8 * attention.KV_HEADS)
-    dim = load_i64(batch + 8 * attention.DIM)
-    block_size = load_i64(batch + 8 * attention.BLOCK_SIZE)
-    stride = load_i64(batch + 8 * attention.QUERY_STRIDE)
+    heads = load_i64(batch + 8 * attention_jit.HEADS)
+    kv_heads = load_i64(batch + 8 * attention_jit.KV_HEADS)
+    dim = load_i64(batch + 8 * attention_jit.DIM)
+    block_size = load_i64(batch + 8 * attention_jit.BLOCK_SIZE)
+    stride = load_i64(batch + 8 * attention_jit.QUERY_STRIDE)
     qkv = load_i64(job + 8 * QKV)
     q_norm = load_i64(layer + 8 * Q_NORM)
     k_norm = load_i64(layer + 8 * K_NORM)
@@ -439,17 +441,17 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int, scales: int) -> Non
     positions = load_i64(job + 8 * POSITIONS)
     slots = load_i64(job + 8 * SLOTS)
     rows = load_i64(job + 8 * ROWS)
-    kind = load_i64(batch + 8 * attention.KIND)
+    kind = load_i64(batch + 8 * attention_jit.KIND)
     size = SIZES[kind]
-    t = team.take(me, rows)
+    t = thread_barrier.take(me, rows)
     while t >= 0:
         row = qkv + t * stride
         turn = angles + load_i64(positions + 8 * t) * dim * 4
         slot = load_i64(slots + 8 * t)
         block = slot // block_size
         offset = slot % block_size
-        at = kv + block * load_i64(batch + 8 * attention.BLOCK_STRIDE) + offset * dim * size
-        scale = scales + block * load_i64(batch + 8 * attention.SCALES_STRIDE) + offset * 4
+        at = kv + block * load_i64(batch + 8 * attention_jit.BLOCK_STRIDE) + offset * dim * size
+        scale = scales + block * load_i64(batch + 8 * attention_jit.SCALES_STRIDE) + offset * 4
         for h in range(heads + kv_heads):
             head = row + h * dim * 4
             weight = q_norm if h < heads else k_norm
@@ -461,18 +463,20 @@ def rotate_and_store(me: int, job: int, layer: int, kv: int, scales: int) -> Non
             store_vector(
                 row + (heads + h) * dim * 4, at + place * dim * size, scale + place * 4, kind, dim
             )
-        t = team.take(me, rows)
-    team.finish(me, rows)
+        t = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
 
 
 @inner
 def attend(me: int, batch: int, kv: int, scales: int, window: int) -> None:
-    pieces = attention.count_tasks(batch)
-    piece = team.take(me, pieces)
+    pieces = attention_jit.count_tasks(batch)
+    piece = thread_barrier.take(me, pieces)
     while piece >= 0:
-        attention.run_task(batch, piece, load_i64(me + 8 * team.NUMBER), kv, scales, window)
-        piece = team.take(me, pieces)
-    team.finish(me, pieces)
+        attention_jit.run_task(
+            batch, piece, load_i64(me + 8 * thread_barrier.NUMBER), kv, scales, window
+        )
+        piece = thread_barrier.take(me, pieces)
+    thread_barrier.finish(me, pieces)
 
 
 # ---- jobs ---------------------------------------------------------------------------------------------------
@@ -489,23 +493,23 @@ def decode(me: int, job: int) -> None:
     acted = load_i64(job + 8 * ACTED)
     batch = load_i64(job + 8 * BATCH)
     gelu = load_i64(job + 8 * GELU)
-    heads = load_i64(batch + 8 * attention.HEADS)
-    kv_heads = load_i64(batch + 8 * attention.KV_HEADS)
-    dim = load_i64(batch + 8 * attention.DIM)
-    block_size = load_i64(batch + 8 * attention.BLOCK_SIZE)
+    heads = load_i64(batch + 8 * attention_jit.HEADS)
+    kv_heads = load_i64(batch + 8 * attention_jit.KV_HEADS)
+    dim = load_i64(batch + 8 * attention_jit.DIM)
+    block_size = load_i64(batch + 8 * attention_jit.BLOCK_SIZE)
     slots = 2 * kv_heads * block_size  # of a layer in a block
     layer = load_i64(job + 8 * LAYERS)
     post = 0
     for i in range(load_i64(job + 8 * LAYER_COUNT)):
         kv = (
-            load_i64(batch + 8 * attention.KV)
-            + i * slots * dim * SIZES[load_i64(batch + 8 * attention.KIND)]
+            load_i64(batch + 8 * attention_jit.KV)
+            + i * slots * dim * SIZES[load_i64(batch + 8 * attention_jit.KIND)]
         )
-        scales = load_i64(batch + 8 * attention.SCALES) + i * slots * 4
+        scales = load_i64(batch + 8 * attention_jit.SCALES) + i * slots * 4
         to_qkv = layer
-        to_out = layer + 8 * product.FIELDS
-        to_inner = layer + 16 * product.FIELDS
-        to_hidden = layer + 24 * product.FIELDS
+        to_out = layer + 8 * matmul_jit.FIELDS
+        to_inner = layer + 16 * matmul_jit.FIELDS
+        to_hidden = layer + 24 * matmul_jit.FIELDS
         add_and_norm(me, job, post, load_i64(layer + 8 * ATTN_NORM), to_qkv, 1 if i == 0 else 0)
         multiply(me, job, to_qkv, rows, qkv, (heads + 2 * kv_heads) * dim, 0)
         rotate_and_store(me, job, layer, kv, scales)
@@ -529,19 +533,19 @@ def embed(me: int, job: int) -> None:
     weight = load_i64(job + 8 * WEIGHT)
     rows = load_i64(job + 8 * ROWS)
     out = load_i64(job + 8 * Y)
-    inputs = load_i64(weight + 8 * product.INPUTS)
-    group = load_i64(weight + 8 * product.GROUP)
-    bits = load_i64(weight + 8 * product.BITS)
+    inputs = load_i64(weight + 8 * matmul_jit.INPUTS)
+    group = load_i64(weight + 8 * matmul_jit.GROUP)
+    bits = load_i64(weight + 8 * matmul_jit.BITS)
     size = padded(inputs, group)
-    least = load_i64(weight + 8 * product.LEAST)
+    least = load_i64(weight + 8 * matmul_jit.LEAST)
     zero = 0 if least != 0 else 1 << (bits - 1)
     factor = load_f32(job + 8 * FACTOR)
-    t = team.take(me, rows)
+    t = thread_barrier.take(me, rows)
     while t >= 0:
         row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
         block = row // LANES
         lane = row % LANES
-        codes = load_i64(weight + 8 * product.CODES) + block * (size * LANES * bits // 8)
+        codes = load_i64(weight + 8 * matmul_jit.CODES) + block * (size * LANES * bits // 8)
         info = block * (size // group) * LANES + lane
         for k in range(inputs):
             quad = k // 4
@@ -552,12 +556,12 @@ def embed(me: int, job: int) -> None:
                     load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))
                 ) & 15
             at = 2 * (info + k // group * LANES)
-            value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * product.SCALE) + at)
+            value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * matmul_jit.SCALE) + at)
             if least != 0:
                 value += load_f16(least + at)
             store_f32(out + (t * inputs + k) * 4, value * factor)
-        t = team.take(me, rows)
-    team.finish(me, rows)
+        t = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
 
 
 @inner
@@ -565,7 +569,7 @@ def choose(me: int, job: int) -> None:
     """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER], where it is hot."""
     rows = load_i64(job + 8 * ROWS)
     vocabulary = load_i64(job + 8 * INNER)
-    r = team.take(me, rows)
+    r = thread_barrier.take(me, rows)
     while r >= 0:
         at = load_i64(job + 8 * Y) + 8 * r
         heat = load_f32(load_i64(job + 8 * HEAT) + 4 * r)
@@ -573,8 +577,8 @@ def choose(me: int, job: int) -> None:
         logits = load_i64(job + 8 * X) + 4 * r * vocabulary
         if heat != 0:
             store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
-        r = team.take(me, rows)
-    team.finish(me, rows)
+        r = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
 
 
 @inner
@@ -583,15 +587,17 @@ def shift(me: int, job: int) -> None:
     batch = load_i64(job + 8 * BATCH)
     blocks = load_i64(job + 8 * IDS)
     angles = load_i64(job + 8 * X)
-    kv = load_i64(batch + 8 * attention.KV)
-    stride = load_i64(batch + 8 * attention.BLOCK_STRIDE)
-    kind = load_i64(batch + 8 * attention.KIND)
-    dim = load_i64(batch + 8 * attention.DIM)
+    kv = load_i64(batch + 8 * attention_jit.KV)
+    stride = load_i64(batch + 8 * attention_jit.BLOCK_STRIDE)
+    kind = load_i64(batch + 8 * attention_jit.KIND)
+    dim = load_i64(batch + 8 * attention_jit.DIM)
     layers = load_i64(job + 8 * LAYER_COUNT)
-    vectors = load_i64(batch + 8 * attention.KV_HEADS) * load_i64(batch + 8 * attention.BLOCK_SIZE)
+    vectors = load_i64(batch + 8 * attention_jit.KV_HEADS) * load_i64(
+        batch + 8 * attention_jit.BLOCK_SIZE
+    )
     size = dim * SIZES[kind]
     pieces = load_i64(job + 8 * ROWS) * layers
-    piece = team.take(me, pieces)
+    piece = thread_barrier.take(me, pieces)
     while piece >= 0:
         at = (
             kv
@@ -604,27 +610,33 @@ def shift(me: int, job: int) -> None:
             else:
                 turn_f16(at, dim // 2, angles)
             at += size
-        piece = team.take(me, pieces)
-    team.finish(me, pieces)
+        piece = thread_barrier.take(me, pieces)
+    thread_barrier.finish(me, pieces)
 
 
 @inner
 def work(state: int, number: int) -> None:
     """One thread's part of the team's job."""
-    me = team.member(state, number)
-    job = load_i64(state + 8 * team.JOB)
+    me = thread_barrier.member(state, number)
+    job = load_i64(state + 8 * thread_barrier.JOB)
     kind = load_i64(job + 8 * KIND)
     weight = load_i64(job + 8 * WEIGHT)
     rows = load_i64(job + 8 * ROWS)
     if kind == PRODUCT:
         quantize_rows(me, job, load_i64(job + 8 * X), rows, weight)
         multiply(
-            me, job, weight, rows, load_i64(job + 8 * Y), load_i64(weight + 8 * product.OUTPUTS), 0
+            me,
+            job,
+            weight,
+            rows,
+            load_i64(job + 8 * Y),
+            load_i64(weight + 8 * matmul_jit.OUTPUTS),
+            0,
         )
     elif kind == ATTENTION:
         batch = load_i64(job + 8 * BATCH)
-        kv = load_i64(batch + 8 * attention.KV)
-        scales = load_i64(batch + 8 * attention.SCALES)
+        kv = load_i64(batch + 8 * attention_jit.KV)
+        scales = load_i64(batch + 8 * attention_jit.SCALES)
         attend(me, batch, kv, scales, load_i64(job + 8 * WINDOW_OF))
     elif kind == DECODER:
         decode(me, job)
@@ -639,9 +651,9 @@ def work(state: int, number: int) -> None:
 @kernel(NOTHING(INT))
 def lead(state: int) -> None:
     """The calling thread's part: call the others and work too. Returns when the job is done and nobody is in it."""
-    team.open_job(state)
+    thread_barrier.open_job(state)
     work(state, 0)
-    team.close_job(state)
+    thread_barrier.close_job(state)
 
 
 @kernel(NOTHING(INT, INT))
@@ -649,9 +661,9 @@ def follow(state: int, number: int) -> None:
     """Another thread's life."""
     seen = 0
     while True:
-        seen = team.wait_for_call(state, seen)
-        if load_i64(state + 8 * team.STOP) != 0:
+        seen = thread_barrier.wait_for_call(state, seen)
+        if load_i64(state + 8 * thread_barrier.STOP) != 0:
             return
-        if team.enter(state, seen):
+        if thread_barrier.enter(state, seen):
             work(state, number)
-        team.leave(state)
+        thread_barrier.leave(state)
