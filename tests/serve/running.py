@@ -96,8 +96,13 @@ class Running:
                 found[name] = float(value)
         return found
 
-    def children(self) -> list[int]:
-        return children(self.process.pid)
+    def engines(self) -> list[int]:
+        """The engine process, if it runs."""
+        return [pid for pid in children(self.process.pid) if not is_worker(pid)]
+
+    def workers(self) -> list[int]:
+        """The worker processes."""
+        return [pid for pid in children(self.process.pid) if is_worker(pid)]
 
     def open_files(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -112,6 +117,13 @@ class Running:
 
 def children(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_worker(pid: int) -> bool:
+    try:
+        return b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

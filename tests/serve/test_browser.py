@@ -103,7 +103,7 @@ def test_a_prompt_is_watched_and_the_page_comes_back_after_the_engine(tmp_path: 
         with generating(running):
             page.wait("document.querySelectorAll('#rows .state.decode').length")
             page.wait("/[1-9][0-9]* blocks used/.test(document.getElementById('pool').ariaLabel)")
-            os.kill(running.children()[0], signal.SIGKILL)
+            os.kill(running.engines()[0], signal.SIGKILL)
             page.wait(status("engine restarting"))
             page.wait("document.querySelectorAll('#rows .state.failed').length")
         page.wait(status("ready"))

@@ -38,10 +38,10 @@ def unharmed(running: Running) -> Iterator[None]:
     alone = text_of(running.post(TEXT, STAYING))
     settled(running)
     time.sleep(0.1)
-    engine, files = running.children(), running.open_files()
+    engine, files = running.engines(), running.open_files()
     with alive(running):
         yield
-    assert running.process.poll() is None and running.children() == engine, "a process ended"
+    assert running.process.poll() is None and running.engines() == engine, "a process ended"
     found = settled(running)
     assert (
         found["octavo:num_requests_waiting"]

@@ -245,7 +245,7 @@ def test_very_many_distinct_schemas(trusting: Running) -> None:
 
     for k in range(300):
         ask(k)
-    (engine,) = trusting.children()
+    (engine,) = trusting.engines()
     before = resident(engine)
     for k in range(300, 1300):
         ask(k)

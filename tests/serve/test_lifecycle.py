@@ -86,7 +86,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
     """Each stream ends with a typed error, /livez never fails, the server is ready again soon, and nothing is left over."""
-    (engine,) = mortal.children()
+    (engine,) = mortal.engines()
     files = mortal.open_files()
     with alive(mortal):
         texts = asyncio.run(streams(mortal, 32, lambda: os.kill(engine, signal.SIGKILL)))
@@ -103,7 +103,7 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
         mortal.wait("/readyz", 20)
         assert time.monotonic() - died < 10
     assert mortal.complete()["usage"]["completion_tokens"] == 4
-    assert gone(engine) and len(mortal.children()) == 1 and mortal.children() != [engine]
+    assert gone(engine) and len(mortal.engines()) == 1 and mortal.engines() != [engine]
     time.sleep(0.2)
     assert abs(mortal.open_files() - files) <= 2, "the same but for a probe's connection"
     found = settled(mortal)
@@ -114,7 +114,7 @@ def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
 
 
 def test_a_failing_step_ends_its_requests_and_no_others(mortal: Running) -> None:
-    engine = mortal.children()
+    engine = mortal.engines()
     reply = mortal.post("/v1/completions", {"prompt": [14] * 5})
     error = check_error(reply, 500, code="engine_error")
     assert (
@@ -122,7 +122,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(mortal: Running) -> None
         and error["type"] == "server_error"
         and reply.headers["x-should-retry"] == "true"
     )
-    assert mortal.complete()["usage"]["completion_tokens"] == 4 and mortal.children() == engine
+    assert mortal.complete()["usage"]["completion_tokens"] == 4 and mortal.engines() == engine
 
 
 def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_alone(
@@ -130,7 +130,7 @@ def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_a
 ) -> None:
     """503, and those that were in the same steps get their tokens."""
     other = {"prompt": [21] * 30, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-    alone, engine = mortal.complete(**other)["choices"][0]["text"], mortal.children()
+    alone, engine = mortal.complete(**other)["choices"][0]["text"], mortal.engines()
     before = mortal.metrics()["octavo:engine_steps_shrunk_total"]
 
     async def together() -> list[httpx.Response]:
@@ -156,7 +156,7 @@ def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_a
     assert [r.json()["choices"][0]["text"] for r in replies[::2]] == [
         alone,
         alone,
-    ] and mortal.children() == engine
+    ] and mortal.engines() == engine
     assert mortal.complete()["usage"]["completion_tokens"] == 4
     assert settled(mortal)["octavo:engine_steps_shrunk_total"] >= before + 2
 
@@ -196,10 +196,10 @@ def test_a_step_that_may_take_long_is_waited_for(tmp_path: Path) -> None:
     """Four seconds, of which the engine has told: nobody takes it for hung, nor the request for waiting."""
     limits = dict(stall_dump=0.5, stall_kill=1.5, queue_timeout=2.0)
     with server(tmp_path, program="tests.serve.slow_engine", **limits) as slow:
-        (engine,) = slow.children()
+        (engine,) = slow.engines()
         begun = time.monotonic()
         assert slow.complete(prompt=[18] * 5)["usage"]["completion_tokens"] == 4
-        assert time.monotonic() - begun > 4 and slow.children() == [engine]
+        assert time.monotonic() - begun > 4 and slow.engines() == [engine]
         assert "engine_stalled" not in slow.log.read_text()
 
 
@@ -233,7 +233,7 @@ def test_a_request_that_fails_again_and_again_is_refused_and_others_are_not(
 
 
 def test_a_request_that_ends_the_engine_twice_is_refused_from_then_on(mortal: Running) -> None:
-    engine, bad = mortal.children(), {"prompt": [15] * 5, "max_tokens": 1}
+    engine, bad = mortal.engines(), {"prompt": [15] * 5, "max_tokens": 1}
     check_error(mortal.post("/v1/completions", bad), 503, code="engine_restarting")
     mortal.wait()
     check_error(mortal.post("/v1/completions", bad), 500, code="poison_request")
@@ -241,11 +241,11 @@ def test_a_request_that_ends_the_engine_twice_is_refused_from_then_on(mortal: Ru
     starts = mortal.metrics()["octavo:engine_starts_total"]
     check_error(mortal.post("/v1/completions", bad), 500, code="poison_request")
     assert mortal.complete()["usage"]["completion_tokens"] == 4
-    assert mortal.metrics()["octavo:engine_starts_total"] == starts and mortal.children() != engine
+    assert mortal.metrics()["octavo:engine_starts_total"] == starts and mortal.engines() != engine
 
 
 def test_an_engine_that_is_stopped_is_replaced(mortal: Running) -> None:
-    (engine,) = mortal.children()
+    (engine,) = mortal.engines()
     os.kill(engine, signal.SIGSTOP)
     assert gone(engine, 8)
     mortal.wait()
@@ -254,9 +254,10 @@ def test_an_engine_that_is_stopped_is_replaced(mortal: Running) -> None:
 
 def test_the_engine_dies_with_a_front_that_is_killed(tmp_path: Path) -> None:
     with server(tmp_path) as front:
-        (engine,) = front.children()
+        processes = [*front.engines(), *front.workers()]
+        assert len(processes) == 3
         front.process.kill()
-        assert gone(engine, 2)
+        assert all(gone(process, 2) for process in processes)
         assert not front.left_behind()
 
 
@@ -265,7 +266,7 @@ def test_the_engine_dies_with_a_front_that_is_killed(tmp_path: Path) -> None:
 
 def test_the_first_signal_drains_and_the_second_cuts_off(tmp_path: Path) -> None:
     with server(tmp_path, drain_timeout=20) as front:
-        (engine,) = front.children()
+        processes = [*front.engines(), *front.workers()]
 
         def stop() -> None:
             front.process.send_signal(signal.SIGTERM)
@@ -286,7 +287,7 @@ def test_the_first_signal_drains_and_the_second_cuts_off(tmp_path: Path) -> None
         for text in texts:
             assert events(text)[-1]["error"]["code"] == "draining"
         assert front.process.wait(10) == 0
-        assert gone(engine)
+        assert all(gone(process) for process in processes)
 
 
 def test_draining_lets_requests_finish(tmp_path: Path) -> None:
@@ -304,7 +305,7 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
         assert state.status_code == 503 and state.json()["state"] == "starting"
         assert {"state", "phase", "elapsed_s"} <= set(state.json())
         check_error(front.post("/v1/completions", {"prompt": "x"}), 503, code="engine_starting")
-        engines = front.children()
+        engines = front.engines()
         assert front.stop() == 0
         assert all(gone(engine) for engine in engines)
 
@@ -408,10 +409,11 @@ def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
                 f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20
             ).stdout
             assert json.loads(reply)["choices"][0]["message"]["role"] == "assistant"
-            (engine,) = children(process.pid)
+            processes = children(process.pid)
+            assert len(processes) == 3, "the engine and two worker processes"
         finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0 and gone(engine)
+        assert process.wait(10) == 0 and all(gone(pid) for pid in processes)
 
 
 def test_an_engine_that_cannot_be_started_again_just_now_is_tried_once_more() -> None:

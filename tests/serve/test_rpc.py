@@ -534,7 +534,7 @@ def test_watchers_hear_of_a_start_and_of_the_engines_death(rpc: Rpc) -> None:
     )
     stream = rpc.stub.GenerateStream(LONG)
     next(stream)
-    os.kill(rpc.running.children()[0], signal.SIGKILL)
+    os.kill(rpc.running.engines()[0], signal.SIGKILL)
     refused(lambda: list(stream), Code.UNAVAILABLE, "engine_restarting")
     assert [next(rpc.watch).status, next(rpc.watch).status] == [NOT_SERVING, SERVING]
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1

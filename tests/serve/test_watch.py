@@ -367,7 +367,7 @@ def test_watching_goes_on_while_the_engine_starts_and_dies_and_starts_again(tmp_
                 break
             assert frame["server"]["state"] in ("starting", "ready")
         assert phases[0] != "ready" and phases[-1] == "ready"
-        os.kill(one.children()[0], signal.SIGKILL)
+        os.kill(one.engines()[0], signal.SIGKILL)
         states = []
         for frame in frames(socket, 60):
             states.append(frame["server"]["state"])
