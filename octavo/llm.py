@@ -345,8 +345,8 @@ class LLM:
         check_eviction(cache, max_model_len)
         if eviction != "none" and self.model.angles(0) is None:
             raise InvalidRequest(
-                f"kv_eviction {eviction} moves keys to other positions, which those of {self.config.architecture} cannot: its "
-                "positions are learned, not rotated. Use kv_eviction none",
+                f"kv_eviction {eviction} moves keys to other positions, which this {self.config.architecture} does not allow: "
+                "its positions are learned, or its rope scaling is dynamic. Use kv_eviction none",
                 "kv_eviction",
             )
         if eviction != "none" and self.kv_dtype in LARGEST:

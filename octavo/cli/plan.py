@@ -25,7 +25,7 @@ from octavo.cli.options import (
     sizes,
 )
 from octavo.cli.screen import in_bytes, short, tokens
-from octavo.config import DTYPE_BYTES, ModelConfig, ScheduleConfig
+from octavo.config import DTYPE_BYTES, ScheduleConfig
 from octavo.errors import CheckpointError, ModelError, NotEnoughMemory
 
 if TYPE_CHECKING:
@@ -79,16 +79,15 @@ class Shape:
     """A model without its weights."""
 
     def __init__(self, model: str | None, revision: str | None):
-        from octavo.model.base import registry
         from octavo.model.load import open_checkpoint
+        from octavo.model.tied import parse_checkpoint
 
         stored = model is not None and any(Path(model).expanduser().glob("*.safetensors"))
         try:  # how weights are stored is said where they are
             self.checkpoint = open_checkpoint(model, revision, weights=stored)
         except CheckpointError:
             self.checkpoint = open_checkpoint(model, revision, weights=False)
-        self.cls = registry.find(self.checkpoint.config)
-        self.config: ModelConfig = self.cls.parse_config(self.checkpoint.config)
+        self.cls, self.config = parse_checkpoint(self.checkpoint)
         self._measured: dict[tuple[str, str, str], tuple[int, int, str]] = {}
 
     def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int, str]:

@@ -1,7 +1,8 @@
-"""`octavo quantize`: a checkpoint in, a smaller one out."""
+"""`octavo quantize`: writes a checkpoint with its weights in another format."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,7 @@ def quantize(
     from octavo.model import quant, quantized
     from octavo.model.load import open_checkpoint
     from octavo.ops.weight import Format
+    from octavo.text.gguf_tokenizer import write_tokenizer
 
     parsed = quant.parse(form)
     if not isinstance(parsed, Format):
@@ -41,12 +43,21 @@ def quantize(
     if out.exists():
         fail(f"{out} exists already: give another directory")
     checkpoint = open_checkpoint(model, revision)
+    if bits := quantized.quantised_bits(checkpoint, parsed):
+        print(
+            f"{model} is quantised already, to {bits:.1f} bits a weight: quantising it again to {form} costs quality. "
+            "Where there is one, start from the checkpoint in 16 bits.",
+            file=sys.stderr,
+        )
     with Steps() as progress:
-        task = progress.add_task("quantising", total=1.0)
-        quantized.write(checkpoint, parsed, out, lambda part: progress.update(task, completed=part))
+        task = progress.add_task("quantising tensors", total=len(checkpoint.tensors))
+        quantized.write(
+            checkpoint,
+            parsed,
+            out,
+            lambda count, total: progress.update(task, completed=count, total=total),
+        )
+    if checkpoint.gguf_metadata is not None:
+        write_tokenizer(checkpoint.gguf_metadata, out)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(f"{out}: {in_bytes(size)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}")
-    if checkpoint.directory is None:
-        print(
-            "A GGUF file holds its tokenizer inside: load the result with --tokenizer DIRECTORY, or use token ids."
-        )

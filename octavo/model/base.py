@@ -6,7 +6,7 @@ computes hidden states for a ForwardBatch. It knows nothing of requests, schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from octavo.config import ModelConfig
 from octavo.errors import ModelError, UnknownArchitecture
 from octavo.model import quant
+from octavo.model.checkpoint import StoredTensor
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.kv import KV
 from octavo.ops.weight import Format, JoinedWeight, QuantWeight
+
+HEAD = "lm_head.weight"  # the head's name in a checkpoint
 
 
 @dataclass(slots=True)
@@ -29,9 +32,10 @@ class Slot:
     transform: Callable[[Tensor], Tensor] | None = None
     matrix: Matrix | None = None  # whose weight it is a part of
 
-    def fill(self, value: Tensor | QuantWeight) -> None:
-        """A value that is quantised already comes only where takes() said so."""
-        if self.transform is not None:
+    def fill(self, value: Tensor | QuantWeight, rearranged: bool = False) -> None:
+        """Copy a value in, quantised or not, and quantise it where the destination is quantised. `rearranged`: the transform
+        has been applied to it already. A QuantWeight comes only where takes() allows it."""
+        if self.transform is not None and not rearranged:
             assert isinstance(value, Tensor)
             value = self.transform(value)
         if isinstance(self.dest, QuantWeight):
@@ -40,11 +44,20 @@ class Slot:
             assert isinstance(value, Tensor)
             self.dest.copy_(value)
 
-    def takes(self, form: Format | None) -> bool:
-        """Whether a tensor stored in this format goes in code by code, at most its scales rounded to float16."""
-        if form is None or self.transform is not None or not isinstance(self.dest, QuantWeight):
+    def load(self, tensor: StoredTensor) -> None:
+        """Fill the slot from a checkpoint: with the tensor's own codes where both formats are the same."""
+        if tensor.codes is not None and self.takes(tensor):
+            self.fill(tensor.codes(), tensor.rearranged)
+        else:
+            self.fill(tensor.read(), tensor.rearranged)
+
+    def takes(self, tensor: StoredTensor) -> bool:
+        """Whether the tensor goes in code by code; at most its scales are rounded to float16."""
+        if tensor.form is None or not isinstance(self.dest, QuantWeight):
             return False
-        return self.dest.form in (form, form._replace(wide=False))
+        if self.transform is not None and not tensor.rearranged:
+            return False
+        return self.dest.form in (tensor.form, tensor.form._replace(wide=False))
 
 
 class Matrix(nn.Module):
@@ -76,6 +89,8 @@ class Matrix(nn.Module):
 class CausalLM(nn.Module):
     """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
 
+    # The embedding's name in a checkpoint, where config.tied makes it the head (HEAD) too.
+    tied_weight: str | None = None
     dtype: torch.dtype  # of activations; set by build()
     # of the KV cache where nobody says otherwise; the same, unless finish_loading() knows better
     kv_dtype: torch.dtype
@@ -94,13 +109,14 @@ class CausalLM(nn.Module):
         """Checkpoint tensor name -> where it goes. Exactly the tensors the model needs: the loader reports the rest."""
         raise NotImplementedError
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         """A checkpoint's tensor name as weight_map() and ignored_weights() spell it, where checkpoints spell it in several
         ways. The loader passes every name through it."""
         return name
 
-    def ignored_weights(self) -> tuple[str, ...]:
-        """Suffixes of checkpoint tensors that are known and not needed (saved buffers, a tied head saved twice)."""
+    def ignored_weights(self) -> Collection[str]:
+        """Names of checkpoint tensors that are known and not needed, such as saved buffers."""
         return ()
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:

@@ -48,6 +48,8 @@ class StoredTensor(NamedTuple):
     read: Callable[[], Tensor]
     form: Format | None = None  # it is quantised in a way that is one of ours,
     codes: Callable[[], QuantWeight] | None = None  # and can be read as it is
+    # The tensor is stored as the model holds it: the slot's transform has been applied already.
+    rearranged: bool = False
 
 
 @dataclass

@@ -20,8 +20,9 @@ from octavo.config import ModelConfig, RopeConfig
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import Fields
+from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
-from octavo.model.rope import rope_config, rope_table
+from octavo.model.rope import context_length, rope_config, rope_table
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.fused_spec import DecoderLayer, DecoderSpec, Fused
 from octavo.ops.kv import KV
@@ -36,14 +37,15 @@ ACTIVATIONS = {
 # What a config.json may leave out, where the architecture's own default is not the common one.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
-    "MistralForCausalLM": {},
-    "Qwen2ForCausalLM": {"max_window_layers": 28},
-    "Qwen3ForCausalLM": {"max_window_layers": 28, "head_dim": 128},
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen2ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     "Gemma3ForCausalLM": {
         "tie_word_embeddings": True,
-        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
@@ -154,6 +156,8 @@ class Layer(nn.Module):
 
 @registry.add(*DEFAULTS)
 class Decoder(CausalLM):
+    tied_weight = "model.embed_tokens.weight"
+
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
         self.embed = Embedding(ops, config.vocab_size, config.hidden_size, config.embed_scale)
@@ -184,7 +188,7 @@ class Decoder(CausalLM):
             return done[0]
         for i, layer in enumerate(self.layers):
             last = batch.last if i == len(self.layers) - 1 else None
-            hidden = layer(hidden, batch, kv[:, i], self.angles(i), last)
+            hidden = layer(hidden, batch, kv[:, i], self.table(i), last)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -203,18 +207,17 @@ class Decoder(CausalLM):
             slots |= layer.slots(f"model.layers.{i}.")
         return slots
 
-    def ignored_weights(self) -> tuple[str, ...]:
-        return (
-            ("rotary_emb.inv_freq", "lm_head.weight")
-            if self.config.tied
-            else ("rotary_emb.inv_freq",)
-        )
+    def ignored_weights(self) -> set[str]:
+        """Rotary frequencies, which old checkpoints hold once or for every layer."""
+        layers = range(self.config.num_layers)
+        each = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers}
+        return each | {"model.rotary_emb.inv_freq"}
 
     def finish_loading(self) -> None:
         pack_weights(self)
         c = self.config
         layers = [
-            layer.spec(self.angles(i))
+            layer.spec(self.table(i))
             for i, layer in enumerate(cast("Iterable[Layer]", self.layers))
         ]
         gelu = c.activation != "silu"
@@ -228,9 +231,15 @@ class Decoder(CausalLM):
         if self.fused is not None and self.dtype == torch.float32:
             self.kv_dtype = torch.float16
 
-    def angles(self, layer: int) -> Tensor:
+    def table(self, layer: int) -> Tensor:
+        """The cosines and sines that this layer rotates by."""
         local = self.local_rope is not None and self.config.window(layer)
         return cast("Tensor", self.local_rope if local else self.rope)
+
+    def angles(self, layer: int) -> Tensor | None:
+        """None for dynamic scaling: its frequencies differ by position, so a key cannot be moved by a fixed angle."""
+        dynamic = self.config.rope.scaling.get("rope_type") == "dynamic"
+        return None if dynamic else self.table(layer)
 
     @classmethod
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -253,11 +262,13 @@ class Decoder(CausalLM):
             raise ModelError(
                 f"config.json: head_dim ({head_dim}) must be even for rotary embedding"
             )
-        f.refuse("attn_logit_softcapping", "attention computes no soft cap")
-        f.refuse("final_logit_softcapping", "logits are not soft-capped")
-        f.refuse("use_bidirectional_attention", "attention is causal")
+        refuse_fields(f, name)
         gemma = name == "Gemma3ForCausalLM"
         bias = f.flag("attention_bias")
+        turns = ropes(f, gemma)
+        trained = f.whole("max_position_embeddings")
+        # Gemma 3's max_position_embeddings is the length after scaling.
+        context = trained if gemma else context_length(turns["rope"], trained)
         return ModelConfig(
             architecture=name,
             vocab_size=f.whole("vocab_size"),
@@ -267,12 +278,12 @@ class Decoder(CausalLM):
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=f.whole("intermediate_size"),
-            max_position=f.whole("max_position_embeddings"),
+            max_position=context,
             norm_eps=f.real("rms_norm_eps", 1e-6),
             tied=f.flag("tie_word_embeddings"),
             dtype=f.dtype(),
             activation=f.choice(
-                "hidden_activation" if f["hidden_activation"] else "hidden_act", ACTIVATIONS, "silu"
+                "hidden_activation" if gemma else "hidden_act", ACTIVATIONS, "silu"
             ),
             qkv_bias=name == "Qwen2ForCausalLM" or (bias and name != "MistralForCausalLM"),
             out_bias=bias and name not in ("Qwen2ForCausalLM", "MistralForCausalLM"),
@@ -285,7 +296,7 @@ class Decoder(CausalLM):
             windows=windows(name, f, layers),
             eos_ids=f.token_ids("eos_token_id"),
             bos_id=next(iter(f.token_ids("bos_token_id")), None),
-            **ropes(f, gemma),
+            **turns,
         )
 
 
@@ -311,27 +322,48 @@ def ropes(f: Fields, gemma: bool) -> dict[str, RopeConfig]:
 
 
 def windows(name: str, f: Fields, layers: int) -> tuple[int, ...]:
-    """How far each layer looks back; empty where all look back to the start."""
-    if name == "LlamaForCausalLM" or f["sliding_window"] is None:
-        return ()
-    window = f.whole("sliding_window")
-    if name == "MistralForCausalLM":
-        return (window,) * layers
-    if name != "Gemma3ForCausalLM" and not f.flag("use_sliding_window"):
-        return ()
+    """How many latest positions each layer sees, 0 for all of them; empty where every layer sees all."""
     types = f["layer_types"]
-    if types is None and name == "Gemma3ForCausalLM":
-        pattern = f.whole("sliding_window_pattern")
-        types = [
-            "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)
-        ]
-    elif types is None:
-        types = [
-            "sliding_attention" if i >= f["max_window_layers"] else "full_attention"
-            for i in range(layers)
-        ]
-    if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
+    if types is not None and (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(kind not in ("sliding_attention", "full_attention") for kind in types)
+    ):
         raise ModelError(
             f"config.json: layer_types must be {layers} times sliding_attention or full_attention, got {types}"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if "sliding_window" in f.nulls or not has_windows(name, f):
+        window = 0
+    else:
+        window = f.whole("sliding_window")
+    if types is None:
+        types = default_layer_types(name, f, layers)
+        if not window:
+            return ()
+    elif name == "MistralForCausalLM" and window and "full_attention" in types:
+        raise ModelError(
+            "config.json: layer_types names full_attention, but all layers of a Mistral have the same window"
+        )
+    if not window and "sliding_attention" in types:
+        raise ModelError(
+            f"config.json: layer_types names sliding_attention, but {name} has no sliding_window here"
+        )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types) if window else ()
+
+
+def has_windows(name: str, f: Fields) -> bool:
+    if name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        return f.flag("use_sliding_window")
+    return name != "LlamaForCausalLM"
+
+
+def default_layer_types(name: str, f: Fields, layers: int) -> list[str]:
+    """The kind of each layer of a model with windows, where config.json does not list them."""
+    if name == "Gemma3ForCausalLM":
+        pattern = f.whole("sliding_window_pattern")
+        full = [(i + 1) % pattern == 0 for i in range(layers)]
+    elif name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        full = [i < f.count("max_window_layers") for i in range(layers)]
+    else:
+        full = [False] * layers
+    return ["full_attention" if whole else "sliding_attention" for whole in full]

@@ -12,6 +12,7 @@ class Fields:
     """A config.json; null counts as absent. A field without a default is required."""
 
     def __init__(self, hf: dict[str, Any], defaults: dict[str, Any] | None = None):
+        self.nulls = {name for name, value in hf.items() if value is None}
         self.values = {
             **(defaults or {}),
             **{name: value for name, value in hf.items() if value is not None},
@@ -22,6 +23,12 @@ class Fields:
 
     def whole(self, name: str, default: int | None = None) -> int:
         return self._number(name, default, int, "a positive integer")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name, default)
+        if type(value) is not int or value < 0:
+            raise ModelError(f"config.json: {name} must be a whole number from 0 on, got {value!r}")
+        return value
 
     def real(self, name: str, default: float | None = None) -> float:
         return float(self._number(name, default, (int, float), "a positive number"))
@@ -41,9 +48,10 @@ class Fields:
             )
         return allowed[value]
 
-    def refuse(self, name: str, why: str) -> None:
-        """For a field that would change the result in a way not implemented."""
-        if self.values.get(name):
+    def refuse(self, name: str, why: str, neutral: tuple[Any, ...] = ()) -> None:
+        """Raise a ModelError if the field has a value that is not neutral: one that would change the result in a way that
+        is not implemented."""
+        if name in self.values and self.values[name] not in neutral:
             raise ModelError(f"config.json: {name} = {self.values[name]!r} is not supported: {why}")
 
     def dtype(self) -> str:

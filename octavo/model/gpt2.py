@@ -14,6 +14,7 @@ from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import Fields
+from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.kv import KV
@@ -70,6 +71,8 @@ class Layer(nn.Module):
 
 @registry.add("GPT2LMHeadModel")
 class GPT2(CausalLM):
+    tied_weight = "transformer.wte.weight"
+
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
         self.tokens = Embedding(ops, config.vocab_size, config.hidden_size)
@@ -101,13 +104,17 @@ class GPT2(CausalLM):
             slots |= layer.slots(f"transformer.h.{i}.")
         return slots
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         """The first checkpoints were saved without the head, and so without `transformer.` before every name."""
         return name if name.startswith(("transformer.", "lm_head.")) else "transformer." + name
 
-    def ignored_weights(self) -> tuple[str, ...]:
-        masks = (".attn.bias", ".attn.masked_bias")  # the causal mask, saved with the weights
-        return (*masks, "lm_head.weight") if self.config.tied else masks
+    def ignored_weights(self) -> set[str]:
+        """The causal mask, which old checkpoints hold for every layer."""
+        layers = range(self.config.num_layers)
+        return {
+            f"transformer.h.{i}.attn.{mask}" for i in layers for mask in ("bias", "masked_bias")
+        }
 
     def finish_loading(self) -> None:
         pack_weights(self)
@@ -121,8 +128,7 @@ class GPT2(CausalLM):
             raise ModelError(
                 f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})"
             )
-        f.refuse("scale_attn_by_inverse_layer_idx", "all layers scale attention alike")
-        f.refuse("add_cross_attention", "there is no encoder")
+        refuse_fields(f, "GPT2LMHeadModel")
         gelu = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
         return ModelConfig(
             architecture="GPT2LMHeadModel",

@@ -21,9 +21,11 @@ import torch
 from octavo.config import DTYPE_BYTES
 from octavo.errors import CheckpointError, ModelError, ModelNotFound
 from octavo.model import embedded, foreign, quant, quantized
-from octavo.model.base import CausalLM, Formats, Slot, build, registry
-from octavo.model.checkpoint import MAX_LISTED, Checkpoint, open_directory
+from octavo.model.base import CausalLM, Formats, build
+from octavo.model.checkpoint import Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
+from octavo.model.match import match_tensors
+from octavo.model.tied import parse_checkpoint
 from octavo.ops import Ops
 from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.weight import Format, QuantWeight
@@ -127,51 +129,15 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
 def load_weights(
     model: CausalLM, checkpoint: Checkpoint, progress: bool | Callable[[float], None] = True
 ) -> None:
-    """All tensors of the checkpoint into the model, or one error that lists everything that does not match.
-    `progress`: a bar on stderr, or a function that is told the part that is done."""
-    slots = model.weight_map()
-    ignored = model.ignored_weights()
-    places: dict[str, Slot] = {}  # by the name in the checkpoint
-    taken: set[str] = set()
-    unexpected = []
-    misshapen = []
-    for name, shape in checkpoint.shapes.items():
-        known = model.canonical_name(name)
-        if known in slots and known not in taken:
-            taken.add(known)
-            slot = places[name] = slots[known]
-            if (got := _shape_after(slot, shape)) != slot.dest.shape:
-                rearranged = f", rearranged {got}" if slot.transform else ""
-                misshapen.append(
-                    f"{name} {list(shape)}{rearranged}: must be {list(slot.dest.shape)}"
-                )
-        elif not known.endswith(ignored):
-            unexpected.append(f"{name} {list(shape)}")
-    missing = [
-        f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in taken
-    ]
-    if missing or unexpected or misshapen:
-        parts = [
-            _report("missing", missing),
-            _report("unexpected", unexpected),
-            _report("of the wrong shape", misshapen),
-        ]
-        raise CheckpointError(
-            f"the tensors in {checkpoint.source} are not those that {model.config.architecture} needs:{''.join(parts)}\n"
-            "Does config.json belong to these weights?"
-        )
-
+    """Put all tensors of the checkpoint into the model, after one comparison of names and shapes (match_tensors).
+    `progress`: True for a bar on stderr, or a function that is given the fraction that is done."""
+    places = match_tensors(model, checkpoint)
     bar = _bar(checkpoint.nbytes) if progress is True else None
     total = checkpoint.nbytes
     done = 0
     for name, tensor in checkpoint.tensors.items():
         if name in places:
-            slot = places[name]
-            slot.fill(
-                tensor.codes()
-                if tensor.codes is not None and slot.takes(tensor.form)
-                else tensor.read()
-            )
+            places[name].load(tensor)
         done += tensor.nbytes
         if callable(progress):
             progress(done / max(total, 1))
@@ -179,7 +145,6 @@ def load_weights(
             bar.update(tensor.nbytes)
     if bar is not None:
         bar.close()
-    slots.clear()
     places.clear()  # nobody holds what packing replaces
     model.finish_loading()
     _give_memory_back()
@@ -193,23 +158,6 @@ def _give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def _shape_after(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...] | str:
-    """What the slot's transform makes of a shape, found without data; or why it makes nothing of it."""
-    if slot.transform is None:
-        return shape
-    try:
-        return tuple(slot.transform(torch.empty(shape, device="meta")).shape)
-    except (RuntimeError, IndexError, ValueError) as error:
-        return str(error).splitlines()[0]
-
-
-def _report(what: str, lines: list[str]) -> str:
-    if not lines:
-        return ""
-    more = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
-    return f"\n{len(lines)} {what}:" + "".join(f"\n  {line}" for line in lines[:MAX_LISTED] + more)
 
 
 def _bar(nbytes: int) -> Any:
@@ -306,8 +254,7 @@ def load_model(
         checkpoint = Checkpoint("a config given directly", model)
     else:
         checkpoint = open_checkpoint(model, revision, weights=load_format == "auto")
-    cls = registry.find(checkpoint.config)
-    config = cls.parse_config(checkpoint.config)
+    cls, config = parse_checkpoint(checkpoint)
     if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
         raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
     formats = choose_formats(quant.parse(quantization), checkpoint, ops.name)

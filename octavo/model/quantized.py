@@ -1,7 +1,8 @@
 """Quantised checkpoints as files: a Hugging Face directory whose weights are codes and scales, written and read here.
 
-A weight NAME becomes the tensors NAME.codes, NAME.scale and perhaps NAME.least (octavo.ops.weight says what they mean), and
-config.json lists each with its format and its number of inputs. All else is as it was. Knows formats, no model's arithmetic.
+A weight NAME becomes the tensors NAME.codes, NAME.scale and perhaps NAME.least (octavo.ops.weight defines them), and config.json
+lists each with its format and its number of inputs. Such a weight is stored [out, in], as the model multiplies by it; GPT-2's
+are [in, out] in other checkpoints. All other tensors are as they were. Knows formats, no model's arithmetic.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.model import quant
-from octavo.model.base import build, registry
+from octavo.model.base import build
 from octavo.model.checkpoint import Checkpoint, StoredTensor
+from octavo.model.match import match_tensors
+from octavo.model.tied import parse_checkpoint
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import Format, QuantWeight
 
@@ -38,45 +42,51 @@ def write(
     checkpoint: Checkpoint,
     form: Format,
     directory: Path,
-    done: Callable[[float], None] = lambda part: None,
+    done: Callable[[int, int], None] = lambda count, total: None,
 ) -> None:
-    """The checkpoint with every matrix in this format, in a directory that must not exist. The tokenizer's files come along
-    if it has any; `done` is told which part of the tensors is quantised."""
+    """Write the checkpoint with every matrix in this format to a directory that must not exist, and copy the tokenizer's files
+    if the checkpoint is a directory too. `done` is called with the number of tensors that are finished, and of all."""
     from safetensors.torch import save_file
 
-    cls = registry.find(checkpoint.config)
-    config = cls.parse_config(checkpoint.config)
+    cls, config = parse_checkpoint(checkpoint)
     model = build(config, cls, ReferenceOps(), torch.float32, "meta", quant.choose(form))
-    slots = model.weight_map()
+    places = match_tensors(model, checkpoint)
     tensors: dict[str, Tensor] = {}
     listed: dict[str, list[Any]] = {}
-    for i, (name, stored) in enumerate(checkpoint.tensors.items()):
-        slot = slots.get(model.canonical_name(name))
-        if slot is None or not isinstance(slot.dest, QuantWeight) or slot.transform is not None:
-            tensors[name] = stored.read().clone()
-        else:
-            own = slot.dest.form
-            weight = QuantWeight.empty(own, *stored.shape)
-            quant.fill(
-                weight,
-                stored.codes()
-                if stored.codes is not None and stored.form == own
-                else stored.read(),
-            )
+    for i, (name, slot) in enumerate(places.items()):
+        stored = checkpoint.tensors[name]
+        if isinstance(slot.dest, QuantWeight):
+            weight = QuantWeight.empty(slot.dest.form, *slot.dest.shape)
+            replace(slot, dest=weight).load(stored)
             tensors |= {f"{name}.{part}": buffer for part, buffer in weight.named_buffers()}
-            listed[name] = [str(own), stored.shape[1]]
-        done((i + 1) / len(checkpoint.tensors))
+            listed[name] = [str(weight.form), weight.shape[1]]
+        else:
+            tensors[name] = stored.read().clone()
+        done(i + 1, len(places))
     directory.mkdir(parents=True)
-    save_file(tensors, directory / "model.safetensors")
-    config_json = checkpoint.config | {
-        "quantization_config": {"quant_method": METHOD, "weights": listed}
-    }
-    (directory / "config.json").write_text(json.dumps(config_json, indent=1) + "\n")
-    for pattern in COPIED if checkpoint.directory is not None else ():
-        for path in (
-            sorted(checkpoint.directory.glob(pattern)) if checkpoint.directory is not None else ()
-        ):
-            shutil.copyfile(path, directory / path.name)
+    about = {"quant_method": METHOD, "weights": listed}
+    changed: dict[str, Any] = {"quantization_config": about}
+    if not config.tied and checkpoint.config.get("tie_word_embeddings"):
+        changed["tie_word_embeddings"] = False
+    config_json = directory / "config.json"
+    config_json.write_text(json.dumps(checkpoint.config | changed, indent=1) + "\n")
+    weights = directory / "model.safetensors"
+    save_file(tensors, weights)
+    weights.chmod(config_json.stat().st_mode)  # save_file lets nobody else read it
+    if checkpoint.directory is not None:
+        for pattern in COPIED:
+            for path in sorted(checkpoint.directory.glob(pattern)):
+                shutil.copyfile(path, directory / path.name)
+
+
+def quantised_bits(checkpoint: Checkpoint, form: Format) -> float | None:
+    """Bits a weight of a checkpoint whose matrices are quantised in another format than this one; None where most have 16
+    bits or more, or this format."""
+    matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) == 2]
+    count = sum(math.prod(tensor.shape) for tensor in matrices)
+    same = sum(math.prod(tensor.shape) for tensor in matrices if tensor.form == form)
+    bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(count, 1)
+    return bits if bits < 12 and same < count / 2 else None
 
 
 def joined(
@@ -90,12 +100,13 @@ def joined(
             f"{source}/config.json: quantization_config has no list of weights. Quantise it again"
         )
     for name, entry in listed.items():
-        form = quant.FORMATS.get(entry[0]) if isinstance(entry, list) and len(entry) == 2 else None
-        if form is None or type(entry[1]) is not int or entry[1] < 1:
+        pair = entry if isinstance(entry, list) and len(entry) == 2 else [None, None]
+        form = quant.FORMATS.get(pair[0]) if isinstance(pair[0], str) else None
+        if form is None or type(pair[1]) is not int or pair[1] < 1:
             raise CheckpointError(
                 f"{source}/config.json: quantization_config says {entry!r} of {name}, which is no format"
             )
-        found[name] = _join(name, form, entry[1], found, source)
+        found[name] = _join(name, form, pair[1], found, source)
     return found
 
 
@@ -126,5 +137,10 @@ def _join(
         return QuantWeight(form, inputs, read[0], read[1], read[2] if form.least else None)
 
     return StoredTensor(
-        (outputs, inputs), sum(t.nbytes for t in stored), lambda: codes().dequantize(), form, codes
+        shape=(outputs, inputs),
+        nbytes=sum(t.nbytes for t in stored),
+        read=lambda: codes().dequantize(),
+        form=form,
+        codes=codes,
+        rearranged=True,
     )

@@ -6,8 +6,7 @@ so that a model reaches further than it was trained for:
     linear      all of them by one factor
     llama3      the slow ones by the factor, the fast ones not at all, smoothly between
     yarn        likewise, with bounds given in rotations over the trained length, and cos and sin themselves scaled
-    dynamic     changes frequencies only for sequences longer than max_position_embeddings, which Octavo does not admit:
-                within that length it is exactly the default
+    dynamic     only at positions beyond the trained length, the more the further the position is
     custom      each by its own factor, as GGUF files list them
 """
 
@@ -23,11 +22,12 @@ from octavo.config import RopeConfig
 from octavo.errors import ModelError
 from octavo.model.fields import Fields
 
+LONGEST = 2**31 - 1  # positions
 NEEDED = {
     "default": (),
-    "dynamic": (),
     "custom": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
@@ -35,7 +35,7 @@ NEEDED = {
 
 def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConfig:
     """A rotation from `given`: transformers 5's `rope_parameters` or the older `rope_scaling`, in which the type is called
-    rope_type or type, and which may be empty. `theta` holds where `given` names none."""
+    rope_type or type, and which may be empty. `theta` is the base where `given` names none."""
     scaling = {
         name: value
         for name, value in given.items()
@@ -46,15 +46,17 @@ def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConf
         raise ModelError(
             f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(NEEDED))}"
         )
-    # filled in here, so that the table depends on `scaling` alone
-    if "original_max_position_embeddings" in NEEDED[kind]:
+    # The trained length is filled in here, so that the table depends on `scaling` alone.
+    if kind == "dynamic":
+        scaling["original_max_position_embeddings"] = fields.whole("max_position_embeddings")
+    elif "original_max_position_embeddings" in NEEDED[kind]:
         trained = fields["original_max_position_embeddings"] or scaling.get(
             "original_max_position_embeddings"
         )
         scaling["original_max_position_embeddings"] = trained or fields.whole(
             "max_position_embeddings"
         )
-    if float(scaling.get("partial_rotary_factor", fields["partial_rotary_factor"] or 1.0)) != 1.0:
+    if scaling.get("partial_rotary_factor", 1) != 1:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     for name in NEEDED[kind]:
         value = scaling.get(name)
@@ -65,13 +67,50 @@ def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConf
     return RopeConfig(theta=float(given.get("rope_theta") or theta), scaling=scaling)
 
 
+def context_length(rope: RopeConfig, max_position: int) -> int:
+    """How many positions a model reaches whose config.json says max_position_embeddings. As in vLLM: linear, dynamic and yarn
+    multiply the trained length; llama3 and custom leave it, because their configs state the length after scaling."""
+    scaling = rope.scaling
+    kind = scaling.get("rope_type", "default")
+    if kind not in ("linear", "dynamic", "yarn"):
+        return max_position
+    trained = scaling["original_max_position_embeddings"] if kind == "yarn" else max_position
+    scaled = trained * scaling["factor"]
+    if scaled > LONGEST:
+        raise ModelError(
+            f"config.json: a rope factor of {scaling['factor']:g} for {trained} positions makes more than {LONGEST} positions"
+        )
+    return max(max_position, int(scaled))
+
+
 def rope_table(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:
     """cos and sin of every angle, [max_position, 2, head_dim / 2], float32, on the default device."""
+    if torch.get_default_device().type == "meta":
+        return torch.empty(max_position, 2, head_dim // 2)
     frequencies, scale = inverse_frequencies(rope, head_dim)
-    angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * frequencies
+    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None]
+    if rope.scaling.get("rope_type") == "dynamic":
+        frequencies = dynamic_frequencies(rope, head_dim, positions)
+    angles = positions * frequencies
     return (
         torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scale).to(torch.get_default_device())
     )
+
+
+def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    """[positions, head_dim / 2]: each position's frequencies are those of a sequence that ends there, as in transformers when
+    it generates token by token. So they depend on the position alone, whatever the chunks of a prompt are."""
+    if head_dim <= 2:
+        raise ModelError(
+            f"config.json: rope type 'dynamic' needs heads of more than {head_dim} dimensions"
+        )
+    trained = rope.scaling["original_max_position_embeddings"]
+    factor = rope.scaling["factor"]
+    length = (positions.double() + 1).clamp(min=trained)
+    growth = factor * length / trained - (factor - 1)
+    base = (rope.theta * growth ** (head_dim / (head_dim - 2))).float()
+    dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    return 1.0 / base ** (dims / head_dim)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

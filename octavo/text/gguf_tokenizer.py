@@ -10,7 +10,9 @@ Two kinds of vocabulary are in use:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import (
@@ -140,6 +142,36 @@ def from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, str], froz
         names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
     )
     return backend, names, frozenset(tokens.index(t) for t in ends)
+
+
+def chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
+    """The templates of a GGUF file by name; the one for ordinary chats is "default"."""
+    key = "tokenizer.chat_template"
+    return {
+        name[len(key) + 1 :] or "default": template
+        for name, template in metadata.items()
+        if (name == key or name.startswith(f"{key}.")) and isinstance(template, str)
+    }
+
+
+def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
+    """Write a GGUF file's tokenizer as tokenizer.json and tokenizer_config.json, which Octavo and transformers read."""
+    backend, names, _ = from_gguf(metadata)
+    backend.save(str(directory / "tokenizer.json"))
+    templates = chat_templates(metadata)
+    config: dict[str, Any] = {
+        **names,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if set(templates) == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [
+            {"name": name, "template": template} for name, template in templates.items()
+        ]
+    text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def _pre(name: str) -> Pre:

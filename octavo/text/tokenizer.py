@@ -20,7 +20,13 @@ from tokenizers import AddedToken, processors
 
 from octavo.errors import InvalidRequest, ModelError
 from octavo.text.detokenize import BYTE_OF, Detokenizer, Pieces
-from octavo.text.gguf_tokenizer import PRE_TOKENIZERS, byte_level, from_gguf, set_bos_eos
+from octavo.text.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    byte_level,
+    chat_templates,
+    from_gguf,
+    set_bos_eos,
+)
 
 _NAMED = (
     "bos_token",
@@ -75,6 +81,7 @@ class Tokenizer:
         }
         self._longest = len(texts[0]) if texts else 0
         self._plain = _without_specials(backend)
+        self._unknown = _unknown_ids(backend) | {self._id("unk_token")}
         self._around = _around(backend, self.special_ids)
 
     def _id(self, name: str) -> int | None:
@@ -174,15 +181,12 @@ class Tokenizer:
             ) from None
 
     def _plain_ids(self, text: str) -> list[int]:
-        unknown = self._id("unk_token")
         ids: list[int] = []
         for id in self._ids(self._plain.backend, text):
             if id in self._plain.ids:
                 ids.append(self._plain.ids[id])
-            elif (
-                id in self.special_ids and id != unknown
-            ):  # a vocabulary whose merges spell a special token
-                ids += self._spelled(id)
+            elif id in self.special_ids and id not in self._unknown:
+                ids += self._spelled(id)  # a vocabulary whose merges spell a special token
             else:
                 ids.append(id)
         return ids
@@ -200,13 +204,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any]) -> Tokenizer:
         backend, specials, end_ids = from_gguf(metadata)
-        key = "tokenizer.chat_template"
-        templates = {
-            k[len(key) + 1 :] or "default": v
-            for k, v in metadata.items()
-            if k == key or k.startswith(f"{key}.")
-        }
-        return cls(backend, specials, templates, end_ids)
+        return cls(backend, specials, chat_templates(metadata), end_ids)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
@@ -282,6 +280,16 @@ def _around(
     encoding = backend.encode(text, add_special_tokens=True)
     own = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
     return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+
+
+def _unknown_ids(backend: tokenizers.Tokenizer) -> set[int | None]:
+    """What the vocabulary's model gives for a character that it lacks: the unknown token, which not all models name."""
+    try:
+        return {token.id for token in backend.model.tokenize("\U0010fffe")}
+    except (
+        Exception
+    ):  # some models have no unknown token and raise; the library raises nothing more specific
+        return set()
 
 
 def _without_specials(backend: tokenizers.Tokenizer) -> _Plain:

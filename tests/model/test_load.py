@@ -79,11 +79,12 @@ class Toy(CausalLM):
             "norm.weight": Slot(self.norm),
         }
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         return name.removeprefix("model.")
 
-    def ignored_weights(self) -> tuple[str, ...]:
-        return ("inv_freq",)
+    def ignored_weights(self) -> set[str]:
+        return {"rotary.inv_freq"}
 
     def finish_loading(self) -> None:
         self.finished += 1

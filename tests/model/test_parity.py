@@ -4,15 +4,21 @@ alone and in ragged batches, with the prompt in one piece or in chunks, through 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from octavo.model import CausalLM, build, registry
+from octavo.model.base import HEAD
+from octavo.model.load import load_model
+from octavo.model.rope import rope_table
 from octavo.ops import select
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.conftest import DEVICE
@@ -169,7 +175,8 @@ def transfer(theirs: Any, ours: CausalLM) -> None:
             ), name
             slot.fill(value)
         else:
-            assert name.endswith(ours.ignored_weights()), f"unexpected: {name}"
+            tied = ours.config.tied and name == HEAD
+            assert tied or name in ours.ignored_weights(), f"unexpected: {name}"
     assert not slots, f"missing: {list(slots)}"
     ours.finish_loading()
 
@@ -342,12 +349,112 @@ def test_gpt2_checkpoints_without_prefix_and_with_saved_masks() -> None:
     hf = config_json("gpt2", pair("gpt2").theirs)
     model = build(registry.parse(hf), registry.find(hf), select(DEVICE), torch.float32, DEVICE)
     needed = set(model.weight_map())
-    saved = {name.removeprefix("transformer.") for name in needed} | {
-        "h.0.attn.bias",
-        "h.1.attn.masked_bias",
-        "lm_head.weight",
-    }
+    masks = {"h.0.attn.bias", "h.1.attn.masked_bias"}
+    saved = {name.removeprefix("transformer.") for name in needed} | masks
     names = {model.canonical_name(name) for name in saved}
     assert needed <= names
-    assert all(name.endswith(model.ignored_weights()) for name in names - needed)
-    assert not any(name.endswith(model.ignored_weights()) for name in needed)
+    assert names - needed <= model.ignored_weights()
+    assert not needed & model.ignored_weights()
+
+
+# ---- a head beside a config.json that ties it ---------------------------------------------------------
+
+
+def save_with_head(case: str, directory: Path, head: str) -> Any:
+    """Transformers' model of a case whose config.json ties the head: with a head that differs from the embedding, a second
+    copy of the embedding, or the head alone."""
+    family, options = CASES[case]
+    config = getattr(transformers, f"{family}Config")(
+        **copy.deepcopy(options)
+        | {"tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomise(model)
+    embedding = model.get_input_embeddings().weight
+    if head != "different":
+        model.get_output_embeddings().weight.data.copy_(embedding)
+    model.save_pretrained(directory)
+    about = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
+    if head == "alone":
+        tensors = load_file(directory / "model.safetensors")
+        del tensors["transformer.wte.weight" if family == "GPT2" else "model.embed_tokens.weight"]
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("head", ["different", "equal", "alone"])
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+@torch.inference_mode()
+def test_a_tied_config_uses_the_head_that_the_checkpoint_has(
+    case: str, head: str, tmp_path: Path
+) -> None:
+    theirs = save_with_head(case, tmp_path, head)
+    ours, _ = load_model(tmp_path, ops=select("cpu"), progress=False)
+    assert ours.config.tied is (head != "different")
+    assert (ours.head is None) is (head != "different")  # no second copy is held
+    prompt = list(range(30))
+    tables = scattered_tables([len(prompt)], 16)
+    batch = make_batch([(prompt, 0)], tables, 16, "cpu")
+    got = ours.logits(ours(batch, empty_kv(ours.config, tables, 16, "cpu")))
+    torch.testing.assert_close(got, theirs(torch.tensor([prompt])).logits[0], atol=ATOL, rtol=0)
+
+
+# ---- positions beyond max_position_embeddings -----------------------------------------------------------
+
+TRAINED = 64
+LONG_ROPES = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED),
+    "yarn-without-length": dict(rope_type="yarn", factor=4.0),
+    "dynamic": dict(rope_type="dynamic", factor=4.0),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_ROPES)
+@torch.inference_mode()
+def test_scaled_rope_reaches_beyond_the_trained_length(kind: str) -> None:
+    """Transformers gets the prompt token by token: its dynamic rope would otherwise depend on the prompt's chunks."""
+    fields = dict(GQA, max_position_embeddings=TRAINED, **rope(**LONG_ROPES[kind]))
+    config = transformers.LlamaConfig(**copy.deepcopy(fields), eos_token_id=None, bos_token_id=None)
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    randomise(theirs)
+    hf = {**fields, "architectures": ["LlamaForCausalLM"]}
+    parsed = registry.parse(hf)
+    assert parsed.max_position == 4 * TRAINED
+    ours = build(parsed, registry.find(hf), select("cpu"), torch.float32, "cpu")
+    transfer(theirs, ours)
+    prompt = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(3)).tolist()
+    cache = transformers.DynamicCache(config=config)
+    expected = torch.cat(
+        [theirs(torch.tensor([[id]]), past_key_values=cache).logits[0] for id in prompt]
+    )
+    tables = scattered_tables([len(prompt)], 16)
+    kv = empty_kv(ours.config, tables, 16, "cpu")
+    got = ours.logits(ours(make_batch([(prompt, 0)], tables, 16, "cpu"), kv))
+    torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
+
+
+def test_qwen_with_its_documented_yarn_reaches_131072_positions() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    fields = dict(GQA, max_position_embeddings=32768, rope_theta=1e6, rope_scaling=yarn)
+    config = registry.parse({**fields, "architectures": ["Qwen2ForCausalLM"]})
+    assert config.max_position == 131_072
+    theirs = transformers.Qwen2Config(**copy.deepcopy(fields))
+    rotary = transformers.models.qwen2.modeling_qwen2.Qwen2RotaryEmbedding(theirs)
+    positions = torch.tensor([[0, 32767, 32768, 100_000, 131_071]])
+    cos, sin = rotary(torch.zeros(1), positions)
+    table = rope_table(config.rope, config.head_dim, config.max_position)[positions[0]]
+    half = config.head_dim // 2
+    torch.testing.assert_close(table[:, 0], cos[0, :, :half])
+    torch.testing.assert_close(table[:, 1], sin[0, :, :half])
+
+
+def test_llama3_rope_and_gemma_state_the_length_after_scaling() -> None:
+    llama = dict(GQA, max_position_embeddings=131_072, rope_scaling=LLAMA3)
+    gemma = dict(GEMMA, max_position_embeddings=131_072, rope_parameters=GEMMA_ROPE)
+    for architecture, fields in (("LlamaForCausalLM", llama), ("Gemma3ForCausalLM", gemma)):
+        config = registry.parse({**fields, "architectures": [architecture]})
+        assert config.max_position == 131_072

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,20 +205,45 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> N
 # ---- as files -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["int4-g32-asym", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
-def test_a_quantised_checkpoint_loads_as_it_is(architecture: str, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_equals_quantising_on_the_fly(
+    architecture: str, name: str, tmp_path: Path
+) -> None:
     source = tiny.model_dir(architecture)
-    quantized_files.write(
-        open_checkpoint(source), quant.FORMATS["int4-g32-asym"], tmp_path / "small"
-    )
+    quantized_files.write(open_checkpoint(source), quant.FORMATS[name], tmp_path / "small")
     options = dict(max_model_len=100, num_gpu_blocks_override=40, progress=False)
-    want = LLM(source, quantization="int4-g32-asym", **options).generate(
-        PROMPTS, GREEDY, use_tqdm=False
-    )
-    got = LLM(str(tmp_path / "small"), quantization="int4-g32-asym", **options).generate(
-        PROMPTS, GREEDY, use_tqdm=False
-    )
+    on_the_fly = LLM(source, quantization=name, **options)
+    stored = LLM(str(tmp_path / "small"), quantization=name, **options)
+    want = on_the_fly.generate(PROMPTS, GREEDY, use_tqdm=False)
+    got = stored.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert stored.memory.weights == on_the_fly.memory.weights
+
+
+def test_every_matrix_of_gpt2_is_quantised_in_the_file(tmp_path: Path) -> None:
+    source = open_checkpoint(tiny.model_dir("gpt2"))
+    quantized_files.write(source, quant.FORMATS["int8"], tmp_path / "small")
+    small = tmp_path / "small"
+    listed = json.loads((small / "config.json").read_text())["quantization_config"]["weights"]
+    matrices = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
+    assert sorted(listed) == sorted(matrices)
+    assert listed["transformer.h.0.mlp.c_fc.weight"] == ["int8", 32]
+    assert listed["transformer.h.0.mlp.c_proj.weight"] == ["int8", 128]
+    assert open_checkpoint(small).nbytes < 0.4 * source.nbytes
+    modes = {path.name: path.stat().st_mode for path in small.iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+def test_a_head_of_its_own_is_quantised_and_untied_in_the_file(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny.model_dir("qwen2"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    quantized_files.write(open_checkpoint(source), quant.FORMATS["int8"], tmp_path / "small")
+    written = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    assert "lm_head.weight" in written["quantization_config"]["weights"]
 
 
 def test_without_kernels_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -> None:
@@ -238,6 +264,10 @@ def test_without_kernels_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -
         (lambda about: about.update(weights=3), "has no list of weights"),
         (
             lambda about: about["weights"].update({"model.embed_tokens.weight": ["int5", 32]}),
+            "which is no format",
+        ),
+        (
+            lambda about: about["weights"].update({"model.embed_tokens.weight": [["int8"], 32]}),
             "which is no format",
         ),
         (

@@ -24,6 +24,7 @@ from octavo.text.gguf_tokenizer import (
     UNKNOWN,
     USER_DEFINED,
     derive_merges,
+    write_tokenizer,
 )
 from tests.text.builders import TEXTS, byte_level, sentencepiece
 
@@ -266,6 +267,36 @@ def test_the_end_of_a_turn_ends_a_generation_too() -> None:
     metadata = {**sentencepiece_metadata(), "tokenizer.ggml.eot_token_id": 300}
     t = Tokenizer.from_gguf(metadata)
     assert t.end_ids == frozenset([2, 300]) and 300 in t.special_ids
+
+
+# ---- as files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "smollm", "qwen2", "sentencepiece"])
+def test_a_written_tokenizer_is_the_same_again(kind: str, tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata() if kind == "sentencepiece" else byte_level_metadata(kind)
+    metadata["tokenizer.chat_template"] = "{{ messages }}"
+    metadata["tokenizer.chat_template.tool_use"] = "{{ tools }}"
+    write_tokenizer(metadata, tmp_path)
+    before, after = Tokenizer.from_gguf(metadata), Tokenizer.from_directory(tmp_path)
+    for text in TEXTS:
+        for allow in (True, False):
+            ids = before.encode(text, allow_special=allow)
+            assert after.encode(text, allow_special=allow) == ids
+            assert after.decode(ids) == before.decode(ids)
+    assert (after.bos_id, after.eos_id) == (before.bos_id, before.eos_id)
+    assert after.special_ids == before.special_ids
+    assert after.chat_templates == before.chat_templates
+
+
+def test_transformers_reads_a_written_tokenizer(tmp_path: Path) -> None:
+    metadata = {**byte_level_metadata("llama-bpe"), "tokenizer.chat_template": "{{ messages }}"}
+    write_tokenizer(metadata, tmp_path)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_directory(tmp_path)
+    for text in TEXTS:
+        assert theirs(text).input_ids == ours.encode(text, allow_special=True)
+    assert theirs.chat_template == ours.chat_template
 
 
 # ---- what cannot be read ---------------------------------------------------------------------------

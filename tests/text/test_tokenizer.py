@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from octavo.errors import InvalidRequest, ModelError
 from octavo.text import Tokenizer
@@ -358,3 +358,36 @@ def test_tokens_have_a_spelling_and_bytes() -> None:
 def test_what_is_not_unicode_text_is_refused(text: Any) -> None:
     with pytest.raises(InvalidRequest, match="valid Unicode"):
         TOKENIZERS["byte-level"].encode(text)
+
+
+# ---- characters that a vocabulary lacks ---------------------------------------------------------------
+
+
+def lacking(kind: str) -> tokenizers.Tokenizer:
+    """A vocabulary of the letters of <unk> and a, whose own file alone names the unknown token."""
+    words = ["<unk>", "<", "u", "n", "k", ">", "a"]
+    vocab = {word: i for i, word in enumerate(words)}
+    if kind == "unigram":
+        model = models.Unigram([(word, -1.0) for word in words], 0, False)
+    elif kind == "wordlevel":
+        model = models.WordLevel(vocab, unk_token="<unk>")
+    else:
+        model = models.BPE(vocab, [], unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    if kind == "wordlevel":
+        backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens(["<unk>"])
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordlevel"])
+def test_a_character_that_the_vocabulary_lacks_is_the_unknown_token(
+    kind: str, tmp_path: Path
+) -> None:
+    backend = lacking(kind)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.from_directory(tmp_path)
+    assert ours.encode("a?a") == backend.encode("a?a").ids
+    assert 0 in ours.encode("a?a")
+    if kind != "unigram":  # whose vocabulary has a piece of that spelling
+        assert 0 not in ours.encode("a<unk>a"), "what a user wrote is no special token"
