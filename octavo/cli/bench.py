@@ -20,7 +20,9 @@ app = typer.Typer(
     help="Measure speed: each bench prints a table, and JSON as its last line.",
     no_args_is_help=True,
 )
-Output = Annotated[Path | None, option("Write the result here as JSON.", None, "FILE", "--json")]
+Output = Annotated[
+    Path | None, option("Write the result to this file as JSON.", None, "FILE", "--json")
+]
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
@@ -38,13 +40,16 @@ BATCHING = EngineOptions(max_num_seqs=4, max_model_len=256, no_prefix_caching=Tr
 def batching(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Default: random weights of TinyLlama-1.1B's shape."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Model to measure. Default: random weights in the shape of TinyLlama-1.1B.",
+        ),
     ] = None,
     repeat: Annotated[
-        int, option("Measurements of each side, interleaved.", None, "N", show_default=True, min=1)
+        int, option("Interleaved measurements per side.", None, "N", show_default=True, min=1)
     ] = 3,
     max_tokens: Annotated[
-        int, option("Tokens for each prompt.", None, "N", parser=size, show_default=True)
+        int, option("Tokens to generate per prompt.", None, "N", parser=size, show_default=True)
     ] = 32,
     output: Output = None,
     engine: EngineOptions = BATCHING,
@@ -108,7 +113,7 @@ ModelOrShape = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A model, or random weights of qwen3-0.6b, llama-8b, tinyllama-1.1b or gpt2.",
+        help="Model to measure, or random weights in the shape of qwen3-0.6b, llama-8b, tinyllama-1.1b or gpt2.",
     ),
 ]
 THROUGHPUT = EngineOptions(max_model_len=4096)
@@ -119,14 +124,21 @@ THROUGHPUT = EngineOptions(max_model_len=4096)
 def throughput(
     model: ModelOrShape = None,
     workloads: Annotated[
-        str, option("Which, of those listed below.", None, "NAME,...", show_default=True)
+        str,
+        option(
+            "Workloads to run, separated by commas; the description above lists them.",
+            None,
+            "NAME,...",
+            show_default=True,
+        ),
     ] = "offline,single",
     repeat: Annotated[
-        int, option("Runs of each; the median counts.", None, "N", show_default=True, min=1)
+        int,
+        option("Runs per workload; the median is reported.", None, "N", show_default=True, min=1),
     ] = 3,
     ride: Annotated[
         int | None,
-        option("Tokens of a step that prompts fill beside rows that decode; 0: all.", None, "N"),
+        option("Token budget for prefill in steps that also decode; 0 means no limit.", None, "N"),
     ] = None,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
@@ -189,9 +201,11 @@ def throughput(
 def startup(
     model: ModelOrShape = None,
     directory: Annotated[
-        Path | None, option("Where random weights of a shape are written.", None, "DIRECTORY")
+        Path | None, option("Directory for random weights of a model shape.", None, "DIRECTORY")
     ] = None,
-    repeat: Annotated[int, option("Fresh processes.", None, "N", show_default=True, min=1)] = 3,
+    repeat: Annotated[
+        int, option("Fresh processes to start.", None, "N", show_default=True, min=1)
+    ] = 3,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
@@ -245,9 +259,9 @@ TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
 def tiers(
     model: ModelOrShape = None,
     tokens: Annotated[
-        int, option("Of each prompt.", None, "N", parser=size, show_default=True)
+        int, option("Tokens per prompt.", None, "N", parser=size, show_default=True)
     ] = 4000,
-    repeat: Annotated[int, option("Prompts.", None, "N", show_default=True, min=1)] = 3,
+    repeat: Annotated[int, option("Prompts to measure.", None, "N", show_default=True, min=1)] = 3,
     output: Output = None,
     engine: EngineOptions = TIERS,
 ) -> None:
@@ -363,7 +377,8 @@ QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_pr
 def quant(
     model: Model = None,
     formats: Annotated[
-        str | None, option("Some formats, with commas between; default: all.", None, "A,B,...")
+        str | None,
+        option("Weight formats to measure, separated by commas. Default: all.", None, "A,B,..."),
     ] = None,
     repeat: Annotated[
         int, option("Measurements of speed.", None, "N", show_default=True, min=1)
@@ -376,7 +391,7 @@ def quant(
     ] = 512,
     picture: Annotated[
         Path | None,
-        option("Draw size, perplexity and speed here, as SVG.", None, "FILE", "--picture"),
+        option("Draw size, perplexity and speed in this SVG file.", None, "FILE", "--picture"),
     ] = None,
     output: Output = None,
     engine: EngineOptions = QUANT,
@@ -437,7 +452,11 @@ def kv(
     model: Model = None,
     formats: Annotated[
         str | None,
-        option("Some of auto, float16, int8, fp8, ...; default: all codes.", None, "A,B,..."),
+        option(
+            "KV data types to measure, separated by commas: auto, float16, int8, fp8. Default: all.",
+            None,
+            "A,B,...",
+        ),
     ] = None,
     repeat: Annotated[
         int, option("Measurements of speed.", None, "N", show_default=True, min=1)
@@ -513,16 +532,23 @@ def kv(
 @app.command()
 @command
 def attention(
-    device: Annotated[str, option("auto, cpu or cuda.", None, "NAME", show_default=True)] = "auto",
-    heads: Annotated[int, option("Query heads.", None, "N", show_default=True, min=1)] = 16,
+    device: Annotated[
+        str, option("Device to run on: auto, cpu or cuda.", None, "NAME", show_default=True)
+    ] = "auto",
+    heads: Annotated[
+        int, option("Number of query heads.", None, "N", show_default=True, min=1)
+    ] = 16,
     kv_heads: Annotated[
-        int, option("Key and value heads.", None, "N", show_default=True, min=1)
+        int, option("Number of key and value heads.", None, "N", show_default=True, min=1)
     ] = 8,
-    dim: Annotated[int, option("Numbers in a head.", None, "N", show_default=True, min=4)] = 128,
+    dim: Annotated[int, option("Dimension of a head.", None, "N", show_default=True, min=4)] = 128,
     shapes: Annotated[
-        str | None, option("Sequences x tokens, such as 256x800,64x8K.", None, "SxN,...")
+        str | None,
+        option("Batch shapes as sequences x tokens, such as 256x800,64x8K.", None, "SxN,..."),
     ] = None,
-    repeat: Annotated[int, option("Measurements.", None, "N", show_default=True, min=1)] = 5,
+    repeat: Annotated[
+        int, option("Measurements per shape.", None, "N", show_default=True, min=1)
+    ] = 5,
     output: Output = None,
 ) -> None:
     """Decode attention alone over plain, int8 and fp8 KV, in bytes of KV a second."""
@@ -582,17 +608,21 @@ def attention(
 @command
 def linear(
     shape: Annotated[
-        str, typer.Argument(metavar="SHAPE", help="qwen3-0.6b, llama-8b or tinyllama-1.1b.")
+        str,
+        typer.Argument(
+            metavar="SHAPE", help="Model shape: qwen3-0.6b, llama-8b or tinyllama-1.1b."
+        ),
     ] = "llama-8b",
     formats: Annotated[
-        str | None, option("Some formats, with commas between.", None, "A,B,...", "--quant")
+        str | None,
+        option("Weight formats to measure, separated by commas.", None, "A,B,...", "--quant"),
     ] = None,
     rows: Annotated[
-        str | None, option("Numbers of rows, with commas between.", None, "N,...")
+        str | None, option("Batch sizes to measure, separated by commas.", None, "N,...")
     ] = None,
     tune: Annotated[
         bool,
-        flag("--tune", "Try ways to cut the GPU's products up instead, and print the fastest."),
+        flag("--tune", "Try tile shapes for the GPU kernels and print the fastest."),
     ] = False,
     output: Output = None,
 ) -> None:

@@ -19,21 +19,39 @@ def eviction(
     model: Model = None,
     tokens: Annotated[
         int,
-        option("Tokens of the reply; 0: none.", None, "N", parser=size_or_none, show_default=True),
+        option(
+            "Tokens of the reply; 0 skips this measurement.",
+            None,
+            "N",
+            parser=size_or_none,
+            show_default=True,
+        ),
     ] = 4000,
     text: Annotated[
         int,
         option(
-            "Of text, for perplexity; 0: none.", None, "N", parser=size_or_none, show_default=True
+            "Tokens of text for the perplexity; 0 skips this measurement.",
+            None,
+            "N",
+            parser=size_or_none,
+            show_default=True,
         ),
     ] = 4096,
     budget: Annotated[
-        int, option("Tokens that are kept.", None, "N", parser=size, show_default=True)
+        int, option("KV budget per sequence in tokens.", None, "N", parser=size, show_default=True)
     ] = 1024,
     policies: Annotated[
-        str, option("Which, the first to compare with.", None, "NAME,...", show_default=True)
+        str,
+        option(
+            "Eviction modes to compare, separated by commas; the first is the baseline.",
+            None,
+            "NAME,...",
+            show_default=True,
+        ),
     ] = ("full,window,sinks,heavy"),
-    picture: Annotated[Path | None, option("Draw the result here, as SVG.", None, "FILE")] = None,
+    picture: Annotated[
+        Path | None, option("Draw the result in this SVG file.", None, "FILE")
+    ] = None,
     output: Output = None,
     engine: EngineOptions = ALONE,
 ) -> None:

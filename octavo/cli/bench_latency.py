@@ -15,15 +15,20 @@ LATENCY = EngineOptions(max_model_len=4096, no_prefix_caching=True)
 def latency(
     model: ModelOrShape = None,
     batches: Annotated[
-        str, option("Requests at once, with commas between.", None, "N,...", show_default=True)
+        str,
+        option(
+            "Numbers of concurrent requests, separated by commas.", None, "N,...", show_default=True
+        ),
     ] = "1,4,16",
     prompt: Annotated[
-        int, option("Tokens of each prompt.", None, "N", parser=size, show_default=True)
+        int, option("Tokens per prompt.", None, "N", parser=size, show_default=True)
     ] = 128,
     tokens: Annotated[
-        int, option("Tokens of each reply.", None, "N", parser=size, show_default=True)
+        int, option("Tokens per reply.", None, "N", parser=size, show_default=True)
     ] = 128,
-    repeat: Annotated[int, option("Runs of each.", None, "N", show_default=True, min=1)] = 3,
+    repeat: Annotated[
+        int, option("Runs per number of concurrent requests.", None, "N", show_default=True, min=1)
+    ] = 3,
     output: Output = None,
     engine: EngineOptions = LATENCY,
 ) -> None:

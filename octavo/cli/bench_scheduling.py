@@ -17,17 +17,27 @@ SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, no_prefix_caching=Tru
 def batching_modes(
     model: ModelOrShape = None,
     modes: Annotated[
-        str, option("Which.", None, "NAME,...", show_default=True)
+        str,
+        option(
+            "Batching modes to compare, separated by commas.", None, "NAME,...", show_default=True
+        ),
     ] = "continuous,window,static,none",
-    requests: Annotated[int, option("How many.", None, "N", show_default=True, min=1)] = 64,
+    requests: Annotated[
+        int, option("Number of requests.", None, "N", show_default=True, min=1)
+    ] = 64,
     load: Annotated[
         float,
-        option("Arrivals, as a multiple of what continuous can do.", None, "X", show_default=True),
+        option(
+            "Arrival rate as a multiple of the capacity with continuous batching.",
+            None,
+            "X",
+            show_default=True,
+        ),
     ] = 1.5,
     longest: Annotated[
         int,
         option(
-            "Tokens of the longest reply; the shortest has 16.",
+            "Tokens of the longest reply; the shortest reply has 16.",
             None,
             "N",
             parser=size,
@@ -101,20 +111,30 @@ BUSY = EngineOptions(max_num_seqs=16, max_model_len=2048, no_prefix_caching=True
 def priority(
     model: ModelOrShape = None,
     low: Annotated[
-        int | None, option("Requests that keep it busy: as many as it takes.", None, "N", min=1)
+        int | None,
+        option("Background requests. Default: as many as keep the engine busy.", None, "N", min=1),
     ] = None,
     high: Annotated[
-        int, option("Urgent ones among them.", None, "N", show_default=True, min=1)
+        int,
+        option(
+            "Urgent requests sent while the engine is busy.", None, "N", show_default=True, min=1
+        ),
     ] = 100,
     prompt: Annotated[
         int,
-        option("Prompt of an urgent one, in tokens.", None, "N", parser=size, show_default=True),
+        option("Prompt tokens of an urgent request.", None, "N", parser=size, show_default=True),
     ] = 256,
     longest: Annotated[
-        int, option("Longest prompt of the others.", None, "N", parser=size, show_default=True)
+        int,
+        option(
+            "Longest prompt of the background requests.", None, "N", parser=size, show_default=True
+        ),
     ] = 1024,
     tokens: Annotated[
-        int, option("Longest reply of the others.", None, "N", parser=size, show_default=True)
+        int,
+        option(
+            "Longest reply of the background requests.", None, "N", parser=size, show_default=True
+        ),
     ] = 128,
     output: Output = None,
     engine: EngineOptions = BUSY,

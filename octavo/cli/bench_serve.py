@@ -26,17 +26,24 @@ SERVED = EngineOptions(max_num_seqs=64, max_model_len=1024)
 def bench_serve(
     model: ModelOrShape = None,
     url: Annotated[
-        str | None, option("Ask this server instead of starting one.", None, "URL")
+        str | None, option("Measure the server at this URL instead of starting one.", None, "URL")
     ] = None,
     cases: Annotated[
         str,
-        option("Of same, long, distinct, stream, one, burst.", None, "NAME,...", show_default=True),
+        option(
+            "Load cases, separated by commas: same, long, distinct, stream, one, burst.",
+            None,
+            "NAME,...",
+            show_default=True,
+        ),
     ] = "same",
-    clients: Annotated[int, option("That ask at once.", None, "N", show_default=True, min=1)] = 50,
+    clients: Annotated[
+        int, option("Concurrent clients.", None, "N", show_default=True, min=1)
+    ] = 50,
     requests: Annotated[
         int,
         option(
-            "In all; long, distinct and stream: ten times that.",
+            "Requests in total; the cases long, distinct and stream send ten times as many.",
             None,
             "N",
             show_default=True,
@@ -44,11 +51,13 @@ def bench_serve(
         ),
     ] = 500,
     tokens: Annotated[
-        int, option("Of each reply, exactly.", None, "N", parser=size, show_default=True)
+        int, option("Tokens per reply, exactly.", None, "N", parser=size, show_default=True)
     ] = 30,
-    prompt: Annotated[str, option("What is asked.", None, "TEXT", show_default=True)] = PROMPT,
+    prompt: Annotated[
+        str, option("Prompt that every client sends.", None, "TEXT", show_default=True)
+    ] = PROMPT,
     repeat: Annotated[
-        int, option("Runs of each case; the median counts.", None, "N", show_default=True, min=1)
+        int, option("Runs per case; the median is reported.", None, "N", show_default=True, min=1)
     ] = 3,
     output: Output = None,
     engine: EngineOptions = SERVED,

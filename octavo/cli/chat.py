@@ -58,16 +58,14 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 def chat(
     context: typer.Context,
     model: Model = None,
-    system: Annotated[
-        str | None, option("What the model is told before all else.", None, "TEXT")
-    ] = None,
+    system: Annotated[str | None, option("System prompt.", None, "TEXT")] = None,
     url: Annotated[
         str | None, option("Talk to a running server, such as http://127.0.0.1:8000.", None, "URL")
     ] = None,
     api_key: Annotated[
         str | None,
         option(
-            "For --url; better in the environment.",
+            "API key for --url. Prefer the environment variable.",
             None,
             "KEY",
             envvar="OCTAVO_API_KEY",
@@ -75,7 +73,7 @@ def chat(
         ),
     ] = None,
     show_thinking: Annotated[
-        bool, flag("--show-thinking", "Show what stands in <think>...</think>.")
+        bool, flag("--show-thinking", "Show the reasoning text inside <think>...</think>.")
     ] = False,
     sampling: SamplingOptions = SAMPLING,
     engine: EngineOptions = ENGINE,

@@ -22,7 +22,7 @@ def complete(
     prompt: Annotated[
         list[str] | None,
         option(
-            "Text to continue; repeat for several at once. Default: stdin.",
+            "Text to continue. May be given several times. Default: standard input.",
             None,
             "TEXT",
             "--prompt",
@@ -31,13 +31,16 @@ def complete(
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print each completion as a line of JSON.")] = False,
     sampling: SamplingOptions,
-    n: Annotated[int, option("Completions of each prompt.", "Sampling", "N")] = 1,
-    min_tokens: Annotated[int, option("Shortest reply.", "Sampling", "N")] = 0,
+    n: Annotated[int, option("Completions per prompt.", "Sampling", "N")] = 1,
+    min_tokens: Annotated[
+        int, option("Minimum number of tokens to generate.", "Sampling", "N")
+    ] = 0,
     ignore_eos: Annotated[
-        bool, flag("--ignore-eos", "Go on past the model's end of text.", "Sampling")
+        bool, flag("--ignore-eos", "Continue past the end-of-text token.", "Sampling")
     ] = False,
     logprobs: Annotated[
-        int | None, option("Show log-probabilities, and N alternatives.", "Sampling", "N")
+        int | None,
+        option("Show log-probabilities of the tokens and of N alternatives.", "Sampling", "N"),
     ] = None,
     engine: EngineOptions,
 ) -> None:

@@ -53,14 +53,18 @@ def doctor(
         bool, flag("--smoke", "Also generate 5 tokens with the embedded model.")
     ] = False,
     pid: Annotated[
-        int | None, option("Show what this process uses instead.", "Process", "N")
+        int | None, option("Show the resource usage of the process with this ID.", "Process", "N")
     ] = None,
     csv: Annotated[
-        bool, flag("--csv", "With --pid: comma-separated, with a header.", "Process")
+        bool, flag("--csv", "Print the usage of --pid as CSV with a header.", "Process")
     ] = False,
     watch: Annotated[
         float | None,
-        option("With --pid: again every so often, until it ends.", "Process", "SECONDS"),
+        option(
+            "Repeat the usage of --pid at this interval until the process ends.",
+            "Process",
+            "SECONDS",
+        ),
     ] = None,
 ) -> None:
     """Check this machine: versions, processor, memory, GPU, models. Exit code 1 if a check fails."""

@@ -90,12 +90,18 @@ class SizeOptions:
     """What decides how much memory is needed."""
 
     dtype: Annotated[
-        str, option("auto, float32, bfloat16 or float16.", "Model", "NAME", show_default=True)
+        str,
+        option(
+            "Data type of weights and activations: auto, float32, bfloat16 or float16.",
+            "Model",
+            "NAME",
+            show_default=True,
+        ),
     ] = "auto"
     quantization: Annotated[
         str,
         option(
-            "Weights as none, int8, int4-g64, ...; auto: as the checkpoint has them.",
+            "Weight format: none, int8, int4-g64, ...; auto keeps the checkpoint's format.",
             "Model",
             "FORMAT",
             "--quant",
@@ -105,54 +111,72 @@ class SizeOptions:
     kv_cache_dtype: Annotated[
         str,
         option(
-            "KV as auto, int8, fp8, float16, ...: int8 and fp8 halve it.",
+            "Data type of the KV cache: auto, int8, fp8, float16, ...; int8 and fp8 halve its size.",
             "Memory",
             "NAME",
             show_default=True,
         ),
     ] = "auto"
-    device: Annotated[str, option("auto, cpu or cuda.", "Model", "NAME", show_default=True)] = (
-        "auto"
-    )
+    device: Annotated[
+        str, option("Device to run on: auto, cpu or cuda.", "Model", "NAME", show_default=True)
+    ] = "auto"
     revision: Annotated[
-        str | None, option("Branch, tag or commit on the hub.", "Model", "NAME")
+        str | None, option("Branch, tag or commit of the model on huggingface.co.", "Model", "NAME")
     ] = None
     max_model_len: Annotated[
         int | None,
         option(
-            "Longest prompt and reply together, such as 32K; auto: what fits.",
+            "Maximum length of prompt plus reply in tokens, such as 32K; auto takes what fits.",
             "Memory",
             "N|auto",
             parser=size_or_auto,
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, option("Part of a GPU to use.", "Memory", "0..1", show_default=True)
+        float, option("Fraction of the GPU's memory to use.", "Memory", "0..1", show_default=True)
     ] = 0.9
     block_size: Annotated[
         int | None,
-        option("Tokens in a KV block: 16 on a CPU, 64 on a GPU.", "Memory", "N", parser=size),
+        option(
+            "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.", "Memory", "N", parser=size
+        ),
     ] = None
     num_blocks: Annotated[
-        int | None, option("KV blocks, instead of as many as fit.", "Memory", "N", parser=size)
+        int | None,
+        option(
+            "Number of KV blocks. Default: as many as fit in memory.", "Memory", "N", parser=size
+        ),
     ] = None
     kv_host_gib: Annotated[
-        float | None, option("Memory for KV that leaves the device.", "Memory", "GiB")
+        float | None,
+        option("Host memory for KV blocks offloaded from the device.", "Memory", "GiB"),
     ] = None
     kv_disk: Annotated[
-        Path | None, option("Keep KV here too, over restarts.", "Memory", "DIRECTORY")
+        Path | None,
+        option(
+            "Offload KV blocks to this directory; they survive a restart.", "Memory", "DIRECTORY"
+        ),
     ] = None
-    kv_disk_gib: Annotated[float, option("How much of it.", "Memory", "GiB", show_default=True)] = (
-        16.0
-    )
+    kv_disk_gib: Annotated[
+        float, option("Disk space that --kv-disk may use.", "Memory", "GiB", show_default=True)
+    ] = 16.0
     max_num_seqs: Annotated[
         int,
-        option("Sequences computed at once.", "Scheduling", "N", parser=size, show_default=True),
+        option(
+            "Batch slots: the maximum number of sequences that run at once.",
+            "Scheduling",
+            "N",
+            parser=size,
+            show_default=True,
+        ),
     ] = 256
     max_num_batched_tokens: Annotated[
         int | None,
         option(
-            "Tokens computed in a step: 2K on a CPU, 16K on a GPU.", "Scheduling", "N", parser=size
+            "Token budget of a step. Default: 2K on a CPU, 16K on a GPU.",
+            "Scheduling",
+            "N",
+            parser=size,
         ),
     ] = None
 
@@ -163,39 +187,61 @@ class EngineOptions(SizeOptions):
 
     depth: Annotated[
         int | None,
-        option("Steps in flight: 1; on a GPU 2, unless the policy pauses.", "Scheduling", "N"),
+        option(
+            "Steps in flight. Default: 1 on a CPU; 2 on a GPU unless the policy preempts.",
+            "Scheduling",
+            "N",
+        ),
     ] = None
-    enforce_eager: Annotated[bool, flag("--enforce-eager", "Use no CUDA graphs.", "Scheduling")] = (
-        False
-    )
+    enforce_eager: Annotated[
+        bool, flag("--enforce-eager", "Do not capture CUDA graphs.", "Scheduling")
+    ] = False
     scheduling_policy: Annotated[
         str,
         option(
-            "fcfs, priority, shortest, deadline, fair, prefix; or package.module:Class.",
+            "Scheduling policy: fcfs, priority, shortest, deadline, fair, prefix, or package.module:Class.",
             "Scheduling",
             "NAME",
             "--policy",
         ),
     ] = "fcfs"
     batching: Annotated[
-        str, option("continuous, adaptive, window, static or none.", "Scheduling", "NAME")
+        str,
+        option(
+            "Batching mode: continuous, adaptive, window, static or none.", "Scheduling", "NAME"
+        ),
     ] = "continuous"
     max_batch: Annotated[
         int,
         option(
-            "Requests of a batch (--batching window, static).", "Scheduling", "N", show_default=True
+            "Maximum requests per batch with --batching window or static.",
+            "Scheduling",
+            "N",
+            show_default=True,
         ),
     ] = 8
     window_ms: Annotated[
-        float, option("Time a batch forms (window).", "Scheduling", "X", show_default=True)
+        float,
+        option(
+            "Milliseconds to wait for a batch to fill with --batching window.",
+            "Scheduling",
+            "X",
+            show_default=True,
+        ),
     ] = 20.0
     target_ms: Annotated[
-        float, option("Time from token to token (adaptive).", "Scheduling", "X", show_default=True)
+        float,
+        option(
+            "Target inter-token latency in milliseconds with --batching adaptive.",
+            "Scheduling",
+            "X",
+            show_default=True,
+        ),
     ] = 50.0
     short_share: Annotated[
         float,
         option(
-            "Part of a step for short prompts that would wait for a long one.",
+            "Fraction of a step's token budget reserved for short prompts behind a long prompt.",
             "Scheduling",
             "0..1",
             show_default=True,
@@ -203,30 +249,44 @@ class EngineOptions(SizeOptions):
     ] = 0.25
     record_trace: Annotated[
         Path | None,
-        option("Write arrivals and lengths here, for octavo simulate.", "Scheduling", "FILE"),
+        option(
+            "Record arrivals and lengths in this file, for octavo simulate.", "Scheduling", "FILE"
+        ),
     ] = None
     kv_canary: Annotated[
-        bool, flag("--kv-canary", "Check all KV that is read, slowly: for debugging.", "Memory")
+        bool, flag("--kv-canary", "Debugging: verify every KV block that is read. Slow.", "Memory")
     ] = False
     kv_eviction: Annotated[
         str,
         option(
-            "none, sinks or heavy: what leaves the KV of a sequence that has grown to its budget.",
+            "Which KV blocks a sequence evicts at its --kv-budget: none, sinks or heavy.",
             "Memory",
             "NAME",
         ),
     ] = "none"
     kv_budget: Annotated[
-        int | None, option("That many tokens, for endless replies; 1K.", "Memory", "N", parser=size)
+        int | None,
+        option(
+            "Maximum tokens of KV per sequence with --kv-eviction. Default: 1K.",
+            "Memory",
+            "N",
+            parser=size,
+        ),
     ] = None
     no_prefix_caching: Annotated[
-        bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.", "Memory")
+        bool, flag("--no-prefix-caching", "Disable the prefix cache.", "Memory")
     ] = False
     load_format: Annotated[
-        str, option("auto; dummy: random weights, from config.json alone.", "Model", "NAME")
+        str,
+        option(
+            "auto reads the checkpoint; dummy makes random weights from config.json alone.",
+            "Model",
+            "NAME",
+        ),
     ] = "auto"
     tokenizer: Annotated[
-        Path | None, option("Take the tokenizer from here.", "Model", "DIRECTORY")
+        Path | None,
+        option("Directory to read the tokenizer from. Default: the model.", "Model", "DIRECTORY"),
     ] = None
 
     def arguments(self) -> dict[str, Any]:
@@ -274,33 +334,65 @@ class SamplingOptions:
     """How tokens are chosen and when a text ends."""
 
     temperature: Annotated[
-        float, option("0: the likeliest token, always.", "Sampling", "X", show_default=True)
+        float,
+        option(
+            "Sampling temperature; 0 means greedy decoding.", "Sampling", "X", show_default=True
+        ),
     ] = 1.0
     top_p: Annotated[
         float,
-        option("Keep the likeliest, up to this probability.", "Sampling", "X", show_default=True),
+        option(
+            "Sample from the most likely tokens whose probabilities sum to this value.",
+            "Sampling",
+            "X",
+            show_default=True,
+        ),
     ] = 1.0
-    top_k: Annotated[int, option("Keep this many of the likeliest; 0: all.", "Sampling", "N")] = 0
+    top_k: Annotated[
+        int,
+        option("Sample from this many of the most likely tokens; 0 means all.", "Sampling", "N"),
+    ] = 0
     min_p: Annotated[
-        float, option("Drop those this much less likely than the first.", "Sampling", "X")
+        float,
+        option(
+            "Drop tokens whose probability is below this fraction of the largest one.",
+            "Sampling",
+            "X",
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
-        float, option("Above 1: against tokens seen.", "Sampling", "X", show_default=True)
+        float,
+        option(
+            "Penalty on tokens of the prompt and the reply; above 1 discourages them.",
+            "Sampling",
+            "X",
+            show_default=True,
+        ),
     ] = 1.0
     presence_penalty: Annotated[
-        float, option("-2..2, against tokens generated.", "Sampling", "X")
+        float,
+        option("Penalty on tokens that the reply already contains, -2 to 2.", "Sampling", "X"),
     ] = 0.0
     frequency_penalty: Annotated[
-        float, option("-2..2, the same for each time.", "Sampling", "X")
+        float,
+        option(
+            "Penalty on tokens for each time that the reply contains them, -2 to 2.",
+            "Sampling",
+            "X",
+        ),
     ] = 0.0
-    seed: Annotated[int | None, option("The same seed gives the same text.", "Sampling", "N")] = (
-        None
-    )
+    seed: Annotated[
+        int | None, option("Random seed; the same seed gives the same text.", "Sampling", "N")
+    ] = None
     max_tokens: Annotated[
-        int, option("Longest reply.", "Sampling", "N", parser=size, show_default=True)
+        int,
+        option(
+            "Maximum number of tokens to generate.", "Sampling", "N", parser=size, show_default=True
+        ),
     ] = 128
     stop: Annotated[
-        list[str] | None, option("End before this text. May be repeated.", "Sampling", "TEXT")
+        list[str] | None,
+        option("Stop before this text. May be given several times.", "Sampling", "TEXT"),
     ] = None
 
     def params(self, **more: Any) -> SamplingParams:

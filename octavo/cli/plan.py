@@ -46,9 +46,12 @@ def plan(
         ),
     ] = None,
     lengths: Annotated[
-        str | None, option("How many sequences of these lengths fit?", None, "1K,4K,...")
+        str | None,
+        option(
+            "Sequence lengths for which the plan says how many sequences fit.", None, "1K,4K,..."
+        ),
     ] = None,
-    as_json: Annotated[bool, flag("--json", "Print a JSON object.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the plan as a JSON object.")] = False,
     options: SizeOptions,
 ) -> None:
     """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no weights."""

@@ -20,13 +20,14 @@ def quantize(
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The directory to write, which must not exist.")
+        Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")
     ],
     form: Annotated[
-        str, option("int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True)
+        str,
+        option("Weight format: int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True),
     ] = "int4-g64",
     revision: Annotated[
-        str | None, option("Branch, tag or commit on the hub.", None, "NAME")
+        str | None, option("Branch, tag or commit of the model on huggingface.co.", None, "NAME")
     ] = None,
 ) -> None:
     """Write a checkpoint with quantised weights, which every command then loads as it is."""

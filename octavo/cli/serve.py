@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from octavo.serve.front import Front
 
 KeysFile = Annotated[
-    Path | None, option("API keys, a TOML file: see docs/serving.md.", "Safety", "FILE")
+    Path | None, option("TOML file with API keys; docs/serving.md describes it.", "Safety", "FILE")
 ]
 Names = Annotated[
-    list[str] | None, option("Also answer under this host name; may be repeated.", "Safety", "NAME")
+    list[str] | None,
+    option("Accept requests for this host name too. May be given several times.", "Safety", "NAME"),
 ]
 Origins = Annotated[
     list[str] | None,
-    option("Let pages of this origin use the server; may be repeated.", "Safety", "URL"),
+    option("Allow web pages from this origin. May be given several times.", "Safety", "URL"),
 ]
 TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
@@ -38,18 +39,21 @@ def serve(
         str, typer.Option(help="Address to listen on.", metavar="ADDRESS")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)
+        int,
+        typer.Option(
+            help="Port to listen on; 0 takes any free port.", metavar="N", min=0, max=65535
+        ),
     ] = 8000,
     grpc_port: Annotated[
         int | None,
         typer.Option(
-            help="Serve gRPC too, on this port.", metavar="N", min=1, max=65535, show_default=False
+            help="Also serve gRPC on this port.", metavar="N", min=1, max=65535, show_default=False
         ),
     ] = None,
     health_port: Annotated[
         int | None,
         typer.Option(
-            help="Answer /livez on this port too, in a thread.",
+            help="Also answer /livez on this port, from a thread of its own.",
             metavar="N",
             min=1,
             max=65535,
@@ -63,20 +67,21 @@ def serve(
     engine: EngineOptions,
     api_keys: KeysFile = None,
     allow_unauthenticated: Annotated[
-        bool, flag("--allow-unauthenticated", "Listen on a public address without keys.", "Safety")
+        bool, flag("--allow-unauthenticated", "Allow a public address without API keys.", "Safety")
     ] = False,
     allowed_host: Names = None,
     allowed_origin: Origins = None,
     strict_params: Annotated[
-        bool, flag("--strict-params", "Refuse fields that are not known.", "Safety")
+        bool, flag("--strict-params", "Refuse requests that contain unknown fields.", "Safety")
     ] = False,
     trust_request_chat_template: Annotated[
-        bool, flag("--trust-request-chat-template", "Let requests bring chat templates.", "Safety")
+        bool,
+        flag("--trust-request-chat-template", "Accept a chat template in a request.", "Safety"),
     ] = False,
     chat_template: Annotated[
         Path | None,
         typer.Option(
-            help="A file with a Jinja template for conversations. Default: the model's own.",
+            help="File with a Jinja chat template. Default: the model's own template.",
             metavar="FILE",
             show_default=False,
         ),
@@ -89,30 +94,65 @@ def serve(
         ),
     ] = "auto",
     max_queue: Annotated[
-        int, option("Requests that may wait.", "Load", "N", parser=size, show_default=True)
+        int,
+        option(
+            "Maximum number of requests in the queue.", "Load", "N", parser=size, show_default=True
+        ),
     ] = 256,
     max_queue_tokens: Annotated[
-        int, option("Tokens of their prompts.", "Load", "N", parser=size, show_default="256K")
+        int,
+        option(
+            "Maximum number of prompt tokens in the queue.",
+            "Load",
+            "N",
+            parser=size,
+            show_default="256K",
+        ),
     ] = 262_144,
     max_watchers: Annotated[
         int,
         option(
-            "Live pages that may be open at once; 0: none.", "Load", "N", min=0, show_default=True
+            "Maximum number of open live pages; 0 disables the live page.",
+            "Load",
+            "N",
+            min=0,
+            show_default=True,
         ),
     ] = 8,
     queue_timeout: Annotated[
-        float, option("Seconds a request may wait.", "Load", "X", min=0.001, show_default=True)
+        float,
+        option(
+            "Seconds that a request may spend in the queue.",
+            "Load",
+            "X",
+            min=0.001,
+            show_default=True,
+        ),
     ] = 60.0,
     request_timeout: Annotated[
-        float, option("Seconds it may take in all.", "Load", "X", min=0.001, show_default=True)
+        float,
+        option(
+            "Seconds that a request may take from arrival to its last token.",
+            "Load",
+            "X",
+            min=0.001,
+            show_default=True,
+        ),
     ] = 600.0,
     drain_timeout: Annotated[
-        float, option("Seconds to finish in at a SIGTERM.", "Load", "X", min=0, show_default=True)
+        float,
+        option(
+            "Grace period on shutdown: seconds that open requests have to finish after SIGTERM.",
+            "Load",
+            "X",
+            min=0,
+            show_default=True,
+        ),
     ] = 30.0,
     check_interval: Annotated[
         float,
         option(
-            "Seconds between checks of the engine's books; 0: none.",
+            "Seconds between consistency checks of the scheduler state; 0 disables them.",
             "Load",
             "X",
             min=0,
@@ -120,10 +160,10 @@ def serve(
         ),
     ] = 60.0,
     metrics_prefix: Annotated[
-        str, option("Of metrics' names: octavo or vllm.", "Load", "NAME")
+        str, option("Prefix of metric names: octavo or vllm.", "Load", "NAME")
     ] = "octavo",
     log_level: Annotated[
-        str, typer.Option(help="debug, info, warning or error.", metavar="NAME")
+        str, typer.Option(help="Log level: debug, info, warning or error.", metavar="NAME")
     ] = "warning",
 ) -> None:
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""

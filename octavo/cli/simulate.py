@@ -46,30 +46,58 @@ def simulate(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None, option("To compare; may be repeated. Default: fcfs.", None, "NAME")
+        list[str] | None,
+        option(
+            "Scheduling policy to compare. May be given several times. Default: fcfs.", None, "NAME"
+        ),
     ] = None,
     batching: Annotated[
-        list[str] | None, option("To compare; may be repeated. Default: continuous.", None, "NAME")
+        list[str] | None,
+        option(
+            "Batching mode to compare. May be given several times. Default: continuous.",
+            None,
+            "NAME",
+        ),
     ] = None,
     max_batch: Annotated[
-        int, option("Requests of a batch (window, static).", None, "N", show_default=True)
+        int,
+        option(
+            "Maximum requests per batch in the modes window and static.",
+            None,
+            "N",
+            show_default=True,
+        ),
     ] = 8,
     window_ms: Annotated[
-        float, option("Time a batch forms (window).", None, "X", show_default=True)
+        float,
+        option(
+            "Milliseconds to wait for a batch to fill in the mode window.",
+            None,
+            "X",
+            show_default=True,
+        ),
     ] = 20.0,
     target_ms: Annotated[
-        float, option("Time from token to token (adaptive).", None, "X", show_default=True)
+        float,
+        option(
+            "Target inter-token latency in milliseconds in the mode adaptive.",
+            None,
+            "X",
+            show_default=True,
+        ),
     ] = 50.0,
     depth: Annotated[
-        int, option("Steps in flight.", None, "N", show_default=True, min=1, max=3)
+        int, option("Number of steps in flight.", None, "N", show_default=True, min=1, max=3)
     ] = 1,
     no_prefix_caching: Annotated[
-        bool, flag("--no-prefix-caching", "Do not reuse an earlier prompt's KV.")
+        bool, flag("--no-prefix-caching", "Disable the prefix cache.")
     ] = False,
     costs: Annotated[
         Path | None,
         option(
-            "What steps cost, from --calibrate. Default: the embedded model on a CPU.", None, "FILE"
+            "File with step costs, written by --calibrate. Default: the embedded model on a CPU.",
+            None,
+            "FILE",
         ),
     ] = None,
     calibrate: Annotated[
@@ -81,14 +109,16 @@ def simulate(
         ),
     ] = None,
     verify: Annotated[
-        str | None, option("Run the trace on this model too, and compare.", None, "MODEL")
+        str | None, option("Also run the trace on this model and compare.", None, "MODEL")
     ] = None,
-    out: Annotated[Path | None, option("Write the costs here (--calibrate).", None, "FILE")] = None,
+    out: Annotated[
+        Path | None, option("File for the step costs that --calibrate measures.", None, "FILE")
+    ] = None,
     picture: Annotated[
-        Path | None, option("Draw predicted and real steps here, as SVG.", None, "FILE")
+        Path | None, option("Draw predicted and measured steps in this SVG file.", None, "FILE")
     ] = None,
     output: Annotated[
-        Path | None, option("Write the result here as JSON.", None, "FILE", "--json")
+        Path | None, option("Write the result to this file as JSON.", None, "FILE", "--json")
     ] = None,
     sizes: SizeOptions = SIZES,
 ) -> None:

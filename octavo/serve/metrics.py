@@ -72,25 +72,25 @@ LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
-SLOTS = {
-    "cached": "Slots of host memory whose content can be found.",
-    "busy": "Slots of host memory that are being filled.",
-    "free": "Slots of host memory with nothing in them.",
+HOST_BLOCKS = {
+    "cached": "KV blocks in host memory that a prompt can reuse.",
+    "busy": "KV blocks in host memory that a copy is filling.",
+    "free": "KV blocks in host memory that hold nothing.",
 }
 TIERS = {
-    "stores": "Blocks copied from the device to host memory.",
-    "store_bytes": "Bytes of those.",
-    "loads": "Blocks copied from host memory to the device.",
-    "load_bytes": "Bytes of those.",
-    "load_seconds": "Seconds of the device that those took.",
-    "saves": "Blocks written to disk.",
-    "save_bytes": "Bytes of those.",
-    "fetches": "Blocks asked of the disk.",
-    "fetch_bytes": "Bytes of those.",
-    "fetch_seconds": "Seconds that the disk took to answer, one block at a time.",
-    "evictions": "Blocks that gave way in host memory.",
-    "dropped": "Blocks that left the device and found no place.",
-    "refused": "Times that computing a prompt was quicker than loading it.",
+    "stores": "KV blocks copied from the device to host memory.",
+    "store_bytes": "Bytes of KV copied from the device to host memory.",
+    "loads": "KV blocks copied from host memory to the device.",
+    "load_bytes": "Bytes of KV copied from host memory to the device.",
+    "load_seconds": "Device time spent copying KV from host memory to the device, in seconds.",
+    "saves": "KV blocks written to disk.",
+    "save_bytes": "Bytes of KV written to disk.",
+    "fetches": "KV blocks requested from disk.",
+    "fetch_bytes": "Bytes of KV requested from disk.",
+    "fetch_seconds": "Time the disk took to answer KV reads, summed over blocks, in seconds.",
+    "evictions": "KV blocks evicted from host memory to make room.",
+    "dropped": "KV blocks evicted from the device that no lower tier had room for.",
+    "refused": "Prompts recomputed because loading their KV would have taken longer.",
 }
 
 
@@ -154,82 +154,101 @@ class EngineSource(Source):
         loaded = self.client.supervisor.loaded
         blocks = beat.blocks_used + beat.blocks_cached + beat.blocks_free
         gauges = {
-            "num_requests_running": (beat.running, "Sequences in the batch."),
+            "num_requests_running": (beat.running, "Sequences that are running."),
             "num_requests_waiting": (
                 len(client.queue.waiting),
-                "Requests that wait for their first step.",
+                "Requests in the queue, waiting for their first step.",
             ),
-            "num_tokens_waiting": (client.queue.tokens, "Tokens of their prompts."),
+            "num_tokens_waiting": (
+                client.queue.tokens,
+                "Prompt tokens of the requests in the queue.",
+            ),
             "num_requests_open": (
                 len(client.open_requests),
-                "Requests that the front has sent to the engine.",
+                "Requests that the API server has sent to the engine and that are not finished.",
             ),
             "kv_cache_usage_perc": (
                 beat.blocks_used / blocks if blocks else 0.0,
-                "Part of the KV blocks in use, 0..1.",
+                "Fraction of KV blocks in use, from 0 to 1.",
             ),
-            "kv_blocks_used": (beat.blocks_used, "KV blocks that a sequence holds."),
+            "kv_blocks_used": (beat.blocks_used, "KV blocks held by running sequences."),
             "kv_blocks_cached": (
                 beat.blocks_cached,
-                "KV blocks nobody holds whose content can be reused.",
+                "KV blocks that no sequence holds and that a prompt can reuse.",
             ),
-            "kv_blocks_free": (beat.blocks_free, "KV blocks with nothing in them."),
+            "kv_blocks_free": (beat.blocks_free, "KV blocks that hold nothing."),
             "kv_blocks_total": (
                 loaded.num_blocks if loaded else 0,
-                "All KV blocks: used, cached and free.",
+                "All KV blocks on the device: used, cached and free.",
             ),
             "engine_recovery_seconds": (
                 client.supervisor.recovery,
-                "From an engine's end to the next one's being ready.",
+                "Time from the last engine failure until the engine was ready again, in seconds.",
             ),
-            "engine_ready": (float(client.ready), "1 while requests are taken."),
+            "engine_ready": (
+                float(client.ready),
+                "1 while the server accepts requests, otherwise 0.",
+            ),
         }
         counters: dict[str, tuple[float, str]] = {
             "prefix_cache_queries": (
                 beat.queried_tokens,
                 "Prompt tokens looked up in the prefix cache.",
             ),
-            "prefix_cache_hits": (beat.cached_tokens, "Of those, found."),
-            "num_preemptions": (beat.preemptions, "Sequences that lost their place."),
-            "recomputed_tokens": (beat.recomputed_tokens, "Tokens computed again by those."),
-            "engine_steps": (beat.steps, "Steps."),
+            "prefix_cache_hits": (beat.cached_tokens, "Prompt tokens found in the prefix cache."),
+            "num_preemptions": (beat.preemptions, "Preemptions of running sequences."),
+            "recomputed_tokens": (
+                beat.recomputed_tokens,
+                "Tokens computed again after a preemption.",
+            ),
+            "engine_steps": (beat.steps, "Steps that the engine has run."),
             "engine_steps_shrunk": (
                 beat.shrunk,
-                "Steps that were too large for the device's memory and were tried again.",
+                "Steps that ran out of device memory and were retried with fewer tokens.",
             ),
-            "engine_starts": (client.supervisor.starts, "Engine processes started."),
-            "prefill_tokens": (beat.prefill_tokens, "Tokens computed of prompts."),
-            "decode_tokens": (beat.decode_tokens, "Tokens computed one at a time."),
-            "kv_block_copies": (beat.copies, "Blocks copied before a write."),
+            "engine_starts": (
+                client.supervisor.starts,
+                "Engine processes started, restarts included.",
+            ),
+            "prefill_tokens": (beat.prefill_tokens, "Tokens computed in prefill."),
+            "decode_tokens": (beat.decode_tokens, "Tokens computed in decode."),
+            "kv_block_copies": (beat.copies, "KV blocks copied before a write (copy-on-write)."),
             "structured_output_compilations": (
                 beat.guides_compiled,
-                "Schemas and grammars compiled.",
+                "Structured output specifications compiled.",
             ),
-            "structured_output_compile_seconds": (beat.guide_seconds, "Time of that."),
+            "structured_output_compile_seconds": (
+                beat.guide_seconds,
+                "Time spent compiling structured output specifications, in seconds.",
+            ),
             "structured_output_cache_hits": (
                 beat.guides_cached,
-                "Schemas and grammars that were compiled already.",
+                "Structured output specifications found in the compilation cache.",
             ),
         }
         # dashboards ask for them, with and without speculation
         drafts = ("drafts", "draft_tokens", "accepted_tokens")
         counters |= {
-            f"spec_decode_num_{name}": (0, "Always 0: nothing is drafted.") for name in drafts
+            f"spec_decode_num_{name}": (
+                0,
+                "Always 0: this server does not use speculative decoding.",
+            )
+            for name in drafts
         }
         counters |= {
             "invariant_checks": (
                 beat.checks,
-                "Times that the engine checked its books (--check-interval).",
+                "Consistency checks of the scheduler state (see --check-interval).",
             ),
             "invariant_failures": (
                 beat.check_failures,
-                "Times that they did not agree: see the log.",
+                "Consistency checks of the scheduler state that failed; the log has the details.",
             ),
         }
         if beat.tiers:
             gauges |= {
                 f"kv_host_slots_{state}": (beat.tiers[f"slots_{state}"], text)
-                for state, text in SLOTS.items()
+                for state, text in HOST_BLOCKS.items()
             }
             counters |= {
                 f"kv_tier_{name}": (beat.tiers[name], text) for name, text in TIERS.items()
@@ -248,11 +267,17 @@ class EngineSource(Source):
             yield counter
         if beat.tiers:
             yield self._labelled(
-                "kv_disk_misses", "What the disk did not give or take.", "reason", beat.tier_misses
+                "kv_disk_misses",
+                "KV blocks that the disk tier failed to read or write, by reason.",
+                "reason",
+                beat.tier_misses,
             )
             hits = {tier: beat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
             yield self._labelled(
-                "prefix_cache_tier_hits", "Tokens found below the device.", "tier", hits
+                "prefix_cache_tier_hits",
+                "Prompt tokens found in a lower KV tier, by tier.",
+                "tier",
+                hits,
             )
 
     def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -284,36 +309,54 @@ class Metrics:
         mine = {"model_name": model}
 
         self.ttft = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", TTFT
+            "time_to_first_token_seconds", "Time from arrival to the first token, in seconds.", TTFT
         )
-        self.itl = histogram("inter_token_latency_seconds", "From token to token.", PER_TOKEN)
+        self.itl = histogram(
+            "inter_token_latency_seconds",
+            "Time between two tokens of a sequence, in seconds.",
+            PER_TOKEN,
+        )
         self.per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean of a request after its first.", PER_TOKEN
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of a request after the first token, in seconds.",
+            PER_TOKEN,
         )
         self.e2e = histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY
+            "e2e_request_latency_seconds",
+            "Time from arrival to the last token, in seconds.",
+            LATENCY,
         )
         self.queue_time = histogram(
-            "request_queue_time_seconds", "From arrival to the first step.", LATENCY
+            "request_queue_time_seconds",
+            "Time from arrival to the first step, in seconds.",
+            LATENCY,
         )
         self.prefill_time = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token.", LATENCY
+            "request_prefill_time_seconds",
+            "Time from the first step to the first token, in seconds.",
+            LATENCY,
         )
         self.decode_time = histogram(
-            "request_decode_time_seconds", "From the first token to the last.", LATENCY
+            "request_decode_time_seconds",
+            "Time from the first token to the last token, in seconds.",
+            LATENCY,
         )
         self.iteration = histogram(
-            "iteration_tokens_total", "Tokens computed in a step.", ITERATION
+            "iteration_tokens_total", "Tokens computed in one step.", ITERATION
         )
-        self.prompt_tokens = counter(f"{prefix}:prompt_tokens", "Tokens of prompts.", mine)
+        self.prompt_tokens = counter(
+            f"{prefix}:prompt_tokens", "Prompt tokens of admitted requests.", mine
+        )
         self.cached_tokens = counter(
-            f"{prefix}:prompt_tokens_cached", "Of those, found in the prefix cache.", mine
+            f"{prefix}:prompt_tokens_cached",
+            "Prompt tokens of admitted requests found in the prefix cache.",
+            mine,
         )
         self.generated = counter(f"{prefix}:generation_tokens", "Tokens generated.", mine)
         labels = ["model_name", "finished_reason"]
         success = Counter(
             f"{prefix}:request_success",
-            "Sequences done (a request has n of them), by how they ended.",
+            "Finished sequences (a request has n of them), by finish reason.",
             labels,
             registry=registry,
         )
@@ -321,24 +364,31 @@ class Metrics:
             reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
         }
         self.rejections = Counter(
-            f"{prefix}:rejections", "Requests refused, by reason.", ["reason"], registry=registry
+            f"{prefix}:rejections", "Refused requests, by reason.", ["reason"], registry=registry
         )
         self.ignored = Counter(
             f"{prefix}:ignored_params",
-            "Requests with fields that have no effect.",
+            "Requests that contained fields without effect.",
             registry=registry,
         )
         self.lag = Gauge(
             f"{prefix}:event_loop_lag_seconds",
-            "Longest delay of the front's loop of late.",
+            "Longest delay of the API server's event loop in the last two seconds, in seconds.",
             registry=registry,
         )
-        self.streams = Gauge(f"{prefix}:open_streams", "Replies being streamed.", registry=registry)
-        self.cache_info = Gauge(f"{prefix}:cache_config_info", "The KV pool.", ["block_size", "num_gpu_blocks",
+        self.streams = Gauge(
+            f"{prefix}:open_streams", "Replies that are being streamed.", registry=registry
+        )
+        self.cache_info = Gauge(f"{prefix}:cache_config_info", "Configuration of the KV cache, in labels; the value is always 1.", ["block_size", "num_gpu_blocks",
                                 "enable_prefix_caching", "cache_dtype"], registry=registry)  # fmt: skip
-        self.classic_requests = counter("inference_requests", "Requests done.", {})
+        self.classic_requests = counter("inference_requests", "Requests finished.", {})
         self.classic_tokens = counter("inference_tokens_generated", "Tokens generated.", {})
-        self.classic_latency = Tally("inference_request_latency_seconds", "Seconds.", CLASSIC, {})
+        self.classic_latency = Tally(
+            "inference_request_latency_seconds",
+            "Time from arrival to the end of the reply, in seconds.",
+            CLASSIC,
+            {},
+        )
         registry.register(self.classic_latency)
 
     def render(self) -> bytes:
