@@ -22,7 +22,7 @@ help:
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make test-clients  langchain, lm-eval, guidellm and schemathesis against a server, in a virtual environment of their own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
-	@echo "make lint          style, types and import contracts"
+	@echo "make lint          style, types, import contracts and readability"
 	@echo "make format        rewrite the code in the project's style"
 	@echo "make proto         octavo/serve/proto/*_pb2* from octavo.proto: after every change to it"
 	@echo "make setup         only the set-up: again whenever requirements.lock or pyproject.toml changed"
@@ -82,6 +82,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check . || status=1; \
 	$(BIN)/mypy || status=1; \
 	$(BIN)/lint-imports --no-logo || status=1; \
+	$(BIN)/python tools/readability.py || status=1; \
 	exit $$status
 
 format: $(READY)

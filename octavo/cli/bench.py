@@ -126,7 +126,7 @@ def throughput(
     workloads: Annotated[
         str,
         option(
-            "Workloads to run, separated by commas; the description above lists them.",
+            "Workloads to run, separated by commas; the command description lists all workloads.",
             None,
             "NAME,...",
             show_default=True,
@@ -259,7 +259,7 @@ TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
 def tiers(
     model: ModelOrShape = None,
     tokens: Annotated[
-        int, option("Tokens per prompt.", None, "N", parser=size, show_default=True)
+        int, option("Number of tokens per prompt.", None, "N", parser=size, show_default=True)
     ] = 4000,
     repeat: Annotated[int, option("Prompts to measure.", None, "N", show_default=True, min=1)] = 3,
     output: Output = None,

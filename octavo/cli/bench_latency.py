@@ -21,10 +21,10 @@ def latency(
         ),
     ] = "1,4,16",
     prompt: Annotated[
-        int, option("Tokens per prompt.", None, "N", parser=size, show_default=True)
+        int, option("Number of tokens per prompt.", None, "N", parser=size, show_default=True)
     ] = 128,
     tokens: Annotated[
-        int, option("Tokens per reply.", None, "N", parser=size, show_default=True)
+        int, option("Number of tokens per reply.", None, "N", parser=size, show_default=True)
     ] = 128,
     repeat: Annotated[
         int, option("Runs per number of concurrent requests.", None, "N", show_default=True, min=1)

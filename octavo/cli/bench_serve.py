@@ -38,7 +38,7 @@ def bench_serve(
         ),
     ] = "same",
     clients: Annotated[
-        int, option("Concurrent clients.", None, "N", show_default=True, min=1)
+        int, option("Number of concurrent clients.", None, "N", show_default=True, min=1)
     ] = 50,
     requests: Annotated[
         int,

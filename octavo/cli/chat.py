@@ -58,7 +58,9 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 def chat(
     context: typer.Context,
     model: Model = None,
-    system: Annotated[str | None, option("System prompt.", None, "TEXT")] = None,
+    system: Annotated[
+        str | None, option("System prompt of the conversation.", None, "TEXT")
+    ] = None,
     url: Annotated[
         str | None, option("Talk to a running server, such as http://127.0.0.1:8000.", None, "URL")
     ] = None,

@@ -31,7 +31,7 @@ def complete(
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print each completion as a line of JSON.")] = False,
     sampling: SamplingOptions,
-    n: Annotated[int, option("Completions per prompt.", "Sampling", "N")] = 1,
+    n: Annotated[int, option("Number of completions per prompt.", "Sampling", "N")] = 1,
     min_tokens: Annotated[
         int, option("Minimum number of tokens to generate.", "Sampling", "N")
     ] = 0,

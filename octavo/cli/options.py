@@ -259,7 +259,7 @@ class EngineOptions(SizeOptions):
     kv_eviction: Annotated[
         str,
         option(
-            "Which KV blocks a sequence evicts at its --kv-budget: none, sinks or heavy.",
+            "Eviction mode for sequences that reach --kv-budget: none, sinks or heavy.",
             "Memory",
             "NAME",
         ),
@@ -363,7 +363,7 @@ class SamplingOptions:
     repetition_penalty: Annotated[
         float,
         option(
-            "Penalty on tokens of the prompt and the reply; above 1 discourages them.",
+            "Penalty on tokens of the prompt and the reply; above 1 discourages repetition.",
             "Sampling",
             "X",
             show_default=True,
@@ -376,7 +376,7 @@ class SamplingOptions:
     frequency_penalty: Annotated[
         float,
         option(
-            "Penalty on tokens for each time that the reply contains them, -2 to 2.",
+            "Penalty per earlier occurrence of a token in the reply, -2 to 2.",
             "Sampling",
             "X",
         ),

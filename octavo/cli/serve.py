@@ -152,7 +152,7 @@ def serve(
     check_interval: Annotated[
         float,
         option(
-            "Seconds between consistency checks of the scheduler state; 0 disables them.",
+            "Seconds between consistency checks of the scheduler state; 0 disables the checks.",
             "Load",
             "X",
             min=0,

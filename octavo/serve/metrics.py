@@ -139,7 +139,7 @@ class Sum(Source):
 
 
 class EngineSource(Source):
-    """Gauges and counters as the engine's last beat tells them, made when asked for."""
+    """Gauges and counters from the engine's latest heartbeat, computed at each scrape."""
 
     def __init__(self, prefix: str, model: str):
         self.prefix = prefix
@@ -356,7 +356,7 @@ class Metrics:
         labels = ["model_name", "finished_reason"]
         success = Counter(
             f"{prefix}:request_success",
-            "Finished sequences (a request has n of them), by finish reason.",
+            "Finished sequences by finish reason; a request has n sequences.",
             labels,
             registry=registry,
         )
