@@ -13,13 +13,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 from uvicorn.server import ServerState
 
+from octavo.serve import jobs, worker
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
-from octavo.serve.front import Front
+from octavo.serve.front import Front, worker_setup
 from octavo.serve.http import application
+from octavo.serve.jobs import Setup
 from octavo.serve.messages import Loaded
 from octavo.serve.wire import BoundedSocket, bounded
 from octavo.text.tokenizer import Tokenizer
@@ -84,10 +87,10 @@ class Transport(asyncio.Transport):
 
 
 @cache
-def tokenizer() -> Tokenizer:
+def tokenizer_directory() -> str:
     folder = Path(tempfile.mkdtemp(prefix="octavo-fuzz-"))
     tiny.write_tokenizer(folder)
-    return Tokenizer.from_directory(folder)
+    return str(folder)
 
 
 def loaded_model() -> Loaded:
@@ -103,9 +106,24 @@ def loaded_model() -> Loaded:
         device="cpu",
         architecture="LlamaForCausalLM",
         memory={},
-        tokenizer_directory=None,
+        tokenizer_directory=tokenizer_directory(),
         tokenizer_gguf=None,
     )
+
+
+class LocalPool:
+    """Runs the jobs of the worker processes in this process, where a crash is seen."""
+
+    def __init__(self, setup: Setup):
+        self.context = worker.Context(setup)
+
+    async def run(self, job: Any, kind: Any, **_: Any) -> Any:
+        reply = worker.answer(self.context, jobs.encode(job))
+        if isinstance(reply, jobs.Refused):
+            assert reply.code != "text_memory_exceeded", "the job ran out of memory"
+            raise ApiError(reply.status, reply.message, reply.code, reply.param)
+        assert isinstance(reply, jobs.Done), reply
+        return msgspec.msgpack.decode(reply.value, type=kind)
 
 
 def accept(*_: Any, **__: Any) -> None:
@@ -121,8 +139,11 @@ class FakeServer:
         client = self.front.client
         client.supervisor.phase = "ready"
         client.supervisor.loaded = loaded_model()
-        client.tokenizer = tokenizer()
+        client.tokenizer = Tokenizer.from_directory(tokenizer_directory())
         client.open = accept  # type: ignore[method-assign]
+        setup = worker_setup(self.config, loaded_model())
+        self.front.text.pool = LocalPool(setup)  # type: ignore[assignment]
+        self.front.pool = self.front.text.pool
         self.uvicorn = uvicorn.Config(
             application(self.front),
             http=bounded(self.config.limits),
