@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,7 @@ def metric_helps() -> Iterator[tuple[str, str]]:
     pytest.importorskip("prometheus_client")
     from octavo.serve import metrics
 
-    source = re.findall(r'"([A-Z][^"\n]*\.)"', open(metrics.__file__, encoding="utf-8").read())
+    source = re.findall(r'"([A-Z][^"\n]*\.)"', Path(metrics.__file__).read_text("utf-8"))
     yield from ((text, text) for text in source)
 
 
