@@ -32,7 +32,7 @@ MAX_TUPLE_ASSIGNMENTS = 4.0  # per 1,000 code lines
 MAX_LONG_LINES = 4.2  # percent of lines over LINE_LENGTH columns
 MIN_NAME_LENGTH = 5.1  # mean length of NAME tokens
 MAX_LARGE_FUNCTIONS = 18
-MAX_DUPLICATE_NAMES = 23  # modules and classes that share their name with another one
+MAX_DUPLICATE_NAMES = 14  # modules and classes that share their name with another one
 
 
 @dataclass

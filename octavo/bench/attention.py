@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.bench.batching import copy_bandwidth
+from octavo.bench.measure_batching import copy_bandwidth
 from octavo.config import CacheConfig, ModelConfig
 from octavo.memory import BLOCK_SIZE
 from octavo.ops import ForwardBatch, Ops, Span, select
@@ -25,12 +25,15 @@ QUERY = {"cuda": torch.bfloat16, "cpu": torch.float32}
 PLAIN = {"cuda": torch.bfloat16, "cpu": torch.float16}  # KV
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     sequences: int
     tokens: int  # of each
 
 
-SHAPES = {"cuda": (Shape(256, 800), Shape(64, 8000)), "cpu": (Shape(16, 800), Shape(1, 8000))}
+SHAPES = {
+    "cuda": (AttentionShape(256, 800), AttentionShape(64, 8000)),
+    "cpu": (AttentionShape(16, 800), AttentionShape(1, 8000)),
+}
 
 
 def measure(
@@ -38,7 +41,7 @@ def measure(
     heads: int = 16,
     kv_heads: int = 8,
     dim: int = 128,
-    shapes: tuple[Shape, ...] = (),
+    shapes: tuple[AttentionShape, ...] = (),
     repeat: int = 5,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def measure(
 def time_one(
     ops: Ops,
     device: torch.device,
-    shape: Shape,
+    shape: AttentionShape,
     heads: int,
     kv_heads: int,
     dim: int,

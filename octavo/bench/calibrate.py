@@ -16,18 +16,18 @@ from octavo.types import Plan
 MOST_POINTS = 400  # of a trace, in a picture
 
 
-class Step(NamedTuple):
+class MeasuredStep(NamedTuple):
     features: tuple[float, ...]
     seconds: float
 
 
-def record(llm: LLM, trace: list[Entry]) -> tuple[list[Step], Report]:
+def record(llm: LLM, trace: list[Entry]) -> tuple[list[MeasuredStep], Report]:
     """Play a trace on the model, in real time."""
-    steps: list[Step] = []
+    steps: list[MeasuredStep] = []
 
     def observe(plan: Plan, seconds: float) -> None:
         if plan.items:
-            steps.append(Step(features(plan), seconds))
+            steps.append(MeasuredStep(features(plan), seconds))
 
     engine = llm.new_engine(llm.schedule)
     engine.observers.append(observe)
@@ -35,7 +35,7 @@ def record(llm: LLM, trace: list[Entry]) -> tuple[list[Step], Report]:
     return steps, replay(engine, asked)
 
 
-def fit(steps: list[Step]) -> Costs:
+def fit(steps: list[MeasuredStep]) -> Costs:
     """Least squares on relative errors, so that short steps count as much as long ones: relative to what was predicted the round
     before, because what was measured would favour too little. No feature may make a step shorter: one that would is left out,
     and the rest fitted again. Steps that something else on the machine held up, far off the line, do not count."""
@@ -61,7 +61,7 @@ def fit(steps: list[Step]) -> Costs:
     )
 
 
-def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:
+def errors(costs: Costs, steps: list[MeasuredStep]) -> dict[str, Any]:
     """Of all steps together, of the step in the middle, and what nine in ten do not exceed."""
     predicted = [costs.seconds(step.features) for step in steps]
     real = [step.seconds for step in steps]
@@ -76,7 +76,7 @@ def errors(costs: Costs, steps: list[Step]) -> dict[str, Any]:
     }
 
 
-def panel(costs: Costs, played: dict[str, list[Step]]) -> Panel:
+def panel(costs: Costs, played: dict[str, list[MeasuredStep]]) -> Panel:
     """Predicted against real, a point a step: of each trace some hundreds, evenly spread."""
     series = []
     for name, steps in played.items():

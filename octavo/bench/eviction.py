@@ -5,7 +5,7 @@
     sinks     the first block and the latest tokens
     heavy     the first block, the latest half, and of the rest what is attended to most
 
-The text is that of octavo/bench/quant.py. It is told to the engine token by token, as a reply that a guide allows nothing else to
+The text is that of octavo/bench/measure_quant.py. It is told to the engine token by token, as a reply that a guide allows nothing else to
 be, so that what is measured is how replies are computed; with a whole cache that makes no difference, and it is one prompt.
 Perplexity is over what follows the first `budget` tokens.
 """
@@ -23,8 +23,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from octavo.bench.measure_quant import passages, quality
 from octavo.bench.picture import Axis, Panel, Series, bars, points
-from octavo.bench.quant import passages, quality
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.params import SamplingParams

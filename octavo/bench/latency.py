@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.bench.batching import bytes_per_step
+from octavo.bench.measure_batching import bytes_per_step
 from octavo.bench.scheduling import play
 from octavo.bench.throughput import measure_machine
 from octavo.bench.workloads import Machine, floor_seconds, uniform

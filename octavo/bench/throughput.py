@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.batching import bytes_per_step
+from octavo.bench.measure_batching import bytes_per_step
 from octavo.bench.workloads import WORKLOADS, Machine, Workload, floor_seconds
 from octavo.errors import OctavoError
 from octavo.llm import LLM

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.bench.batching import spread
+from octavo.bench.measure_batching import spread
 from octavo.core.blocks import chain
 from octavo.core.engine import Handle, Runner
 from octavo.core.offload_costs import OffloadCosts
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
     rest: float  # launching, sampling, telling
 
 
-class Watched:
+class ObservedRunner:
     """A runner that notes when its plans came and how long they took."""
 
     def __init__(self, runner: Runner):
@@ -103,7 +103,7 @@ class Watched:
 
 
 class WatchedHandle(NamedTuple):
-    watched: Watched
+    watched: ObservedRunner
     plan: Plan
     handle: Handle
 
@@ -125,7 +125,7 @@ def ask(llm: LLM, prompt: list[int]) -> Answer:
     before = llm.engine.scheduler.count.cached_tokens
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     params.detokenize = False
-    watched = llm.engine.runner if isinstance(llm.engine.runner, Watched) else None
+    watched = llm.engine.runner if isinstance(llm.engine.runner, ObservedRunner) else None
     if watched is not None:
         watched.begin()
     start = time.perf_counter()
@@ -171,7 +171,7 @@ def measure(
     ask(llm, prompt())
     costs = eager(llm)
     tiers = llm.engine.scheduler.count.tiers
-    watched = Watched(llm.engine.runner)
+    watched = ObservedRunner(llm.engine.runner)
     llm.engine.runner = watched
     prompts = [prompt() for _ in range(repeat)]
     cold = list[Answer]()
@@ -222,7 +222,7 @@ def measure(
     ask(llm, prompt())
     costs = eager(llm)
     count = llm.engine.scheduler.count.tiers
-    llm.engine.runner = Watched(llm.engine.runner)
+    llm.engine.runner = ObservedRunner(llm.engine.runner)
     runner = llm.runner.tiers
     if runner is None or runner.disk is None:
         raise OctavoError("this engine has no disk")

@@ -73,7 +73,7 @@ def candidates(form: Format, rows: int) -> list[Any]:
     return found
 
 
-class Case:
+class TuningCase:
     """Products of one format and number of rows, and one small enough to be computed exactly beside them."""
 
     def __init__(self, form: Format, rows: int, weights: dict[Product, list[Any]], device: str):
@@ -138,7 +138,7 @@ def tune(
             if not EDGES.intersection(p.names)
         }
         for count in rows:
-            case = Case(form, count, weights, device)
+            case = TuningCase(form, count, weights, device)
             present = case.packed.choose(count, torch.bfloat16, next(iter(weights.values()))[0])
             ways = list(dict.fromkeys([present, *candidates(form, count)]))
             case.fault(present)  # alone first: what the compiler prepares once is then in place

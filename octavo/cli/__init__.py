@@ -19,13 +19,13 @@ from octavo.cli import (
     bench_latency,
     bench_scheduling,
     bench_serve,
-    chat,
+    chat_command,
     complete,
     doctor,
     plan,
     quantize,
-    serve,
-    simulate,
+    serve_command,
+    simulate_command,
 )  # fmt: skip
 
 # and bench: all add to one group of commands
@@ -39,13 +39,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel="Generate")(chat.chat)
+app.command(rich_help_panel="Generate")(chat_command.chat)
 app.command(rich_help_panel="Generate")(complete.complete)
-app.command(rich_help_panel="Generate")(serve.serve)
+app.command(rich_help_panel="Generate")(serve_command.serve)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
-app.command(rich_help_panel="Measure")(simulate.simulate)
+app.command(rich_help_panel="Measure")(simulate_command.simulate)
 app.add_typer(BENCHES[0].app, name="bench", rich_help_panel="Measure")
 
 

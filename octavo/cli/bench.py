@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.options import EngineOptions, Model, command, flag, option, size, sizes
-from octavo.cli.screen import in_bytes, short
+from octavo.cli.terminal import in_bytes, short
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def batching(
     from rich.console import Console
     from rich.table import Table
 
-    from octavo.bench.batching import measure
-    from octavo.bench.shapes import TINYLLAMA_1B
+    from octavo.bench.measure_batching import measure
+    from octavo.bench.model_shapes import TINYLLAMA_1B
     from octavo.cli.progress import Steps
     from octavo.memory import parameter_count
 
@@ -214,7 +214,7 @@ def startup(
     from rich.console import Console
     from rich.table import Table
 
-    from octavo.bench.shapes import SHAPES
+    from octavo.bench.model_shapes import SHAPES
     from octavo.bench.startup import measure, write_checkpoint
     from octavo.cli.progress import Steps
 
@@ -241,7 +241,7 @@ def startup(
 
 def load_shape(engine: EngineOptions, model: str | None, **more: Any) -> LLM:
     """A model, or a shape's random weights."""
-    from octavo.bench.shapes import SHAPES
+    from octavo.bench.model_shapes import SHAPES
 
     if model not in SHAPES:
         return engine.load(model, **more)
@@ -401,7 +401,7 @@ def quant(
     from rich.console import Console
     from rich.table import Table
 
-    from octavo.bench import quant as bench
+    from octavo.bench import measure_quant as bench
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
 
@@ -475,7 +475,7 @@ def kv(
     from rich.console import Console
     from rich.table import Table
 
-    from octavo.bench.quant import KV_FORMATS, measure
+    from octavo.bench.measure_quant import KV_FORMATS, measure
     from octavo.cli.progress import Steps
 
     chosen = tuple(formats.split(",")) if formats else KV_FORMATS
@@ -557,7 +557,7 @@ def attention(
     from rich.console import Console
     from rich.table import Table
 
-    from octavo.bench.attention import Shape, measure
+    from octavo.bench.attention import AttentionShape, measure
     from octavo.cli.progress import Steps
 
     if heads % kv_heads or dim % 4:
@@ -572,7 +572,9 @@ def attention(
         ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     )
     chosen = (
-        tuple(Shape(*map(size, part.split("x"))) for part in shapes.split(",")) if shapes else ()
+        tuple(AttentionShape(*map(size, part.split("x"))) for part in shapes.split(","))
+        if shapes
+        else ()
     )
     with Steps() as progress:
         task = progress.add_task("measuring", total=None)
@@ -632,7 +634,7 @@ def linear(
     from rich.table import Table
 
     from octavo.bench import linear as bench
-    from octavo.bench.shapes import SHAPES
+    from octavo.bench.model_shapes import SHAPES
     from octavo.cli.progress import Steps
 
     if shape not in SHAPES:

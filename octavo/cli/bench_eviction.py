@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from octavo.cli.bench import Output, app, finish
 from octavo.cli.options import EngineOptions, Model, command, option, size, size_or_none
-from octavo.cli.screen import in_bytes
+from octavo.cli.terminal import in_bytes
 from octavo.errors import InvalidRequest
 
 ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)

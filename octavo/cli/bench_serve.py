@@ -65,7 +65,7 @@ def bench_serve(
     """Replies a second over HTTP, and what the server adds to the first token (one, burst). Exits with 1 if a reply is wrong."""
 
     from octavo.bench.http_load import Load
-    from octavo.bench.serve import CASES
+    from octavo.bench.measure_serve import CASES
     from octavo.cli.progress import Steps
 
     names = cases.split(",")
@@ -96,7 +96,7 @@ def bench_serve(
 
 
 def ask_url(url: str, load: Load, names: list[str], repeat: int, step: Any) -> list[dict[str, Any]]:
-    from octavo.bench.serve import Running, measure
+    from octavo.bench.measure_serve import Running, measure
 
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
@@ -117,8 +117,8 @@ def ask_fresh(
     """One server for what is counted, one whose engine notes its times, then the engine alone."""
     from dataclasses import replace
 
-    from octavo.bench.serve import CASES, STAMPED, in_process, measure, server
-    from octavo.bench.shapes import SHAPES, write_directory
+    from octavo.bench.measure_serve import CASES, STAMPED, in_process, measure, server
+    from octavo.bench.model_shapes import SHAPES, write_directory
 
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as scratch:
         if model in SHAPES:

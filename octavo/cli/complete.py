@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli.options import EngineOptions, Model, SamplingOptions, command, fail, flag, option
-from octavo.cli.screen import Writer, note
+from octavo.cli.terminal import Writer, note
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

@@ -20,7 +20,7 @@ import typer
 
 from octavo import __version__
 from octavo.cli.options import command, fail, flag, option
-from octavo.cli.screen import in_bytes
+from octavo.cli.terminal import in_bytes
 from octavo.errors import OctavoError
 
 HUB_PATIENCE = 2.0  # seconds
@@ -41,7 +41,7 @@ FLAGS = {
 }
 
 
-class Check(NamedTuple):
+class DoctorCheck(NamedTuple):
     state: str  # "ok" | "warn" | "fail"
     subject: str
     found: str  # and what to do, where something is to be done
@@ -67,7 +67,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Check this machine: versions, processor, memory, GPU, models. Exit code 1 if a check fails."""
+    """DoctorCheck this machine: versions, processor, memory, GPU, models. Exit code 1 if a check fails."""
     if pid is not None:
         observe(pid, csv, watch)
         return
@@ -89,8 +89,8 @@ def colour(state: str) -> str:
 # ---- checks -----------------------------------------------------------------------------------------------
 
 
-def checks(smoke: bool) -> Iterator[Check]:
-    yield Check(
+def checks(smoke: bool) -> Iterator[DoctorCheck]:
+    yield DoctorCheck(
         "ok",
         "octavo",
         f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -98,9 +98,9 @@ def checks(smoke: bool) -> Iterator[Check]:
     yield libraries()
     for name, purpose in OPTIONAL.items():
         if (found := installed(name)) is None:
-            yield Check("warn", name, f"not installed: pip install {name} for {purpose}")
+            yield DoctorCheck("warn", name, f"not installed: pip install {name} for {purpose}")
         else:
-            yield Check("ok", name, f"{found}: {purpose}")
+            yield DoctorCheck("ok", name, f"{found}: {purpose}")
     yield processor()
     if installed("torch") is None:
         return  # what follows imports it
@@ -117,14 +117,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def libraries() -> Check:
+def libraries() -> DoctorCheck:
     found = {name: installed(name) for name in REQUIRED}
     if lost := [name for name, number in found.items() if number is None]:
-        return Check("fail", "libraries", f"missing: pip install {' '.join(lost)}")
-    return Check("ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items()))
+        return DoctorCheck("fail", "libraries", f"missing: pip install {' '.join(lost)}")
+    return DoctorCheck(
+        "ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items())
+    )
 
 
-def processor() -> Check:
+def processor() -> DoctorCheck:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -135,11 +137,11 @@ def processor() -> Check:
     )
     what = f"{name[1] if name else platform.processor() or platform.machine()}, {cores} cores for this process"
     if found and "AVX2" not in has:
-        return Check("warn", "cpu", f"{what}; no AVX2: generation will be slow")
-    return Check("ok", "cpu", f"{what}, {', '.join(has) or 'vector extensions unknown'}")
+        return DoctorCheck("warn", "cpu", f"{what}; no AVX2: generation will be slow")
+    return DoctorCheck("ok", "cpu", f"{what}, {', '.join(has) or 'vector extensions unknown'}")
 
 
-def memory() -> Check:
+def memory() -> DoctorCheck:
     import torch
 
     from octavo.memory import available_memory
@@ -147,15 +149,15 @@ def memory() -> Check:
     free, total = available_memory(torch.device("cpu"))
     found = f"{in_bytes(free)} of {in_bytes(total)} available"
     if free < 2**31:
-        return Check(
+        return DoctorCheck(
             "warn",
             "memory",
             f"{found}: the embedded model wants 2 GiB; close something, or lower --max-model-len",
         )
-    return Check("ok", "memory", found)
+    return DoctorCheck("ok", "memory", found)
 
 
-def gpu() -> Check:
+def gpu() -> DoctorCheck:
     import torch
 
     driver = nvidia_driver()
@@ -165,17 +167,17 @@ def gpu() -> Check:
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
         found = f"{name}, {in_bytes(free)} of {in_bytes(total)} free, driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
         if (major, minor) < (8, 0):
-            return Check("warn", "gpu", f"{found}; without bfloat16: use --dtype float16")
-        return Check("ok", "gpu", found)
+            return DoctorCheck("warn", "gpu", f"{found}; without bfloat16: use --dtype float16")
+        return DoctorCheck("ok", "gpu", found)
     if driver is None:
-        return Check("ok", "gpu", "none: no NVIDIA driver is loaded; the CPU is used")
+        return DoctorCheck("ok", "gpu", "none: no NVIDIA driver is loaded; the CPU is used")
     if torch.version.cuda is None:
-        return Check(
+        return DoctorCheck(
             "warn",
             "gpu",
             f"driver {driver} is there, but this torch is built for CPUs: install one for CUDA",
         )
-    return Check(
+    return DoctorCheck(
         "warn",
         "gpu",
         f"driver {driver} does not serve CUDA {torch.version.cuda}, which torch needs: update the driver",
@@ -188,7 +190,7 @@ def nvidia_driver() -> str | None:
     return found[1] if found else None
 
 
-def backend() -> Check:
+def backend() -> DoctorCheck:
     import torch
 
     from octavo.ops import select
@@ -196,7 +198,7 @@ def backend() -> Check:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = select(device).name
     if device == "cpu" and not torch.backends.mkldnn.is_available():
-        return Check(
+        return DoctorCheck(
             "warn",
             "ops",
             f"{name}: torch finds a CPU only and has no oneDNN, so weights are not packed: slower",
@@ -206,35 +208,35 @@ def backend() -> Check:
         if device == "cuda"
         else "torch finds a CPU only; oneDNN packs the weights"
     )
-    return Check("ok", "ops", f"{name}: {why}")
+    return DoctorCheck("ok", "ops", f"{name}: {why}")
 
 
-def embedded() -> Check:
+def embedded() -> DoctorCheck:
     from octavo.model import embedded
 
     try:
         path = embedded.embedded_path()
     except OctavoError as error:
-        return Check("fail", "model", str(error))
-    return Check(
+        return DoctorCheck("fail", "model", str(error))
+    return DoctorCheck(
         "ok",
         "model",
         f"{embedded.NAME} is here and its checksum is right ({in_bytes(path.stat().st_size)})",
     )
 
 
-def hub() -> Check:
+def hub() -> DoctorCheck:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     have = f"{models} model{'s' * (models != 1)} in {cache}"
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return Check("ok", "hub", f"HF_HUB_OFFLINE is set; {have}")
+        return DoctorCheck("ok", "hub", f"HF_HUB_OFFLINE is set; {have}")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     refusal = unreachable(endpoint)
     if refusal is None:
-        return Check("ok", "hub", f"{endpoint} answers; {have}")
-    return Check(
+        return DoctorCheck("ok", "hub", f"{endpoint} answers; {have}")
+    return DoctorCheck(
         "warn", "hub", f"{endpoint}: {refusal}. Use local directories or .gguf files; {have}"
     )
 
@@ -263,7 +265,7 @@ def unreachable(url: str) -> str | None:
     return answer[0]
 
 
-def generation() -> Check:
+def generation() -> DoctorCheck:
     from octavo import LLM, SamplingParams
 
     start = time.monotonic()
@@ -273,17 +275,17 @@ def generation() -> Check:
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         result = llm.generate("The capital of France is", params, use_tqdm=False)[0]
     except OctavoError as error:
-        return Check("fail", "smoke", str(error))
+        return DoctorCheck("fail", "smoke", str(error))
     done = time.monotonic()
     ids = result.outputs[0].token_ids
     if len(ids) != 5 or result.error:
-        return Check(
+        return DoctorCheck(
             "fail",
             "smoke",
             f"{len(ids)} of 5 tokens came: {result.error or 'without an error'}. Please report it",
         )
     times = f"loaded in {loaded - start:.1f} s, generated in {done - loaded:.2f} s"
-    return Check(
+    return DoctorCheck(
         "ok", "smoke", f"5 tokens on {llm.device.type}: {result.outputs[0].text!r}; {times}"
     )
 

@@ -24,7 +24,7 @@ from octavo.cli.options import (
     size,
     sizes,
 )
-from octavo.cli.screen import in_bytes, short, tokens
+from octavo.cli.terminal import in_bytes, short, tokens
 from octavo.config import DTYPE_BYTES, ScheduleConfig
 from octavo.errors import CheckpointError, ModelError, NotEnoughMemory
 
@@ -56,8 +56,8 @@ def plan(
 ) -> None:
     """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no weights."""
     wanted = sizes(lengths) if lengths else None
-    shape = Shape(model, options.revision)
-    case = Case.of(shape, options, device_memory)
+    shape = ModelDimensions(model, options.revision)
+    case = PlannedCase.of(shape, options, device_memory)
     try:
         found: tuple[MemoryPlan, int] | None = case.solve(shape)
         ways: list[str] = []
@@ -78,7 +78,7 @@ def plan(
 # ---- the arithmetic ---------------------------------------------------------------------------------------
 
 
-class Shape:
+class ModelDimensions:
     """A model without its weights."""
 
     def __init__(self, model: str | None, revision: str | None):
@@ -137,7 +137,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedCase:
     """A device and the options on it, defaults filled in as LLM does."""
 
     kind: str  # "cuda" or "cpu"
@@ -155,7 +155,9 @@ class Case:
     staging: int = 0  # bytes that a second tier of KV takes of the device
 
     @classmethod
-    def of(cls, shape: Shape, options: SizeOptions, device_memory: int | None) -> Case:
+    def of(
+        cls, shape: ModelDimensions, options: SizeOptions, device_memory: int | None
+    ) -> PlannedCase:
         import torch
 
         from octavo.memory import BLOCK_SIZE, STAGING, available_memory, step_tokens
@@ -194,10 +196,10 @@ class Case:
             STAGING[kind] if options.kv_host_gib or options.kv_disk is not None else 0,
         )  # fmt: skip
 
-    def weights(self, shape: Shape) -> int:
+    def weights(self, shape: ModelDimensions) -> int:
         return shape.measure(self.dtype, self.quantization, self.kind)[1]
 
-    def kv_dtype(self, shape: Shape) -> str:
+    def kv_dtype(self, shape: ModelDimensions) -> str:
         from octavo.memory import parse_kv_dtype
 
         return (
@@ -205,10 +207,10 @@ class Case:
             or shape.measure(self.dtype, self.quantization, self.kind)[2]
         )
 
-    def kv_per_token(self, shape: Shape) -> int:
+    def kv_per_token(self, shape: ModelDimensions) -> int:
         return shape.config.kv_bytes_per_token(self.kv_dtype(shape))
 
-    def activations(self, shape: Shape) -> int:
+    def activations(self, shape: ModelDimensions) -> int:
         from octavo.memory import activation_bytes, graph_bytes
         from octavo.runner.shapes import held_rows
 
@@ -220,7 +222,7 @@ class Case:
         )
         return step + graph_bytes(shape.config, graphs, self.dtype)
 
-    def solve(self, shape: Shape) -> tuple[MemoryPlan, int]:
+    def solve(self, shape: ModelDimensions) -> tuple[MemoryPlan, int]:
         """The plan and the context length, or NotEnoughMemory."""
         from octavo.memory import MemoryPlan, kv_share, size_pool
 
@@ -242,7 +244,7 @@ class Case:
             weights, activations, self.kv_per_token(shape), cache.block_size, cache.num_blocks
         ), length
 
-    def least_memory(self, shape: Shape) -> int:
+    def least_memory(self, shape: ModelDimensions) -> int:
         """Free bytes that a device would need for this."""
         from octavo.memory import CPU_KV_SHARE
 
@@ -255,7 +257,7 @@ class Case:
 
 
 def with_tiers(
-    memory: MemoryPlan, case: Case, options: SizeOptions, on_this_machine: bool
+    memory: MemoryPlan, case: PlannedCase, options: SizeOptions, on_this_machine: bool
 ) -> MemoryPlan:
     """The plan with what was asked of host memory and disk, or NotEnoughMemory. Another machine's host memory is not known."""
     import torch
@@ -272,7 +274,7 @@ def with_tiers(
     return replace(memory, host_blocks=host, disk=disk)
 
 
-def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
+def ways_to_fit(shape: ModelDimensions, case: PlannedCase) -> Iterator[str]:
     """Options that would each make it fit; where none does alone, all together; and the device that needs none of them."""
     changes = []
     if case.kind == "cuda" and case.utilization < 0.95:
@@ -308,13 +310,13 @@ def ways_to_fit(shape: Shape, case: Case) -> Iterator[str]:
                 for name, value in asdict(change).items()
                 if value != getattr(case, name)
             }
-        alone = [change for change in (Case(**together),) if fits(change, shape)]
+        alone = [change for change in (PlannedCase(**together),) if fits(change, shape)]
     for change in alone:
         yield spelled(case, change)
     yield f"a device with {in_bytes(case.least_memory(shape))}: --device-memory {-(-case.least_memory(shape) // 2**30)}G"
 
 
-def fits(case: Case, shape: Shape) -> bool:
+def fits(case: PlannedCase, shape: ModelDimensions) -> bool:
     try:
         case.solve(shape)
     except NotEnoughMemory:
@@ -322,7 +324,7 @@ def fits(case: Case, shape: Shape) -> bool:
     return True
 
 
-def spelled(case: Case, change: Case) -> str:
+def spelled(case: PlannedCase, change: PlannedCase) -> str:
     """The options in which two cases differ."""
     names = {"utilization": "gpu-memory-utilization", "quantization": "quant"}
     new = {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
@@ -336,8 +338,8 @@ def spelled(case: Case, change: Case) -> str:
 
 def describe(
     name: str,
-    shape: Shape,
-    case: Case,
+    shape: ModelDimensions,
+    case: PlannedCase,
     found: tuple[MemoryPlan, int] | None,
     ways: list[str],
     lengths: list[int] | None,

@@ -32,7 +32,7 @@ def quantize(
 ) -> None:
     """Write a checkpoint with quantised weights, which every command then loads as it is."""
     from octavo.cli.progress import Steps
-    from octavo.cli.screen import in_bytes
+    from octavo.cli.terminal import in_bytes
     from octavo.model import quant, quantized
     from octavo.model.load import open_checkpoint
     from octavo.ops.weight import Format

@@ -12,8 +12,8 @@ import torch
 from typer.testing import Result
 
 from octavo import LLM
-from octavo.bench import batching
-from octavo.bench.shapes import TINYLLAMA_1B
+from octavo.bench import measure_batching
+from octavo.bench.model_shapes import TINYLLAMA_1B
 from octavo.bench.workloads import Machine, Workload, floor_seconds
 from octavo.cli.options import EngineOptions
 from octavo.errors import OctavoError
@@ -24,7 +24,7 @@ Octavo = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(measure_batching, "copy_bandwidth", lambda device: 1e10)
 
 
 def test_the_table_the_file_and_the_last_line_agree(
@@ -54,14 +54,14 @@ def test_the_table_the_file_and_the_last_line_agree(
 
 
 def test_figures_from_a_busy_machine_are_marked(octavo: Octavo, tiny: str) -> None:
-    assert batching.noise([10, 11, 10], [30, 33, 31], [3.0, 3.0, 3.1], 4) == []
+    assert measure_batching.noise([10, 11, 10], [30, 33, 31], [3.0, 3.0, 3.1], 4) == []
     assert (
         "one after another varied 2.0-fold"
-        in batching.noise([10, 20, 10], [30, 30, 30], [3.0, 1.5, 3.0], 4)[0]
+        in measure_batching.noise([10, 20, 10], [30, 30, 30], [3.0, 1.5, 3.0], 4)[0]
     )
     assert (
         "more than 4 requests can gain"
-        in batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
+        in measure_batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
     )
     result = octavo("bench", "batching", tiny, "--repeat", 1, "--max-tokens", 2)
     assert "not to be trusted: 1 repeats show no spread" in result.stdout
@@ -72,24 +72,28 @@ def test_the_sides_take_turns_to_be_first(tiny: str) -> None:
     llm, calls = LLM(tiny, progress=False), []
     real = llm.generate
     llm.generate = lambda prompts, *a, **k: calls.append(len(prompts)) or real(prompts, *a, **k)  # type: ignore[method-assign]
-    r = batching.measure(llm, max_tokens=2, repeat=2)
+    r = measure_batching.measure(llm, max_tokens=2, repeat=2)
     assert calls == [1, 1, 1, 1, 4] * 2 + [4, 1, 1, 1, 1] and r["same_tokens"]
 
 
 def test_the_floor_counts_what_a_step_reads(tiny: str) -> None:
     llm = LLM(tiny, progress=False)
     head_and_layers = 259 * 32 + 2 * 9280 + 32
-    assert batching.bytes_per_step(llm) == 4 * head_and_layers  # the embedding is only looked up
+    assert (
+        measure_batching.bytes_per_step(llm) == 4 * head_and_layers
+    )  # the embedding is only looked up
 
 
 def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(tiny: str) -> None:
     plain, small = (LLM(tiny, quantization=name, progress=False) for name in ("none", "int8"))
     assert parameter_count(plain.model) == parameter_count(small.model)
-    assert batching.bytes_per_step(small) < 0.5 * batching.bytes_per_step(plain)
+    assert measure_batching.bytes_per_step(small) < 0.5 * measure_batching.bytes_per_step(plain)
 
     def floor(llm: LLM, machine: Machine) -> float:
         parameters, load = parameter_count(llm.model), Workload([[1] * 9] * 3, [4] * 3)
-        return floor_seconds(load, llm.config, parameters, batching.bytes_per_step(llm), 4, machine)
+        return floor_seconds(
+            load, llm.config, parameters, measure_batching.bytes_per_step(llm), 4, machine
+        )
 
     computes, reads = (
         Machine(bytes_per_second=1e30, flops_per_second=1e9),
@@ -102,21 +106,21 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
 
 def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert 1e8 < batching.copy_bandwidth(torch.device("cpu"), size=2**22, rounds=2) < 1e13
+    assert 1e8 < measure_batching.copy_bandwidth(torch.device("cpu"), size=2**22, rounds=2) < 1e13
 
 
 def test_the_default_model_has_no_tokenizer_and_realistic_prompts() -> None:
     small = TINYLLAMA_1B | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
     llm = EngineOptions(load_format="dummy", max_num_seqs=4).load(small, skip_tokenizer_init=True)
-    prompts = batching.encode(llm)
-    assert [len(p) for p in prompts] == [6, 8, 7, 8] and prompts == batching.encode(llm)
-    assert batching.measure(llm, max_tokens=3, repeat=1)["same_tokens"]
+    prompts = measure_batching.encode(llm)
+    assert [len(p) for p in prompts] == [6, 8, 7, 8] and prompts == measure_batching.encode(llm)
+    assert measure_batching.measure(llm, max_tokens=3, repeat=1)["same_tokens"]
 
 
 def test_tokens_that_did_not_arrive_are_not_counted(tiny: str) -> None:
     llm = LLM(tiny, progress=False, max_model_len=40)  # too short for the longest prompt's tokens
     with pytest.raises(OctavoError):
-        batching.measure(llm, max_tokens=20, repeat=1)
+        measure_batching.measure(llm, max_tokens=20, repeat=1)
 
 
 def test_a_bench_that_fails_is_an_error(octavo: Octavo, tiny: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from octavo.bench import linear, tune
-from octavo.bench.shapes import LLAMA_8B, SHAPES
+from octavo.bench.model_shapes import LLAMA_8B, SHAPES
 from octavo.errors import InvalidRequest
 
 SMALL = LLAMA_8B | dict(

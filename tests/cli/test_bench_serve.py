@@ -14,8 +14,8 @@ import pytest
 from typer.testing import Result
 
 from octavo.bench.http_load import Load, judge, measure
-from octavo.bench.serve import added, percentiles
-from octavo.bench.shapes import GPT2_124M, write_directory
+from octavo.bench.measure_serve import added, percentiles
+from octavo.bench.model_shapes import GPT2_124M, write_directory
 from octavo.errors import OctavoError
 from octavo.text.tokenizer import Tokenizer
 

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import Result
 
 from octavo import LLM, SamplingParams
-from octavo.cli.chat import SAMPLING, Chat
+from octavo.cli.chat_backend import Local
+from octavo.cli.chat_command import SAMPLING, Chat
 from octavo.cli.options import SamplingOptions
-from octavo.cli.partner import Local
 from octavo.errors import InvalidRequest
 
 from .conftest import TEMPLATE, write_model

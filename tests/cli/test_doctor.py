@@ -110,7 +110,7 @@ def test_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.gpu().state == "ok" and "the CPU is used" in doctor.gpu().found
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.1")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert doctor.gpu() == doctor.Check(
+    assert doctor.gpu() == doctor.DoctorCheck(
         "warn",
         "gpu",
         "driver 580.1 is there, but this torch is built for CPUs: install one for CUDA",

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import Result
 
 from octavo import LLM, memory
-from octavo.bench.shapes import TINYLLAMA_1B
+from octavo.bench.model_shapes import TINYLLAMA_1B
 
 Octavo = Callable[..., Result]
 embedded = pytest.param(

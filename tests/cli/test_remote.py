@@ -14,9 +14,9 @@ from typer.testing import Result
 
 pytest.importorskip("starlette")
 
-from octavo.cli.chat import Chat
+from octavo.cli.chat_command import Chat
 from octavo.cli.options import SamplingOptions
-from octavo.cli.remote import Remote, ServerError
+from octavo.cli.remote_backend import Remote, ServerError
 from tests.cli.test_chat import GREEDY, Terminal
 from tests.serve.running import NAME, Running, free_port, server
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from octavo.bench.calibrate import Step, errors, fit
-from octavo.cli import simulate
+from octavo.bench.calibrate import MeasuredStep, errors, fit
+from octavo.cli import simulate_command
 from octavo.core.simulate import Costs
 
 Octavo = Callable[..., Result]
@@ -60,7 +60,7 @@ def test_policies_and_modes_are_compared(octavo: Octavo, tmp_path: Path) -> None
 def test_costs_come_from_a_real_run_and_are_compared_with_one(
     octavo: Octavo, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate, "OTHER", "poisson:rate=80,n=6,prompt=4-30,output=2-6")
+    monkeypatch.setattr(simulate_command, "OTHER", "poisson:rate=80,n=6,prompt=4-30,output=2-6")
     costs = tmp_path / "costs.json"
     result = octavo("simulate", TRACE, "--calibrate", tiny, "--out", costs, "--max-num-seqs", 4, "--max-model-len", 256,
                     "--picture", tmp_path / "p.svg")  # fmt: skip
@@ -89,8 +89,11 @@ def test_the_fit_finds_the_line() -> None:
     found = [
         (1.0, p, r, r * k, p * p / 2) for p in (0, 3, 50, 200) for r in (1, 4, 9) for k in (10, 300)
     ]
-    steps = [Step(f, costs.seconds(f)) for f in found]
-    steps += [Step(found[0], 0.5), Step(found[5], 0.9)]  # something else held these up
+    steps = [MeasuredStep(f, costs.seconds(f)) for f in found]
+    steps += [
+        MeasuredStep(found[0], 0.5),
+        MeasuredStep(found[5], 0.9),
+    ]  # something else held these up
     line = fit(steps)
     assert line.row == pytest.approx(0.001, rel=1e-3) and line.prefill == pytest.approx(
         0.0004, rel=1e-3
@@ -102,7 +105,10 @@ def test_the_fit_finds_the_line() -> None:
 
 
 def test_no_feature_makes_a_step_shorter() -> None:
-    steps = [Step((1.0, float(p), 1.0, 10.0, 0.0), 0.010 - 0.00001 * p) for p in range(0, 100, 10)]
+    steps = [
+        MeasuredStep((1.0, float(p), 1.0, 10.0, 0.0), 0.010 - 0.00001 * p)
+        for p in range(0, 100, 10)
+    ]
     assert min(fit(steps).__dict__.values()) >= 0
 
 

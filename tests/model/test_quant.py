@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.bench.quant import measure
+from octavo.bench.measure_quant import measure
 from octavo.errors import CheckpointError, InvalidRequest
 from octavo.model import embedded, quant
 from octavo.model import quantized as quantized_files

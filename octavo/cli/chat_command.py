@@ -2,7 +2,7 @@
 
     Chat     the conversation: messages, one reply at a time, what the last one cost. Prints nothing. With a model of this process
              or a server's (partner.py, remote.py)
-    Session  the words around it: the prompt, the commands, Ctrl-C
+    ChatSession  the words around it: the prompt, the commands, Ctrl-C
 
 Each turn sends the whole conversation; the prefix cache has all of it but the latest message, so turns stay cheap.
 """
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.chat_backend import Local, Messages, Partner, Prompt
 from octavo.cli.options import (
     EMBEDDED,
     EngineOptions,
@@ -32,9 +33,8 @@ from octavo.cli.options import (
     flag_of,
     option,
 )
-from octavo.cli.partner import Local, Messages, Partner, Prompt
-from octavo.cli.screen import DIM, ERASE_LINE, Writer, dim, note, short, tokens
-from octavo.cli.thinking import OPEN, Thinking
+from octavo.cli.reasoning_filter import OPEN, Thinking
+from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, tokens
 from octavo.errors import InvalidRequest, OctavoError
 
 HELP = """\
@@ -92,7 +92,7 @@ def chat(
         talk = Chat(*here(model, engine, sampling, given, seed), system)
     else:
         talk = Chat(there(model, url, api_key, given, seed), sampling, system)
-    Session(talk, show_thinking, seed).run()
+    ChatSession(talk, show_thinking, seed).run()
 
 
 def here(
@@ -120,7 +120,7 @@ def here(
 
 def there(model: str | None, url: str, key: str | None, given: set[str], seed: int) -> Partner:
     """A server's model."""
-    from octavo.cli.remote import Remote
+    from octavo.cli.remote_backend import Remote
 
     useless = sorted(given & {field.name for field in fields(EngineOptions)})
     if useless:
@@ -238,7 +238,7 @@ class Chat:
 # ---- the words around it ----------------------------------------------------------------------------------
 
 
-class Session:
+class ChatSession:
     def __init__(self, talk: Chat, show_thinking: bool, seed: int):
         self.chat = talk
         self.show_thinking = show_thinking

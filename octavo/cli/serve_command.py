@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.options import EMBEDDED, EngineOptions, Model, command, fail, flag, option, size
-from octavo.cli.screen import in_bytes
+from octavo.cli.terminal import in_bytes
 from octavo.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from octavo.cli.options import EMBEDDED, EngineOptions, SizeOptions, command, fl
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from octavo.bench.calibrate import Step
+    from octavo.bench.calibrate import MeasuredStep
     from octavo.core.simulate import Costs
     from octavo.core.trace import Entry
     from octavo.llm import LLM
@@ -299,7 +299,7 @@ def _predictions(found: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def _draw(costs: Costs, played: dict[str, list[Step]], picture: Path | None) -> None:
+def _draw(costs: Costs, played: dict[str, list[MeasuredStep]], picture: Path | None) -> None:
     from octavo.bench.calibrate import panel
     from octavo.bench.picture import draw
 

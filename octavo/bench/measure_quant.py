@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.batching import spread
+from octavo.bench.measure_batching import spread
 from octavo.bench.picture import Axis, Panel, Series, bars, points
 from octavo.errors import OctavoError
 from octavo.llm import LLM

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.screen import Writer, in_bytes, plain, short, tokens
-from octavo.cli.thinking import Thinking
+from octavo.cli.reasoning_filter import Thinking
+from octavo.cli.terminal import Writer, in_bytes, plain, short, tokens
 
 
 class Screen(io.StringIO):

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from octavo.cli.chat_backend import Messages, Piece, Prompt
 from octavo.cli.options import SamplingOptions
-from octavo.cli.partner import Messages, Piece, Prompt
 from octavo.errors import OctavoError
 
 CONNECT_SECONDS = 5.0
