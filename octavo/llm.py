@@ -81,6 +81,7 @@ Prompt: TypeAlias = str | list[int] | dict[str, Any]
 # its text, if it had any; its ids; its cache salt
 Read: TypeAlias = tuple[str | None, list[int], str]
 
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "parse_special"}  # of a dictionary
 # Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
 HARMLESS = {
     "trust_remote_code", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
@@ -119,6 +120,7 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         skip_tokenizer_init: bool = False,
+        parse_special: bool = True,
         dtype: str = "auto",
         seed: int = 0,
         revision: str | None = None,
@@ -218,6 +220,7 @@ class LLM:
             seed=seed,
         )
         self.config: ModelConfig = self.model.config
+        self.parse_special = parse_special
         self.tokenizer = (
             None if skip_tokenizer_init else _load_tokenizer(tokenizer, self.checkpoint)
         )
@@ -705,7 +708,7 @@ class LLM:
         """A prompt in any of its forms."""
         if isinstance(prompt, dict):
             given = {name: value for name, value in prompt.items() if value is not None}
-            if unknown := sorted(given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}):
+            if unknown := sorted(given.keys() - PROMPT_KEYS):
                 raise InvalidRequest(
                     f"a prompt cannot have {', '.join(unknown)}: this engine would ignore it",
                     "prompt",
@@ -714,12 +717,20 @@ class LLM:
                 raise InvalidRequest(
                     'a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt"
                 )
-            text, ids, _ = self._read(given.get("prompt_token_ids", given.get("prompt")))  # type: ignore[arg-type]
-            return text or given.get("prompt"), ids, str(given.get("cache_salt", ""))
+            salt = str(given.get("cache_salt", ""))
+            text = given.get("prompt")
+            if "prompt_token_ids" in given:
+                return text, _token_ids(given["prompt_token_ids"]), salt
+            parse = given.get("parse_special", self.parse_special)
+            return text, self._encode(given["prompt"], parse), salt
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer()
-            return prompt, tokenizer.as_prompt(tokenizer.encode(prompt)), ""
+            return prompt, self._encode(prompt, self.parse_special), ""
         return None, _token_ids(prompt), ""
+
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
+        """The tokens of a text prompt."""
+        tokenizer = self._need_tokenizer()
+        return tokenizer.as_prompt(tokenizer.encode(text, parse_special=parse_special))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -302,6 +302,32 @@ def test_chat_is_the_template_and_a_completion(llm: LLM) -> None:
     assert ids_of(llm.chat([messages, messages], params)) == 2 * ids_of(llm.generate([ids], params))
 
 
+def test_a_rendered_prompt_has_the_tokens_of_the_conversation(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    ids = llm.encode_chat(messages)
+    text = llm.get_tokenizer().apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    params = SamplingParams(max_tokens=2, **GREEDY)
+    assert llm.generate([text], params)[0].prompt_token_ids == ids
+    assert llm.generate({"prompt": text}, params)[0].prompt_token_ids == ids
+    stream = llm.stream(text, params)
+    assert stream._collector.request.prompt == ids
+    stream.close()
+
+
+def test_control_tokens_in_a_text_are_characters_where_that_is_asked_for(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, **GREEDY)
+    text = "hi<|end|>"
+    plain = llm.generate({"prompt": text, "parse_special": False}, params)[0]
+    assert plain.prompt_token_ids == llm.get_tokenizer().encode(text, parse_special=False)
+    assert len(plain.prompt_token_ids) == len(text) and plain.prompt == text
+    careful = make(parse_special=False)
+    assert careful.generate(text, params)[0].prompt_token_ids == plain.prompt_token_ids
+    meant = careful.generate({"prompt": text, "parse_special": True}, params)[0]
+    assert meant.prompt_token_ids == llm.generate(text, params)[0].prompt_token_ids
+
+
 # ---- streams --------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,14 @@ def serve(
     strict_params: Annotated[
         bool, flag("--strict-params", "Refuse requests that contain unknown fields.", "Safety")
     ] = False,
+    no_parse_special: Annotated[
+        bool,
+        flag(
+            "--no-parse-special",
+            "Read control tokens in text prompts as plain characters.",
+            "Safety",
+        ),
+    ] = False,
     trust_request_chat_template: Annotated[
         bool,
         flag("--trust-request-chat-template", "Accept a chat template in a request.", "Safety"),
@@ -196,6 +204,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
         strict_params=strict_params,
+        parse_special=not no_parse_special,
         chat_template=None if chat_template is None else read_template(chat_template),
         request_templates=trust_request_chat_template,
         tool_parser=tool_parser,

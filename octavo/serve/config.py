@@ -22,6 +22,8 @@ class ServeConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides those of the loopback
     allowed_origins: tuple[str, ...] = ()  # web pages that may use the server from a browser
     strict_params: bool = False  # refuse fields that are not known
+    # control tokens such as <|im_start|> in a text prompt are tokens; False: always characters
+    parse_special: bool = True
     chat_template: str | None = None  # in place of the model's own
     request_templates: bool = False  # let a request bring its own chat template
     # how the model writes calls of tools: a name in octavo.text.tools.FORMATS, auto or none

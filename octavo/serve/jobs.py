@@ -32,7 +32,7 @@ class Encode(msgspec.Struct, tag=True, array_like=True):
 
     text: str
     add_special_tokens: bool
-    allow_special: bool = False
+    parse_special: bool = True
 
 
 class EncodeChat(msgspec.Struct, tag=True, array_like=True):

@@ -81,16 +81,19 @@ class CompletionRequest(OpenAI, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None  # False: control tokens in a text are characters
 
 
 class GenerateRequest(Common, kw_only=True):
     prompt: str | None = None
     max_new_tokens: int | None = None
+    parse_special: bool | None = None
 
 
 class BatchGenerateRequest(Common, kw_only=True):
     prompts: list[str] | None = None
     max_new_tokens: int | None = None
+    parse_special: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -98,7 +101,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    # False: special tokens in the prompt are characters, as in a prompt for completions
     parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -75,7 +75,7 @@ async def tokenize(exchange: Exchange) -> None:
             front.tokenizer,
             body.prompt,
             add_special_tokens=body.add_special_tokens is not False,
-            allow_special=body.parse_special is not False,
+            parse_special=validate.parse_special(front, body.parse_special),
         )
     reply = {"tokens": ids, "count": len(ids), "max_model_len": context}
     if body.return_token_strs:
@@ -141,8 +141,10 @@ async def prepare_generate(
         )
     context = front.client.model.max_model_len
     encoded: list[tuple[str | None, list[int]]] = []
+    parse = validate.parse_special(front, body.parse_special)
     for text in prompts:
-        encoded.append((text, await front.text.encode(front.tokenizer, text, context)))
+        ids = await front.text.encode(front.tokenizer, text, context, parse_special=parse)
+        encoded.append((text, ids))
     return validate.build(front, caller, body, encoded, params, wanted, timeout, headers)
 
 

@@ -51,23 +51,28 @@ class Texts:
             )
 
     async def encode(
-        self, tokenizer: Tokenizer, text: str, context: int, add_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        context: int,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[int]:
-        """The tokens of a prompt."""
+        """The tokens of a text prompt."""
         self.check_size(tokenizer, len(text), context)
         if len(text) <= INLINE and self.together():
-            ids = await self._soon(tokenizer, text, add_special_tokens, False)
+            ids = await self._soon(tokenizer, text, add_special_tokens, parse_special)
         else:
-            ids = await self.encode_plain(tokenizer, text, add_special_tokens, False)
+            ids = await self.encode_plain(tokenizer, text, add_special_tokens, parse_special)
         return tokenizer.as_prompt(ids)
 
     async def encode_plain(
-        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, allow_special: bool
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, parse_special: bool
     ) -> list[int]:
         """As Tokenizer.encode."""
         if len(text) <= INLINE:
-            return guarded(tokenizer.encode, text, add_special_tokens, allow_special)
-        job = Encode(text, add_special_tokens, allow_special)
+            return guarded(tokenizer.encode, text, add_special_tokens, parse_special)
+        job = Encode(text, add_special_tokens, parse_special)
         ids: list[int] = await self.pool.run(job, list[int], heavy=len(text) > LIGHT)
         return ids
 

@@ -302,6 +302,18 @@ async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) ->
         ) from None
 
 
+def parse_special(front: Front, asked: bool | None) -> bool:
+    """Whether control tokens that a text prompt spells out are tokens, or else characters."""
+    if asked and not front.config.parse_special:
+        raise ApiError(
+            403,
+            "this server reads control tokens in prompts as plain characters (--no-parse-special): leave parse_special out",
+            "parse_special_not_allowed",
+            "parse_special",
+        )
+    return front.config.parse_special if asked is None else asked
+
+
 async def completion_prompts(
     front: Front, body: CompletionRequest
 ) -> list[tuple[str | None, list[int]]]:
@@ -321,11 +333,12 @@ async def completion_prompts(
             f"there may be at most {limits.prompts} prompts, got {len(many)}",
             "param_out_of_range",
         )
+    parse = parse_special(front, body.parse_special)
     for one in many:
         if isinstance(one, str):
             most = longest(front, body.truncate_prompt_tokens)
             ids = await front.text.encode(
-                front.tokenizer, one, most, body.add_special_tokens is not False
+                front.tokenizer, one, most, body.add_special_tokens is not False, parse
             )
             found.append((one, ids))
         elif isinstance(one, list):

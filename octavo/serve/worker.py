@@ -79,7 +79,7 @@ def read_tokenizer(setup: Setup) -> Tokenizer:
 
 
 def encode_text(context: Context, job: Encode) -> list[int]:
-    return context.tokenizer.encode(job.text, job.add_special_tokens, job.allow_special)
+    return context.tokenizer.encode(job.text, job.add_special_tokens, job.parse_special)
 
 
 def encode_messages(context: Context, job: EncodeChat) -> list[int]:

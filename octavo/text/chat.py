@@ -278,7 +278,7 @@ def encode_chat(
     render_marked's."""
     text, mark = render_marked(tokenizer, template, messages, tools, **options)
     if mark is None:
-        return tokenizer.encode(text, add_special_tokens=False, allow_special=True)
+        return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
     return tokenizer.encode_marked(text, mark)
 
 

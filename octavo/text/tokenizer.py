@@ -1,8 +1,9 @@
 """Text to tokens and back, from a model directory or a GGUF file's metadata.
 
-Special tokens are a model's control characters. What a user wrote must never become one, so `encode` recognises them only
-when asked to; `encode_marked` is for text in which some special tokens are meant and others are a user's words.
-Knows nothing of chat messages, requests or weights.
+Special tokens such as <|im_start|> are a model's control tokens. `encode` recognises them in a text, as transformers does, or
+takes them for characters (`parse_special=False`). `encode_marked` is for a text in which some special tokens are meant and
+others are a user's words: a chat message must never become control tokens.
+Knows nothing of requests or weights.
 """
 
 from __future__ import annotations
@@ -46,6 +47,42 @@ class _Plain(NamedTuple):
     backend: tokenizers.Tokenizer
     ids: dict[int, int]  # its ids of added tokens -> the real ones
     stand_in: dict[str, str]  # special token -> stand-in
+
+
+class Encoding(dict[str, Any]):
+    """The result of calling a tokenizer. Its entries are attributes too, as in transformers."""
+
+    @classmethod
+    def of(cls, ids: list[Any]) -> Encoding:
+        """`ids`: of one text, or a list for each of several."""
+        several = bool(ids) and isinstance(ids[0], list)
+        mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
+        return cls(input_ids=ids, attention_mask=mask)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+# Options of transformers' tokenizers that this one has only at the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "return_tensors": (None,),
+    "return_attention_mask": (True, None),
+    "return_token_type_ids": (False, None),
+}
+
+
+def _check_neutral(options: dict[str, Any]) -> None:
+    """Refuse an option of transformers that would have no effect here."""
+    for name, allowed in NEUTRAL.items():
+        if name in options and options[name] not in allowed:
+            raise InvalidRequest(
+                f"{name} is not offered by this tokenizer: use transformers.AutoTokenizer", name
+            )
 
 
 class Tokenizer:
@@ -98,9 +135,12 @@ class Tokenizer:
 
     # ---- ids to text ------------------------------------------------------------------------------
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """The text of token ids: a list, an array, or one id."""
+        if hasattr(ids, "tolist"):
+            ids = ids.tolist()
         stream = Detokenizer(self, skip_special_tokens)
-        return stream.push(ids) + stream.finish()
+        return stream.push([ids] if isinstance(ids, int) else ids) + stream.finish()
 
     def token_bytes(self, id: int) -> bytes:
         return self.pieces[id]
@@ -112,26 +152,26 @@ class Tokenizer:
     # ---- text to ids ------------------------------------------------------------------------------
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, allow_special: bool = False
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """`add_special_tokens` puts BOS and EOS around the text where the model wants them. `allow_special` takes special
-        tokens written in the text for what they say; without it they are ordinary characters."""
-        return self._whole(text, self._ids(self.backend, text), add_special_tokens, allow_special)
+        """The ids of a text. `add_special_tokens` puts BOS and EOS around it where the model wants them. Special tokens that the
+        text spells out, such as <|im_start|>, become those tokens; with `parse_special=False` they are plain characters."""
+        return self._whole(text, self._ids(self.backend, text), add_special_tokens, parse_special)
 
     def encode_many(self, asked: list[tuple[str, bool, bool]]) -> list[list[int]]:
-        """What `encode` says of each (text, add_special_tokens, allow_special), in one call of the library."""
+        """`encode` for each (text, add_special_tokens, parse_special), in one call of the library."""
         found = self.backend.encode_batch_fast(
             [text for text, _, _ in asked], add_special_tokens=False
         )
         return [
-            self._whole(text, one.ids, add, allow)
-            for (text, add, allow), one in zip(asked, found, strict=True)
+            self._whole(text, one.ids, add, parse)
+            for (text, add, parse), one in zip(asked, found, strict=True)
         ]
 
     def _whole(
-        self, text: str, ids: list[int], add_special_tokens: bool, allow_special: bool
+        self, text: str, ids: list[int], add_special_tokens: bool, parse_special: bool
     ) -> list[int]:
-        if not allow_special and not self.special_ids.isdisjoint(ids):
+        if not parse_special and not self.special_ids.isdisjoint(ids):
             ids = self._plain_ids(text)
         if add_special_tokens:
             before, after = self._around
@@ -198,6 +238,93 @@ class Tokenizer:
             named = map(self.backend.token_to_id, (f"<0x{byte:02X}>", _CHAR_OF[byte]))
             ids += [i for i in named if i is not None and self.pieces[i] == bytes([byte])][:1]
         return ids
+
+    # ---- transformers' names: scripts call them on what LLM.get_tokenizer returns ------------------
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.bos_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.eos_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id("pad_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._id("unk_token")
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self.special_ids)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token by its text in the vocabulary, added tokens included."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """The id of a token, or the ids of several. A token that the vocabulary lacks has the unknown token's id."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        id = self.backend.token_to_id(tokens)
+        return self.unk_token_id if id is None else id
+
+    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
+        """The text of a token in the vocabulary, or the texts of several."""
+        return self.token_str(ids) if isinstance(ids, int) else [self.token_str(id) for id in ids]
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def __call__(
+        self,
+        text: str | list[str],
+        add_special_tokens: bool = True,
+        split_special_tokens: bool = False,
+        **options: Any,
+    ) -> Encoding:
+        """input_ids and attention_mask of one text or of several, as lists. Padding, truncation and tensors are not offered."""
+        _check_neutral(options)
+        parse = not split_special_tokens
+        texts = [text] if isinstance(text, str) else text
+        ids = [self.encode(one, add_special_tokens, parse) for one in texts]
+        return Encoding.of(ids[0] if isinstance(text, str) else ids)
+
+    def apply_chat_template(
+        self,
+        conversation: list[Any],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """A conversation, or a list of them, as text, as ids or as an Encoding. `options` are continue_final_message and further
+        variables for the template. In ids, control tokens that a message spells out are characters; in text nothing tells them
+        from the template's own."""
+        from octavo.text.chat import encode_chat, select_template
+
+        _check_neutral(options)
+        options = {name: value for name, value in options.items() if name not in NEUTRAL}
+        template = select_template(self, chat_template, bool(tools))
+        options["add_generation_prompt"] = add_generation_prompt
+        many = bool(conversation) and isinstance(conversation[0], list)
+        found: list[Any] = []
+        for messages in conversation if many else [conversation]:
+            if tokenize:
+                found.append(encode_chat(self, template, messages, tools=tools, **options))
+            else:
+                found.append(template.render(messages, tools, **options))
+        result = found if many else found[0]
+        return Encoding.of(result) if tokenize and return_dict else result
 
     # ---- where tokenizers come from ---------------------------------------------------------------
 

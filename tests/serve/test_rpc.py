@@ -242,6 +242,12 @@ def test_every_field_means_what_it_means_over_http(rpc: Rpc, name: str) -> None:
     assert want != plain or name == "labels", "it shows"
 
 
+def test_control_tokens_of_a_prompt(rpc: Rpc) -> None:
+    ask = dict(prompt="a<|end|>", max_new_tokens=1)
+    assert rpc.stub.Generate(pb.GenerateRequest(**ask)).prompt_tokens == 2
+    assert rpc.stub.Generate(pb.GenerateRequest(**ask, parse_special=False)).prompt_tokens == 8
+
+
 def test_no_field_of_http_is_missing() -> None:
     """By the same names; what is said in another way here is named."""
     other_ways = {

@@ -119,7 +119,7 @@ def test_the_embedded_tokenizer_agrees_with_transformers(embedded: Tokenizer) ->
         ]
     )
     for text in TEXTS:
-        assert embedded.encode(text, allow_special=True) == theirs(text).input_ids
+        assert embedded.encode(text) == theirs(text).input_ids
         assert embedded.decode(embedded.encode(text)) == text
 
 
@@ -141,7 +141,7 @@ def test_byte_level_files_agree_with_transformers(pre: str | None, tmp_path: Pat
         model.ignore_merges = True  # likewise
         theirs.model = model
     for text in TEXTS:
-        assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
+        assert ours.encode(text) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)) == (
             text if pre != "qwen2" else ours.backend.normalizer.normalize_str(text)
         )
@@ -219,7 +219,7 @@ def test_sentencepiece_files_agree_with_transformers(architecture: str, tmp_path
     for text in TEXTS:
         # theirs has this token of Gemma's even where the file does not
         text = text.replace("<pad>", "")
-        ids = ours.encode(text, add_special_tokens=False, allow_special=True)
+        ids = ours.encode(text, add_special_tokens=False)
         assert ids == theirs.encode(text, add_special_tokens=False).ids
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(
             ids, skip_special_tokens=False

@@ -157,7 +157,7 @@ def test_grammar_with_schemas_in_it(guides: Guides, embedded: Tokenizer) -> None
 def test_control_tokens_are_allowed_where_a_grammar_names_them(
     guides: Guides, embedded: Tokenizer
 ) -> None:
-    (start,) = embedded.encode("<|im_start|>", add_special_tokens=False, allow_special=True)
+    (start,) = embedded.encode("<|im_start|>", add_special_tokens=False)
     assert allowed(guides.compile(StructuredOutputs(grammar='start: <|im_start|> "x"'))) == [start]
     assert start not in allowed(
         guides.compile(StructuredOutputs(grammar='start: "<|im_start|>" "x"'))

@@ -46,7 +46,7 @@ def assert_agree(path: Path) -> Tokenizer:
     for text in TEXTS:
         for add in (True, False):
             ids = theirs(text, add_special_tokens=add).input_ids
-            assert ours.encode(text, add_special_tokens=add, allow_special=True) == ids
+            assert ours.encode(text, add_special_tokens=add) == ids
             assert ours.decode(ids, skip_special_tokens=add) == theirs.decode(
                 ids, skip_special_tokens=add, clean_up_tokenization_spaces=False
             )
@@ -147,7 +147,7 @@ def test_a_gpt2_directory_without_tokenizer_json_is_read(tmp_path: Path) -> None
     ours, theirs = Tokenizer.from_directory(tmp_path), auto_tokenizer(tmp_path)
     for text in TEXTS:
         text = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
-        assert ours.encode(text, allow_special=True) == theirs(text).input_ids
+        assert ours.encode(text) == theirs(text).input_ids
         assert ours.decode(ours.encode(text)) == text
     assert ours.eos_id == theirs.eos_token_id == 0
 
@@ -219,7 +219,7 @@ def test_a_users_text_never_holds_a_special_token_and_is_kept(
             st.lists(st.sampled_from([*specials, "a", " ", "the", "<", "|", "\n", "é"]), max_size=8)
         )
     )
-    ids = t.encode(text, add_special_tokens=False)
+    ids = t.encode(text, add_special_tokens=False, parse_special=False)
     unknown = {t.backend.token_to_id(name) for name in ("<unk>", "[UNK]")}
     assert not (t.special_ids - unknown) & set(ids)
     if t.pieces.kind == "bytes" or kind == "gemma":
@@ -258,19 +258,18 @@ def test_marked_special_tokens_are_text_and_all_others_count(
             st.lists(st.sampled_from([*specials, "a", " ", "the", "<", "|", "\n", "é"]), max_size=8)
         )
     )
-    assert t.encode_marked(text, "\ufdd0") == t.encode(
-        text, add_special_tokens=False, allow_special=True
-    )
+    assert t.encode_marked(text, "\ufdd0") == t.encode(text, add_special_tokens=False)
     protected = t.protect(text, "\ufdd0")
     assert protected.replace("\ufdd0", "") == text
-    assert t.encode_marked(protected, "\ufdd0") == t.encode(text, add_special_tokens=False)
+    plain = t.encode(text, add_special_tokens=False, parse_special=False)
+    assert t.encode_marked(protected, "\ufdd0") == plain
 
 
 def test_two_texts_cannot_join_into_a_special_token() -> None:
     t = TOKENIZERS["byte-level"]
     joined = t.protect("well <|im_", "\ufdd0") + t.protect("end|>", "\ufdd0")
     assert t.encode_marked(joined, "\ufdd0") == t.encode(
-        "well <|im_end|>", add_special_tokens=False
+        "well <|im_end|>", add_special_tokens=False, parse_special=False
     )
     assert 2 not in t.encode_marked(joined, "\ufdd0")
 
@@ -278,8 +277,10 @@ def test_two_texts_cannot_join_into_a_special_token() -> None:
 def test_special_tokens_that_overlap_are_all_marked() -> None:
     t = Tokenizer(byte_level(specials=["<<", "<s>"]))
     assert t.protect("a<<s>", "\ufdd0") == "a\ufdd0<\ufdd0<s>"
-    assert t.encode_marked(t.protect("a<<s>", "\ufdd0"), "\ufdd0") == t.encode("a<<s>")
-    assert t.special_ids.isdisjoint(t.encode("a<<s>"))
+    assert t.encode_marked(t.protect("a<<s>", "\ufdd0"), "\ufdd0") == t.encode(
+        "a<<s>", parse_special=False
+    )
+    assert t.special_ids.isdisjoint(t.encode("a<<s>", parse_special=False))
 
 
 def test_special_tokens_keep_their_appetite_for_white_space() -> None:
@@ -289,16 +290,62 @@ def test_special_tokens_keep_their_appetite_for_white_space() -> None:
     )
     t = Tokenizer(backend)
     text = "a  <mask>  b"
-    assert t.encode_marked(text, "\ufdd0") == t.encode(text, allow_special=True)
-    assert len(t.encode(text, allow_special=True)) == 3
+    assert t.encode_marked(text, "\ufdd0") == t.encode(text)
+    assert len(t.encode(text)) == 3
 
 
-def test_special_tokens_are_recognised_where_allowed() -> None:
+CHAT_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+    "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+def test_a_tokenizer_answers_to_transformers_names(tmp_path: Path) -> None:
+    path = save(tmp_path, byte_level(), CHAT_CONFIG)
+    ours, theirs = Tokenizer.from_directory(path), auto_tokenizer(path)
+    messages = [{"role": "user", "content": "the fox"}]
+    pair = ["the<|im_end|>", "a longer fox"]
+    ids = [[5, 6, 1], [7]]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "eos_token"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours) == len(theirs) and ours.get_vocab() == theirs.get_vocab()
+    assert sorted(ours.all_special_ids) == sorted(theirs.all_special_ids)
+    for text in ("the<|im_end|>", pair):
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert ours(text)["attention_mask"] == theirs(text)["attention_mask"]
+    assert ours.convert_tokens_to_ids("<|im_end|>") == theirs.convert_tokens_to_ids("<|im_end|>")
+    assert ours.convert_ids_to_tokens([5, 6]) == theirs.convert_ids_to_tokens([5, 6])
+    assert ours.decode(7) == theirs.decode(7)
+    for skip in (True, False):
+        assert ours.batch_decode(ids, skip) == theirs.batch_decode(ids, skip)
+    for options in ({}, {"add_generation_prompt": True}, {"return_dict": False}):
+        got = ours.apply_chat_template(messages, **options)
+        want = theirs.apply_chat_template(messages, **options)
+        assert (got if "return_dict" in options else got.input_ids) == (
+            want if "return_dict" in options else want.input_ids
+        )
+        text = ours.apply_chat_template([messages, messages], tokenize=False, **options)
+        assert text == theirs.apply_chat_template([messages, messages], tokenize=False, **options)
+
+
+def test_options_of_transformers_that_would_have_no_effect_are_refused() -> None:
     t = TOKENIZERS["byte-level"]
-    assert t.encode("<|im_start|>a<|im_end|>", allow_special=True)[0::2] == [1, 2]
-    assert t.encode("<|im_end|>", add_special_tokens=False) != [2]
+    assert t("a", padding=False, truncation=None, return_tensors=None) == t("a")
+    for option in ({"padding": True}, {"truncation": True}, {"return_tensors": "pt"}):
+        with pytest.raises(InvalidRequest, match="is not offered by this tokenizer"):
+            t("a", **option)
+
+
+def test_special_tokens_are_recognised_unless_they_are_to_be_characters() -> None:
+    t = TOKENIZERS["byte-level"]
+    assert t.encode("<|im_start|>a<|im_end|>")[0::2] == [1, 2]
+    assert 2 not in t.encode("<|im_end|>", parse_special=False)
     # an added token that controls nothing
-    assert t.encode("x<think>y")[1] == t.backend.token_to_id("<think>")
+    assert t.encode("x<think>y", parse_special=False)[1] == t.backend.token_to_id("<think>")
 
 
 def test_a_special_token_that_merges_can_spell_is_spelled_out() -> None:
@@ -319,7 +366,7 @@ def test_a_special_token_that_merges_can_spell_is_spelled_out() -> None:
     )
     backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     t = Tokenizer(backend)
-    ids = t.encode("s<s>s")
+    ids = t.encode("s<s>s", parse_special=False)
     assert 1 not in ids and t.decode(ids) == "s<s>s"
 
 
@@ -330,7 +377,7 @@ def test_encoding_for_users_and_for_templates_does_not_interfere_across_threads(
 
     def work(allow: bool) -> None:
         for _ in range(50):
-            if (1 in t.encode(text, allow_special=allow)) != allow:
+            if (1 in t.encode(text, parse_special=allow)) != allow:
                 wrong.append(allow)
 
     threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(4)]
