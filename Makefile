@@ -12,7 +12,7 @@ CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow fuzz test-clients test-gpu lint format proto clean
+.PHONY: help setup chat serve test test-slow fuzz test-clients test-gpu lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "make lint          style, types, import contracts and readability"
 	@echo "make format        rewrite the code in the project's style"
+	@echo "make tables        the tables of README.md and docs/ from results/*.json"
 	@echo "make proto         octavo/serve/proto/*_pb2* from octavo.proto: after every change to it"
 	@echo "make setup         only the set-up: again whenever requirements.lock or pyproject.toml changed"
 	@echo "make clean         remove .venv and all caches"
@@ -88,6 +89,9 @@ lint: $(READY)
 format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+tables: $(READY)
+	@$(BIN)/python tools/tables.py
 
 # With the pinned grpcio-tools, so that the same proto makes the same files everywhere; tests/serve/test_rpc.py compares them.
 proto: $(READY)

@@ -1,8 +1,9 @@
-"""How long a caller waits: the time to the first token and from token to token, for so many requests at once, beside the floor.
+"""Time to first token and inter-token latency of concurrent requests, with the hardware limit.
 
-All requests arrive together, none shares a prefix, and tokens are counted when the engine hands them out. No engine is below the
-floor: half of the requests have their first token when half of the prompts' products are made, or the weights were read once; and
-a step reads the weights and each row's KV, or makes its rows' products, whichever takes longer.
+All requests arrive together and share no prefix. A token counts when the engine returns it. The
+limit for the median first token is the time to compute half of the prompts, or to read the weights
+once. The limit for a step is the time to read the weights and the KV of each sequence, or to
+compute the matrix products, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from octavo.bench.measure_batching import bytes_per_step
 from octavo.bench.scheduling import play
 from octavo.bench.throughput import measure_machine
-from octavo.bench.workloads import Machine, floor_seconds, uniform
+from octavo.bench.workloads import Machine, limit_seconds, uniform
 from octavo.core.simulate import percentile
 from octavo.core.trace import Entry
 from octavo.errors import InvalidRequest
@@ -52,26 +53,26 @@ def measure(
                 seconds.append(report.seconds)
             done()
         found: dict[str, Any] = {"requests": batch}
-        for name, times, floor in zip(
-            ("ttft", "itl"), (first, gaps), floors(llm, batch, prompt, output, machine), strict=True
+        for name, times, limit in zip(
+            ("ttft", "itl"), (first, gaps), limits(llm, batch, prompt, output, machine), strict=True
         ):
             found |= {f"{name}_p{q}_ms": 1e3 * percentile(times, q) for q in QUANTILES}
             found |= {
-                f"{name}_floor_ms": 1e3 * floor,
-                f"{name}_of_floor": floor / percentile(times, 50),
+                f"{name}_limit_ms": 1e3 * limit,
+                f"{name}_of_limit": limit / percentile(times, 50),
             }
         results.append(found | {"tok_s": batch * output * repeat / sum(seconds)})
     return results
 
 
-def floors(llm: LLM, batch: int, prompt: int, output: int, machine: Machine) -> tuple[float, float]:
+def limits(llm: LLM, batch: int, prompt: int, output: int, machine: Machine) -> tuple[float, float]:
     """Seconds to the median request's first token, and from token to token half way through the replies."""
     parameters = parameter_count(llm.model)
     weights = bytes_per_step(llm)
     read = weights / machine.bytes_per_second
-    products = floor_seconds(
+    products = limit_seconds(
         uniform(-(-batch // 2), prompt, 1), llm.config, parameters, weights, 0, machine
     )
-    row = floor_seconds(uniform(batch, 1, 1), llm.config, parameters, weights, 0, machine)
+    row = limit_seconds(uniform(batch, 1, 1), llm.config, parameters, weights, 0, machine)
     kv = batch * (prompt + output // 2) * llm.memory.kv_per_token / machine.bytes_per_second
     return max(products, read), max(row, read + kv)

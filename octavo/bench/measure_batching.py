@@ -1,8 +1,9 @@
-"""Continuous batching against one request after another: the same prompts, the same engine, the same tokens.
+"""Continuous batching against one request after another: same prompts, same engine, same tokens.
 
-A decode step reads every weight once, however many sequences it serves: that is what batching gains, and the floor shows how
-much of it there is to gain. Both sides run in each repeat, in turns first, so that a machine that drifts drifts for both; where
-other work comes and goes faster than that, no median helps, and the result says so (`noise`).
+A decode step reads every weight once, however many sequences it serves. Batching saves these reads,
+and the hardware limit shows how much it can save. Each repeat runs both sides and alternates which
+side runs first, so that slow drift of the machine affects both sides equally. Faster disturbances
+spoil the medians; the result reports them under `noise`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def encode(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[list[int]]:
 def measure(
     llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Tokens a second of both ways, each repeat's ratio, and the floor. Calls `done` after each of 2 * (1 + repeat) runs."""
+    """Measure tokens per second of both sides, the ratio of each repeat, and the hardware limit.
+
+    Calls `done` after each of the 2 * (1 + repeat) runs."""
     prompts = encode(llm)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
@@ -90,9 +93,9 @@ def measure(
         "same_tokens": all(one[1] == many[1] for one, many in runs),
         "step_bytes": step_bytes,
         "bandwidth_bytes_s": bandwidth,
-        "floor_step_s": step_bytes / bandwidth,
-        "floor_sequential_tok_s": bandwidth / step_bytes,
-        "floor_batched_tok_s": len(prompts) * bandwidth / step_bytes,
+        "limit_step_s": step_bytes / bandwidth,
+        "limit_sequential_tok_s": bandwidth / step_bytes,
+        "limit_batched_tok_s": len(prompts) * bandwidth / step_bytes,
         "device": llm.device.type,
         "dtype": str(llm.model_dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

@@ -1,5 +1,8 @@
-"""Whole workloads through the engine, in tokens a second, with the floor beside each: what the device's memory and matrix
-units allow at the least. Counts ids that arrived."""
+"""Throughput of whole workloads in tokens per second, with the hardware limit.
+
+The limit is what the device's memory bandwidth and matrix units allow at best. Only token ids that
+arrived are counted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 
 from octavo.bench.measure_batching import bytes_per_step
-from octavo.bench.workloads import WORKLOADS, Machine, Workload, floor_seconds
+from octavo.bench.workloads import WORKLOADS, Machine, Workload, limit_seconds
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
@@ -39,7 +42,7 @@ def measure(
         parameters = parameter_count(llm.model)
         weights = bytes_per_step(llm)
         kv = llm.memory.kv_per_token
-        floor = floor_seconds(load, llm.config, parameters, weights, kv, machine)
+        limit = limit_seconds(load, llm.config, parameters, weights, kv, machine)
         results.append(
             {
                 "workload": name,
@@ -47,8 +50,8 @@ def measure(
                 "unit": "prompt tok/s" if load.counts_prompt else "tok/s",
                 "tok_s": counted / statistics.median(seconds),
                 "runs": [counted / s for s in seconds],
-                "floor_tok_s": counted / floor,
-                "of_floor": floor / statistics.median(seconds),
+                "limit_tok_s": counted / limit,
+                "of_limit": limit / statistics.median(seconds),
                 "steps": steps / repeat,
                 "host_ms_a_step": dict(
                     zip(

@@ -3,8 +3,8 @@ traffic and asked for again, from host memory, and after a restart from disk, ag
 
 Every prompt is asked for cold first, so that each ratio is of one prompt, and then from the device's own cache: that computes
 exactly what the others do, so theirs must be the same tokens. (In 16 bits a prompt in one piece may round otherwise than in two.)
-Loading is forced: what the engine would have chosen by itself is told beside it. The floor of a load is the link, that of the
-disk what threads read that do nothing else; both are measured, and where each first token's time went.
+Loading is forced: what the engine would have chosen by itself is told beside it. The limit of a load is the link's bandwidth. The limit of
+the disk is the rate of threads that only read. The bench measures both limits and where the time of each first token went.
 """
 
 from __future__ import annotations

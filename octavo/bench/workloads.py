@@ -55,13 +55,13 @@ WORKLOADS = {
 
 
 class Machine(NamedTuple):
-    """What was measured of the device: the ceilings that a floor is computed from."""
+    """Measured bandwidth and arithmetic rate of the device, from which limits are computed."""
 
     bytes_per_second: float
     flops_per_second: float
 
 
-def floor_seconds(
+def limit_seconds(
     load: Workload,
     model: ModelConfig,
     parameters: int,
@@ -69,9 +69,11 @@ def floor_seconds(
     kv_per_token: int,
     machine: Machine,
 ) -> float:
-    """No engine runs the workload faster: every prompt's products once, with all parameters but the embedding's and the head's,
-    then for every step the weights (step_bytes) and each row's KV read once; what all share is computed once and read once a
-    step."""
+    """The shortest time in which the hardware can run the workload.
+
+    Each prompt token is computed once with all parameters except the embedding and the head. Each
+    step then reads the weights (`step_bytes`) and the KV of each sequence once. A shared prefix is
+    computed once and read once per step."""
     lengths = [len(prompt) - load.shared for prompt in load.prompts]
     tokens = load.shared + sum(lengths)
     pairs = load.shared**2 / 2 + sum(n * load.shared + n * n / 2 for n in lengths)

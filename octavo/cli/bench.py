@@ -1,4 +1,7 @@
-"""`octavo bench ...`: measurements as tables. The last line on stdout is the result as JSON; --json FILE writes it too."""
+"""`octavo bench ...`: measurements as tables.
+
+The last line on stdout is the result as JSON; --json FILE also writes it to a file.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,13 @@ Output = Annotated[
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
-    line = json.dumps(result)
-    print(line, flush=True)  # first: a file that cannot be written must not cost the measurement
+    """Print the result as the last line, then write it to the file of --json.
+
+    Printing comes first: a file that cannot be written must not lose the measurement."""
+    from octavo.bench.provenance import provenance
+
+    line = json.dumps(result | {"provenance": provenance()})
+    print(line, flush=True)
     if output is not None:
         output.write_text(line + "\n")
 
@@ -83,7 +91,7 @@ def batching(
         f"{r['requests']} requests x {max_tokens} tokens",
         "median",
         "min - max",
-        "floor",
+        "limit",
     ):
         table.add_column(column, justify="left" if not table.columns else "right")
     for name, key, unit in (
@@ -92,9 +100,9 @@ def batching(
         ("ratio", "", "x"),
     ):
         found = r[f"{key}_tok_s"] if key else r["ratio"]
-        floor = r[f"floor_{key}_tok_s"] if key else r["requests"]
+        limit = r[f"limit_{key}_tok_s"] if key else r["requests"]
         bounds = f"{found['min']:.2f} - {found['max']:.2f}"
-        table.add_row(name, f"{found['median']:.2f}{unit}", bounds, f"{floor:.2f}{unit}")
+        table.add_row(name, f"{found['median']:.2f}{unit}", bounds, f"{limit:.2f}{unit}")
     console.print(table)
     for reason in r["noise"]:
         console.print(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
@@ -104,7 +112,8 @@ def batching(
     step = in_bytes(r["step_bytes"])
     speed = in_bytes(r["bandwidth_bytes_s"])
     console.print(
-        f"[dim]floor: {step} of weights a step, at a copy's {speed}/s: {r['floor_step_s'] * 1e3:.0f} ms[/dim]"
+        f"[dim]limit: a step reads {step} of weights; a copy runs at {speed}/s, "
+        f"so a step takes at least {r['limit_step_s'] * 1e3:.0f} ms[/dim]"
     )
     finish(r, output)
 
@@ -143,7 +152,7 @@ def throughput(
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
-    """Whole workloads, with the floor beside each: offline, single, four, decode, shared_prefix, prefill."""
+    """Whole workloads with the hardware limit: offline, single, four, decode, shared_prefix, prefill."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -171,8 +180,8 @@ def throughput(
         "requests",
         "median",
         "min - max",
-        "floor",
-        "of it",
+        "limit",
+        "of limit",
         "host ms a step: plan, launch, wait, commit",
     ):
         table.add_column(column)
@@ -180,7 +189,7 @@ def throughput(
         host = ", ".join(f"{v:.2f}" for v in r["host_ms_a_step"].values())
         table.add_row(
             r["workload"], str(r["requests"]), f"{r['tok_s']:,.0f} {r['unit']}", f"{min(r['runs']):,.0f} - {max(r['runs']):,.0f}",
-            f"{r['floor_tok_s']:,.0f}", f"{r['of_floor']:.0%}", host,
+            f"{r['limit_tok_s']:,.0f}", f"{r['of_limit']:.0%}", host,
         )  # fmt: skip
     console.print(table)
     name = str(llm.model_dtype).removeprefix("torch.")

@@ -32,7 +32,7 @@ def latency(
     output: Output = None,
     engine: EngineOptions = LATENCY,
 ) -> None:
-    """The time to the first token and from token to token, for requests that come at once, with the floor beside each."""
+    """Time to first token and inter-token latency of concurrent requests, with the hardware limit."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -48,7 +48,7 @@ def latency(
         progress.update(task, description="measuring", total=len(counts) * (1 + repeat))
         results = measure(llm, counts, prompt, tokens, repeat, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "floor", "of it")
+    columns = ("ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "limit", "of limit")
     for column in (
         "requests",
         *(f"TTFT {columns[0]}", *columns[1:]),
@@ -60,7 +60,7 @@ def latency(
         cells = []
         for name in ("ttft", "itl"):
             cells += [f"{r[f'{name}_p{q}_ms']:,.1f}" for q in QUANTILES]
-            cells += [f"{r[f'{name}_floor_ms']:,.2f}", f"{r[f'{name}_of_floor']:.0%}"]
+            cells += [f"{r[f'{name}_limit_ms']:,.2f}", f"{r[f'{name}_of_limit']:.0%}"]
         table.add_row(str(r["requests"]), *cells, f"{r['tok_s']:,.0f}")
     console = Console(highlight=False)
     console.width = max(console.width, 110)

@@ -14,7 +14,7 @@ from typer.testing import Result
 from octavo import LLM
 from octavo.bench import measure_batching
 from octavo.bench.model_shapes import TINYLLAMA_1B
-from octavo.bench.workloads import Machine, Workload, floor_seconds
+from octavo.bench.workloads import Machine, Workload, limit_seconds
 from octavo.cli.options import EngineOptions
 from octavo.errors import OctavoError
 from octavo.memory import parameter_count
@@ -45,7 +45,7 @@ def test_the_table_the_file_and_the_last_line_agree(
     for side in ("sequential_tok_s", "batched_tok_s", "ratio"):
         assert 0 < r[side]["min"] <= r[side]["median"] <= r[side]["max"]
         assert f"{r[side]['median']:.2f}" in result.stdout
-    assert r["floor_batched_tok_s"] == 4 * r["floor_sequential_tok_s"] and r["prompt_tokens"] == [
+    assert r["limit_batched_tok_s"] == 4 * r["limit_sequential_tok_s"] and r["prompt_tokens"] == [
         24,
         33,
         41,
@@ -89,9 +89,9 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
     assert parameter_count(plain.model) == parameter_count(small.model)
     assert measure_batching.bytes_per_step(small) < 0.5 * measure_batching.bytes_per_step(plain)
 
-    def floor(llm: LLM, machine: Machine) -> float:
+    def limit(llm: LLM, machine: Machine) -> float:
         parameters, load = parameter_count(llm.model), Workload([[1] * 9] * 3, [4] * 3)
-        return floor_seconds(
+        return limit_seconds(
             load, llm.config, parameters, measure_batching.bytes_per_step(llm), 4, machine
         )
 
@@ -99,7 +99,7 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
         Machine(bytes_per_second=1e30, flops_per_second=1e9),
         Machine(bytes_per_second=1e9, flops_per_second=1e30),
     )
-    assert floor(plain, computes) == floor(small, computes) and floor(small, reads) < 0.6 * floor(
+    assert limit(plain, computes) == limit(small, computes) and limit(small, reads) < 0.6 * limit(
         plain, reads
     )
 

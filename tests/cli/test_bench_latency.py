@@ -1,4 +1,4 @@
-"""`octavo bench latency`: every request's first token and every gap is counted, and the floor is below what was measured."""
+"""`octavo bench latency`: every first token and every gap is counted, and the limit is below the measurement."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_percentiles_and_floors_of_each_batch(octavo: Octavo, tiny: str, tmp_pat
         for name in ("ttft", "itl"):
             assert (
                 0
-                < one[f"{name}_floor_ms"]
+                < one[f"{name}_limit_ms"]
                 < one[f"{name}_p50_ms"]
                 <= one[f"{name}_p90_ms"]
                 <= one[f"{name}_p99_ms"]
             )
-            assert 0 < one[f"{name}_of_floor"] < 1
+            assert 0 < one[f"{name}_of_limit"] < 1
     assert "TTFT" in result.stdout and "ITL" in result.stdout
 
 
@@ -78,8 +78,8 @@ def test_the_floor_reads_weights_and_kv_and_makes_products(tiny: str) -> None:
     llm = LLM(tiny, max_model_len=64, progress=False)
     reads, computes = Machine(1e9, 1e30), Machine(1e30, 1e9)
     weights = latency.bytes_per_step(llm)
-    assert latency.floors(llm, 1, 20, 6, reads) == pytest.approx(
+    assert latency.limits(llm, 1, 20, 6, reads) == pytest.approx(
         (weights / 1e9, (weights + 23 * llm.memory.kv_per_token) / 1e9)
     )
-    one, four = (latency.floors(llm, batch, 20, 6, computes) for batch in (1, 4))
+    one, four = (latency.limits(llm, batch, 20, 6, computes) for batch in (1, 4))
     assert four[0] == pytest.approx(2 * one[0]) and four[1] == pytest.approx(4 * one[1])

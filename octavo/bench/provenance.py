@@ -1,0 +1,75 @@
+"""Where a measurement comes from: the date, the commit, the machine and the versions of what ran.
+
+Every bench adds this record to its result, so that a figure in the documentation can be traced to
+one run. The record never names a user, a host or a path.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers")
+
+
+def provenance() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **package_versions()},
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with a plus sign if files differ from it. None without git."""
+    root = Path(__file__).parents[2]
+    try:
+        head = run_git(root, "rev-parse", "--short=10", "HEAD")
+        changed = run_git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def run_git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the number of usable cores, and the GPU if torch sees one."""
+    found: dict[str, Any] = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,109 @@
+"""Writes the tables of README.md and docs/ from the result files in results/.
+
+    python tools/tables.py            rewrite every generated table
+    python tools/tables.py --check    fail if a page differs from what the result files say
+
+A page asks for a table with a pair of comments; the lines between them are replaced:
+
+    <!-- table: throughput results/throughput-llama-8b.json -->
+    <!-- end table -->
+
+A result file is what `octavo bench ... --json FILE` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARKED = re.compile(
+    r"(?P<begin><!-- table: (?P<kind>\S+) (?P<files>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- end table -->)",
+    re.DOTALL,
+)
+Result = dict[str, Any]
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def throughput(results: list[Result]) -> str:
+    """`octavo bench throughput`: one row for each workload of each model."""
+    rows = []
+    for result in results:
+        for line in result["results"]:
+            rows.append(
+                [
+                    f"{result['model']} {line['workload']}",
+                    f"{line['tok_s']:,.0f}",
+                    f"{line['limit_tok_s']:,.0f}",
+                    f"{line['of_limit']:.0%}",
+                ]
+            )
+    columns = ["workload", "tokens/s", "hardware limit", "of the limit"]
+    return markdown(columns, rows) + source(results)
+
+
+def latency(results: list[Result]) -> str:
+    """`octavo bench latency`: one row for each number of concurrent requests."""
+    rows = []
+    for result in results:
+        for line in result["results"]:
+            rows.append(
+                [
+                    f"{result['model']}, {line['requests']} at once",
+                    f"{line['ttft_p50_ms']:.1f}",
+                    f"{line['itl_p50_ms']:.1f}",
+                ]
+            )
+    columns = ["requests", "time to first token, ms (p50)", "inter-token latency, ms (p50)"]
+    return markdown(columns, rows) + source(results)
+
+
+def source(results: list[Result]) -> str:
+    """One line that says when, where and at which commit the results were measured."""
+    origins = []
+    for result in results:
+        origin = result["provenance"]
+        machine = origin["machine"].get("gpu") or origin["machine"]["cpu"]
+        origins.append(f"{origin['date']}, commit {origin['commit'] or 'unknown'}, {machine}")
+    return "\nMeasured " + "; ".join(dict.fromkeys(origins)) + ".\n"
+
+
+KINDS: dict[str, Callable[[list[Result]], str]] = {"throughput": throughput, "latency": latency}
+
+
+def fill(text: str) -> str:
+    """A page's text with every generated table as the result files say."""
+
+    def table(found: re.Match[str]) -> str:
+        results = [json.loads((ROOT / name).read_text()) for name in found["files"].split()]
+        return found["begin"] + KINDS[found["kind"]](results) + found["end"]
+
+    return MARKED.sub(table, text)
+
+
+def main() -> int:
+    stale = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = fill(text)
+        if filled != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(filled, encoding="utf-8")
+    if stale:
+        print("differs from results/: " + ", ".join(stale))
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
