@@ -1,4 +1,4 @@
-// The row of metrics: each a number, how it is meant, and the last minute as a line.
+// The row of metrics: each has a number, a caption, and a line for the last minute.
 
 import { colour, count, duration, element, few, prepare } from "/web/draw.js";
 
@@ -8,14 +8,14 @@ const percent = (x) => (x === null ? null : [few(x * 100), "%"]);
 const time = (x) => (x === null ? null : duration(x));
 const plain = (x) => (x === null ? null : [few(x), ""]);
 
-// value(now, then): of two frames, so many seconds apart.
+// value(now, then) compares two frames that are `window` seconds apart.
 const TILES = [
-  ["Tokens", "generated a second", 1, (a, b) => (a.beat.generated_tokens - b.beat.generated_tokens) / (a.time - b.time), (x) => x === null ? null : [few(x), "/s"]],
+  ["Tokens", "generated per second", 1, (a, b) => (a.beat.generated_tokens - b.beat.generated_tokens) / (a.time - b.time), (x) => x === null ? null : [few(x), "/s"]],
   ["Time to first token", "mean, last 10 s", 10, (a, b) => mean(b.numbers.ttft, a.numbers.ttft), time],
   ["Inter-token latency", "mean, last 2 s", 2, (a, b) => mean(b.numbers.itl, a.numbers.itl), time],
   ["Queue", "requests waiting", 0, (a) => a.numbers.queue, (x) => x === null ? null : [count(x), ""]],
-  ["Prefix cache", "of prompt tokens, found", 10, (a, b) => ratio(a.beat.cached_tokens - b.beat.cached_tokens, a.beat.queried_tokens - b.beat.queried_tokens), percent],
-  ["KV used", "of all blocks", 0, (a) => ratio(a.beat.blocks_used, a.beat.blocks_used + a.beat.blocks_cached + a.beat.blocks_free), percent],
+  ["Prefix cache", "hit rate of prompt tokens", 10, (a, b) => ratio(a.beat.cached_tokens - b.beat.cached_tokens, a.beat.queried_tokens - b.beat.queried_tokens), percent],
+  ["KV used", "of all KV blocks", 0, (a) => ratio(a.beat.blocks_used, a.beat.blocks_used + a.beat.blocks_cached + a.beat.blocks_free), percent],
   ["Step", "mean time, last 2 s", 2, (a, b) => ratio(total(a) - total(b), a.beat.steps - b.beat.steps), time],
 ];
 const ratio = (a, b) => (b > 0 ? a / b : null);
@@ -28,7 +28,7 @@ const tiles = TILES.map(([title, how, window, value, words]) => {
   document.getElementById("tiles").append(box);
   return { output, line, window, value, words, points: [] };
 });
-let frames = []; // of the last 12 s: what windows look back at
+let frames = []; // frames of the last 12 s
 let starts = 0;
 
 function spark(canvas, points, now) {
@@ -54,7 +54,7 @@ function spark(canvas, points, now) {
 
 export function showMetrics(frame) {
   if (frame.server.starts !== starts || (frames.length && frame.beat.steps < frames.at(-1).beat.steps)) {
-    starts = frame.server.starts; // another engine: its counters begin again
+    starts = frame.server.starts; // a new engine process starts its counters at zero
     frames = [];
   }
   frames.push(frame);

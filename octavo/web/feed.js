@@ -1,5 +1,5 @@
-// The connection to /ws/watch: opens it, asks for a key where one is needed, and comes back by itself.
-// A hidden page watches nothing: the server sends, and the engine draws, only for who looks.
+// The connection to /ws/watch. It asks for a key if the server requires one, and reconnects by itself.
+// A hidden page disconnects, so that the server and the engine do no work for it.
 
 const STORE = "octavo.key";
 let key = sessionStorage.getItem(STORE) || "";
@@ -38,10 +38,10 @@ async function admitted(say) {
     const reply = await fetch("/version", { headers: authorization(), cache: "no-store" });
     if (reply.ok) return;
     if (reply.status === 401) {
-      say("key", "a key is needed");
-      await askForKey(key && "That key is not valid here.");
+      say("key", "an API key is required");
+      await askForKey(key && "This server does not know that key.");
     } else {
-      say("gone", reply.status === 429 ? "too many wrong keys: waiting" : `refused: ${reply.status}`);
+      say("gone", reply.status === 429 ? "too many invalid keys: waiting" : `refused: ${reply.status}`);
       await pause(Number(reply.headers.get("retry-after")) || 5);
     }
   }
@@ -61,7 +61,7 @@ function watch(show) {
     };
     socket.onclose = async (event) => {
       document.removeEventListener("visibilitychange", leave);
-      if (event.code === FORBIDDEN) await askForKey("That key is not an administrator's, and others' requests are shown here.");
+      if (event.code === FORBIDDEN) await askForKey("This page shows all requests, so it requires an administrator's key.");
       done(frames || event.code === FORBIDDEN);
     };
   });
@@ -79,7 +79,7 @@ export async function follow(show, say) {
       // the server does not answer
     }
     if (document.hidden) continue;
-    say("gone", "server not reached, trying again");
+    say("gone", "cannot reach the server; retrying");
     await pause(wait);
     wait = Math.min(wait * 2, 5);
   }

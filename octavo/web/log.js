@@ -1,11 +1,11 @@
-// The event log: the newest first. Paused, it stands still and says how much has happened since.
+// The event log, newest first. While it is paused, the button counts new events.
 
 import { element } from "/web/draw.js";
 
 const LINES = 300;
 const list = document.getElementById("log");
 const button = document.getElementById("pause");
-let held = null; // lines since it was paused
+let held = null; // lines that arrived since the log was paused
 
 button.addEventListener("click", () => {
   if (held) {
@@ -17,7 +17,7 @@ button.addEventListener("click", () => {
   label();
 });
 
-const label = () => (button.textContent = held ? (held.length ? `go on (${held.length} new)` : "go on") : "pause");
+const label = () => (button.textContent = held ? (held.length ? `resume (${held.length} new)` : "resume") : "pause");
 
 function add(lines) {
   const fragment = document.createDocumentFragment();

@@ -1,4 +1,4 @@
-// The live page: takes frames from the feed and hands each panel its part. octavo/serve/watch.py says what is in a frame.
+// The live page: passes each frame of the feed to the panels. octavo/serve/watch.py describes a frame.
 
 import { showMetrics } from "/web/charts.js";
 import { count, short } from "/web/draw.js";
@@ -14,9 +14,9 @@ const names = new Map(); // Sequence.id -> [request, index], of the last thousan
 let state = "";
 let shown = null; // the last view, until its engine ends
 
-const REASONS = { stop: "said all", length: "reached its length", abort: "was given up", error: "its step failed" };
+const REASONS = { stop: "finished: stop", length: "finished: length", abort: "aborted", error: "failed: its step failed" };
 const PHASES = {
-  starting: "engine starting", importing: "importing", loading: "loading weights", allocating: "allocating the KV pool",
+  starting: "engine starting", importing: "importing", loading: "loading weights", allocating: "allocating the KV cache",
   warming: "warming up", down: "engine down", ready: "ready",
 };
 
@@ -31,10 +31,10 @@ function showServer({ server, model }) {
   const phase = PHASES[server.phase] ?? server.phase;
   const words = {
     ready: "ready",
-    stalled: "no step for a while: the engine hangs",
+    stalled: "engine stalled: no step for a while",
     draining: "shutting down: open requests may finish",
     restarting: `engine restarting: ${phase}`,
-    starting: server.phase === "ready" ? "reading the tokenizer" : phase,
+    starting: server.phase === "ready" ? "loading the tokenizer" : phase,
   }[server.state] ?? server.state;
   const part = server.progress === undefined ? "" : ` ${Math.round(server.progress * 100)}%`;
   say(server.state, words + part);
@@ -46,7 +46,7 @@ function showServer({ server, model }) {
   }
   if (!model) return;
   const text = `${model.architecture} · ${model.dtype} on ${model.device} · ${count(model.num_blocks)} blocks of ${model.block_size} · ` +
-    `${count(model.max_num_seqs)} rows · context ${count(model.max_model_len)} · Octavo ${server.version}`;
+    `${count(model.max_num_seqs)} batch slots · context ${count(model.max_model_len)} · Octavo ${server.version}`;
   if ($("model").dataset.text === text) return;
   $("model").dataset.text = text;
   const name = document.createElement("b");
@@ -56,27 +56,27 @@ function showServer({ server, model }) {
 
 function eventsOf(frame, steps, came) {
   const { view } = frame, found = [], moves = {};
-  if (frame.gap) found.push(["gap", `${count(frame.gap)} frame${frame.gap > 1 ? "s" : ""} skipped: this page reads slowly`]);
+  if (frame.gap) found.push(["gap", `${count(frame.gap)} frame${frame.gap > 1 ? "s" : ""} skipped: this page is too slow`]);
   if (view.steps_missed) found.push(["gap", `${count(view.steps_missed)} steps not shown`]);
   const begun = new Set(steps.flatMap((step) => step.begun.map(([id]) => id)));
   for (const s of came)
-    if (s.state === "waiting" && !begun.has(s.id)) found.push(["comes", `${short(s.request, s.index)}, ${count(s.prompt)} tokens; ${s.why}`]);
+    if (s.state === "waiting" && !begun.has(s.id)) found.push(["arrived", `${short(s.request, s.index)}, ${count(s.prompt)} tokens; ${s.why}`]);
   for (const step of steps) {
-    for (const [, request, why] of step.preempted) found.push(["yields", `${short(request)}: ${why}`]);
+    for (const [, request, why] of step.preempted) found.push(["preempted", `${short(request)}: ${why}`]);
     for (const [id, request, known, cached] of step.begun) {
-      const hit = cached ? `, ${count(cached)} of them cached` : "";
-      found.push(["begins", `${short(request, names.get(id)?.[1])}, ${count(known)} tokens${hit}`]);
+      const hit = cached ? `, ${count(cached)} cached` : "";
+      found.push(["admitted", `${short(request, names.get(id)?.[1])}, ${count(known)} tokens${hit}`]);
     }
     if (step.more) found.push(["gap", `${count(step.more)} more in step ${count(step.step)}`]);
     for (const [kind, n] of Object.entries(step.moves)) moves[kind] = (moves[kind] ?? 0) + n;
   }
   for (const words of moved(moves)) found.push(["blocks", words]);
   for (const [request, index, reason] of view.ended) found.push([reason === "error" ? "failed" : "done", `${short(request, index)} ${REASONS[reason] ?? reason}`]);
-  if (view.ended_missed) found.push(["gap", `${count(view.ended_missed)} more are done`]);
+  if (view.ended_missed) found.push(["gap", `${count(view.ended_missed)} more finished`]);
   return found;
 }
 
-// The engine is gone, and with it all that it held.
+// The engine process ended, so all of its requests and blocks are gone.
 function forget({ time, model }) {
   const none = shown.used.map(() => 0);
   const empty = { ...shown, sequences: [], decoding: 0, prefilling: 0, waiting: 0, used: none, shared: none, cached: none, owner: none,

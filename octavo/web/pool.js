@@ -4,7 +4,7 @@
 import { colour, count, element, explain, ownerColour, prepare, short } from "/web/draw.js";
 
 const canvas = document.getElementById("pool");
-const STATES = { used: "used", shared: "shared", cached: "cached, to be found by the next with that prefix", free: "free" };
+const STATES = { used: "used", shared: "shared", cached: "cached (reusable prefix)", free: "free" };
 let byRequest = true;
 let last = null; // what was drawn last: the view, the model, marked sequences
 let grid = { columns: 1, size: 10 };
@@ -112,8 +112,8 @@ export function showPool(view, model, marked) {
   drawLegend({ used: used - shared, shared, cached, free });
   const square = view.blocks > 1 ? `${view.blocks} blocks` : "one block";
   document.getElementById("pool-what").textContent =
-    `${count(model.num_blocks)} blocks of ${model.block_size} positions hold the tokens' keys and values. A square is ${square}.`;
-  canvas.ariaLabel = `KV pool: ${used - shared} blocks used, ${shared} shared, ${cached} cached, ${free} free`;
+    `${count(model.num_blocks)} blocks of ${model.block_size} tokens hold the keys and values. Each square is ${square}.`;
+  canvas.ariaLabel = `KV cache: ${used - shared} blocks used, ${shared} shared, ${cached} cached, ${free} free`;
   redraw();
 }
 
@@ -128,6 +128,6 @@ explain(canvas, (event) => {
     ? `blocks ${first}–${first + blocks - 1}: ${view.used[i]} used, ${view.cached[i]} cached, ${blocks - view.used[i] - view.cached[i]} free`
     : `block ${first}: ${view.shared[i] ? "shared" : view.used[i] ? "used" : view.cached[i] ? "cached" : "free"}`;
   const owner = names.get(view.owner[i]);
-  return owner && view.used[i] ? `${what}\n${blocks > 1 ? "among others by" : view.shared[i] ? "first by" : "by"} ${short(...owner)}` : what;
+  return owner && view.used[i] ? `${what}\n${blocks > 1 ? "one owner is" : view.shared[i] ? "first owner is" : "owner is"} ${short(...owner)}` : what;
 });
 showPool.names = new Map(); // Sequence.id -> [request, index]

@@ -1,4 +1,4 @@
-// A prompt of one's own: sent like any client's, over the same routes, and marked on the page by the id of its reply.
+// The prompt box. It sends an ordinary request; the page highlights the request by its id.
 
 import { count, duration, few, short } from "/web/draw.js";
 import { authorization } from "/web/feed.js";
@@ -24,7 +24,7 @@ function tellFacts() {
   if (numbers.cached) parts.push(`${count(numbers.cached)} tokens cached`);
   if (numbers.first) parts.push(`first token ${duration(numbers.first).join(" ")}`);
   if (numbers.tokens > 1 && numbers.seconds) parts.push(`${few((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
-  if (numbers.reason) parts.push(`ended: ${numbers.reason}`);
+  if (numbers.reason) parts.push(`finish reason: ${numbers.reason}`);
   facts.textContent = parts.join(" · ");
 }
 

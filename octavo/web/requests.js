@@ -1,12 +1,16 @@
-// The table of requests. States are the scheduler's; "done" is what has left it, kept on the page for a while.
+// The table of requests. Finished and failed requests stay in the table for a while.
 
 import { count, element, ownerColour, short } from "/web/draw.js";
 
 const KEPT_SECONDS = 12, KEPT = 30;
 const body = document.getElementById("rows");
 const rows = new Map(); // request and index -> what is on the page
-const named = ([id, request, index, state, prompt, said, limit, computed, cached, blocks, preemptions, why]) =>
-  ({ id, request, index, state, prompt, said, limit, computed, cached, blocks, preemptions, why });
+const named = ([id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, why]) =>
+  ({ id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, why });
+const FINISH_REASONS = {
+  stop: "stop: end of text or stop string", length: "length: max_tokens reached", abort: "aborted by the client",
+  error: "error: the step failed", lost: "error: the engine process ended",
+};
 let done = 0;
 
 const set = (node, text) => node.textContent !== text && (node.textContent = text);
@@ -45,7 +49,7 @@ function fill(row, s, mine) {
     [s.computed, Math.min(s.computed, s.prompt), Math.min(s.cached, s.computed)].forEach((n, i) => (row.bars[i].style.width = part(n)));
     row.meter.title = `${count(s.computed)} of at most ${count(s.limit)} positions`;
   }
-  [s.prompt, s.cached, s.said, s.blocks].forEach((n, i) => set(row.cells[3 + i], waiting && i ? "" : count(n)));
+  [s.prompt, s.cached, s.generated, s.blocks].forEach((n, i) => set(row.cells[3 + i], waiting && i ? "" : count(n)));
   row.most = s.limit - s.prompt;
   if (s.preemptions) row.cells[0].append(element("span", "", ` ↩${s.preemptions > 1 ? s.preemptions : ""}`));
 }
@@ -54,16 +58,17 @@ function finish(row, reason, now) {
   if (row.over) return;
   row.over = now;
   row.tr.className = row.tr.className.includes("mine") ? "mine over" : "over";
-  row.cells[0].className = reason === "error" || reason === "lost" ? "state failed" : "state done";
-  set(row.cells[0], "done");
+  const failed = reason === "error" || reason === "lost";
+  row.cells[0].className = failed ? "state failed" : "state done";
+  set(row.cells[0], failed ? "failed" : reason === "abort" ? "aborted" : "done");
   row.why.hidden = false;
   row.meter.hidden = true;
-  set(row.why, { stop: "it had said all", length: "it reached its length", abort: "it was given up", error: "its step failed", lost: "the engine ended" }[reason] ?? "it is over");
-  if (reason === "length") set(row.cells[5], count(row.most)); // what the last view told is some steps old
+  set(row.why, FINISH_REASONS[reason] ?? "finished");
+  if (reason === "length") set(row.cells[5], count(row.most)); // the last view is some steps old
   set(row.cells[6], "0");
 }
 
-// Returns the sequences by name, for those who say more of them.
+// Returns the sequences as objects, and the ones that are new.
 export function showRequests(view, now, isMine, lost = false) {
   const sequences = view.sequences.map(named).sort((a, b) => isMine(b.request) - isMine(a.request)), here = new Set();
   const ends = new Map(view.ended.map(([request, index, reason]) => [`${request}.${index}`, reason]));
@@ -76,7 +81,7 @@ export function showRequests(view, now, isMine, lost = false) {
     fill(known ?? newRow(key), s, isMine(s.request));
   }
   done += view.ended.length + view.ended_missed;
-  const cut = view.decoding + view.prefilling + view.waiting > sequences.length; // some are not told of: absent is not done
+  const cut = view.decoding + view.prefilling + view.waiting > sequences.length; // the view is truncated: a missing sequence may still be running
   for (const [key, row] of rows) {
     if (here.has(key)) continue;
     if (row.over ? now - row.over > KEPT_SECONDS : cut && !ends.has(key)) {

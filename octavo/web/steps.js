@@ -1,16 +1,16 @@
-// The scheduler's steps as bars, and the latest decisions in words.
+// The scheduler's steps as bars, with the latest decisions as text.
 
 import { colour, count, duration, element, explain, prepare, short } from "/web/draw.js";
 
 const KEPT = 400;
-const WIDTH = 6; // pixels of a bar
+const WIDTH = 6; // width of a bar in pixels
 const MOVES = {
-  loads: "loaded from host memory: a prefix was found there",
-  stores: "stored in host memory: the device needs the room",
-  copies: "copied before a write: others share them",
-  shifts: "moved up: one left a full cache",
-  saves: "to be saved to disk",
-  fetches: "asked of the disk: a prefix was found there",
+  loads: "loaded from host memory (prefix cache hit)",
+  stores: "offloaded to host memory",
+  copies: "copied on write",
+  shifts: "shifted after an eviction from a bounded cache",
+  saves: "written to disk",
+  fetches: "requested from disk (prefix cache hit)",
 };
 const canvas = document.getElementById("steps");
 const list = document.getElementById("decisions");
@@ -19,7 +19,7 @@ let budget = 0;
 let told = 0;
 new ResizeObserver(() => redraw()).observe(document.getElementById("steps-box"));
 
-// The feed's arrays, by name.
+// The feed sends arrays; this gives their elements names.
 export const named = ([step, decode, prefill, chunks, begun, preempted, moves, urgent, more, seconds]) =>
   ({ step, decode, prefill, chunks, begun, preempted, moves, urgent, more, seconds });
 
@@ -27,15 +27,15 @@ export const moved = (moves) => Object.entries(moves).map(([kind, n]) => `${coun
 
 export function decision(step, names) {
   const parts = [];
-  if (step.decode) parts.push(`decode ${count(step.decode)} row${step.decode > 1 ? "s" : ""}`);
+  if (step.decode) parts.push(`decode ${count(step.decode)} sequence${step.decode > 1 ? "s" : ""}`);
   if (step.prefill) {
     const [id, start, num] = step.chunks[0], name = names.get(id);
     const others = step.chunks.length - 1 ? `, ${step.chunks.length - 1} more` : "";
     parts.push(`prefill ${count(step.prefill)} tokens${name ? ` (${short(...name)} from ${count(start)} to ${count(start + num)}${others})` : ""}`);
   }
-  let text = parts.join(" + ") || "nothing to compute";
-  if (step.decode + step.prefill >= budget && budget) text += ": the budget is spent";
-  if (step.urgent) text += "; others stand aside for an urgent prompt";
+  let text = parts.join(" + ") || "no tokens to compute";
+  if (step.decode + step.prefill >= budget && budget) text += ": token budget used up";
+  if (step.urgent) text += "; other sequences are paused for an urgent prompt";
   return text;
 }
 
@@ -51,7 +51,7 @@ function redraw() {
   const { context, width, height } = prepare(canvas);
   const shown = steps.slice(-Math.floor(width / WIDTH));
   const top = Math.max(budget / 8, 8, ...shown.map((s) => s.decode + s.prefill));
-  const scale = (n) => (height - 12) * Math.sqrt(n / top); // a row of decode stays visible beside a long chunk
+  const scale = (n) => (height - 12) * Math.sqrt(n / top); // the square root keeps small steps visible beside large ones
   context.fillStyle = colour("line");
   context.fillRect(0, height - 1, width, 1);
   if (shown.length) {
@@ -80,10 +80,10 @@ export function showSteps(fresh, model, names) {
   if (budget !== model.max_batched_tokens) {
     budget = model.max_batched_tokens;
     document.getElementById("steps-what").textContent =
-      `One bar is one step: of ${count(budget)} tokens, one for each decode row, the rest for prompts.`;
+      `One bar is one step. The token budget is ${count(budget)}: one token for each decoding sequence, the rest for prefill.`;
   }
   if (!fresh.length) return;
-  if (steps.length && fresh[0].step < steps.at(-1).step) steps = []; // another engine
+  if (steps.length && fresh[0].step < steps.at(-1).step) steps = []; // a new engine process
   steps = [...steps, ...fresh].slice(-KEPT);
   redraw();
   if (performance.now() - told > 400) {

@@ -98,7 +98,7 @@ def test_a_prompt_is_watched_and_the_page_comes_back_after_the_engine(tmp_path: 
         page.wait(status("ready"))
         page.ask(f"{type_in('prompt', 'hello there')}; document.getElementById('send').click()")
         page.wait("document.querySelectorAll('#rows tr.mine').length")
-        page.wait("document.getElementById('log').innerText.includes('begins')")
+        page.wait("document.getElementById('log').innerText.includes('admitted')")
         page.wait("document.getElementById('reply').textContent.length > 0")
         with generating(running):
             page.wait("document.querySelectorAll('#rows .state.decode').length")
@@ -126,7 +126,7 @@ def test_the_page_asks_for_a_key_and_sends_it_with_everything(tmp_path: Path) ->
             page.ask(f"{type_in('key', key)}; document.querySelector('#ask button').click()")
             page.wait(then)
         page.ask(f"{type_in('max-tokens', '5')}; document.getElementById('send').click()")
-        page.wait("document.getElementById('facts').textContent.includes('ended: ')")
+        page.wait("document.getElementById('facts').textContent.includes('finish reason: ')")
         assert all("401" in str(error) for error in page.errors), (
             "but for the two refusals there is nothing"
         )
