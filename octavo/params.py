@@ -104,8 +104,15 @@ class StructuredOutputs:
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None  # in llguidance's dialect of Lark
+    grammar: str | None = None  # in llguidance's dialect of Lark, or in EBNF
     json_object: bool | None = None  # any JSON object
+    # None or True: an object of a schema has only the properties that the schema names, unless the
+    # schema itself allows others. False: it may have others, as JSON Schema defines it
+    disable_additional_properties: bool | None = None
+    # a regex for whitespace between the tokens of JSON; None: there is none
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False  # accepted without effect
+    disable_fallback: bool = False  # accepted without effect
 
     def __post_init__(self) -> None:
         self.validate()
@@ -149,9 +156,38 @@ class StructuredOutputs:
                     "choice must be a list of non-empty strings, at least one", "structured_outputs"
                 )
 
+        self._validate_options()
+
+    def _validate_options(self) -> None:
+        for name in ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"):
+            if getattr(self, name) not in (None, True, False):
+                raise InvalidRequest(
+                    f"{name} must be true or false, got {getattr(self, name)!r:.100}",
+                    "structured_outputs",
+                )
+        pattern = self.whitespace_pattern
+        if pattern is not None and (not isinstance(pattern, str) or not pattern):
+            raise InvalidRequest(
+                f"whitespace_pattern must be a non-empty regex, got {pattern!r:.100}",
+                "structured_outputs",
+            )
+        if pattern is not None and self.kind not in ("json", "json_object"):
+            raise InvalidRequest(
+                f"whitespace_pattern is for json and json_object: with {self.kind}, leave it out",
+                "structured_outputs",
+            )
+
     @property
     def kind(self) -> str:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal for specs that ask for the same: everything that is compiled, as text."""
+        value = getattr(self, self.kind)
+        text = json.dumps(value) if self.kind == "choice" else str(value)
+        opened = "open" if self.disable_additional_properties is False else "closed"
+        return self.kind, text, opened, self.whitespace_pattern or ""
 
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")

@@ -51,7 +51,7 @@ class Decode(msgspec.Struct, tag=True, array_like=True):
 
 
 class Compile(msgspec.Struct, tag=True, array_like=True):
-    """Compile a specification of structured output on trial. The result is None, or an error message."""
+    """Compile a specification of structured output on trial. The result is None, or the error that it deserves."""
 
     spec: StructuredOutputs
 

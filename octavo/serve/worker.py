@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
@@ -43,6 +43,9 @@ from octavo.serve.process import die_with_parent
 from octavo.text.chat import encode_chat, select_template
 from octavo.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from octavo.text.vocabulary import Vocabulary
+
 RETAINED = 64 * 2**20  # bytes above its size at the start that a process may keep between jobs
 PAGE = resource.getpagesize()
 
@@ -56,11 +59,11 @@ class Context:
         self.tokenizer = read_tokenizer(setup)
 
     @cached_property
-    def vocabulary(self) -> Any:
-        """llguidance's view of the tokenizer."""
-        from octavo.text.guide import make_vocabulary
+    def vocabulary(self) -> Vocabulary:
+        """llguidance's view of the tokenizer. Which token ends a text does not matter to a trial."""
+        from octavo.text.vocabulary import make_vocabulary
 
-        end_ids = tuple(sorted(self.tokenizer.end_ids))
+        end_ids = tuple(sorted(self.tokenizer.end_ids)) or (0,)
         return make_vocabulary(self.tokenizer, self.setup.vocab_size, end_ids)
 
 
@@ -91,15 +94,10 @@ def decode_ids(context: Context, job: Decode) -> str:
     return context.tokenizer.decode(job.ids, skip_special_tokens=False)
 
 
-def compile_guide(context: Context, job: Compile) -> str | None:
-    from octavo.text.guide import build
+def compile_guide(context: Context, job: Compile) -> None:
+    from octavo.text.trial import try_spec
 
-    mask_bytes = -(-context.setup.vocab_size // 32) * 4
-    try:
-        build(context.vocabulary, job.spec, mask_bytes)
-    except InvalidRequest as error:
-        return str(error)
-    return None
+    try_spec(context.vocabulary, job.spec)
 
 
 HANDLERS: dict[type[msgspec.Struct], Callable[[Context, Any], Any]] = {

@@ -10,6 +10,8 @@ from typing import Any
 
 from octavo.text.tools import HERMES, Format
 
+# keywords by which a schema names an object's properties
+DESCRIBING = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 _INTRODUCTION = """\
 You can call functions. These are the ones there are, as JSON:
 <tools>
@@ -122,8 +124,10 @@ def _literal(schema: Any) -> str:
 
 
 def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The parameters' own schema, narrowed to what a model can be trusted to end: only the parameters that are named, unless the
-    schema says that others are welcome, and one way to set white space."""
+    """The schema of a tool's arguments, with one way to set whitespace. A tool that describes no parameters has none. Objects whose
+    properties it names are closed when the schema is compiled (octavo/text/schema.py)."""
     style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-    closed: dict[str, Any] = {"type": "object", "additionalProperties": False}
-    return {**closed, **(parameters or {}), "x-guidance": style}
+    schema = {"type": "object", **(parameters or {}), "x-guidance": style}
+    if not any(key in schema for key in DESCRIBING):
+        schema.setdefault("additionalProperties", False)
+    return schema

@@ -214,10 +214,10 @@ def test_closing_ends_every_process_and_every_job() -> None:
 
 def test_a_specification_is_compiled_on_trial() -> None:
     async def test(pool: WorkerPool) -> None:
-        good = Compile(StructuredOutputs(regex="[ab]+"))
-        assert await pool.run(good, str | None) is None
-        bad = Compile(StructuredOutputs(regex="[ab"))
-        assert "regex" in await pool.run(bad, str | None)
+        assert await pool.run(Compile(StructuredOutputs(regex="[ab]+")), None) is None
+        with pytest.raises(ApiError, match="regex") as caught:
+            await pool.run(Compile(StructuredOutputs(regex="[ab")), None)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_structured_output")
 
     in_pool(test)
 

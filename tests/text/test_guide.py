@@ -19,56 +19,19 @@ import tokenizers
 
 from octavo.errors import GuideError, InvalidRequest
 from octavo.params import StructuredOutputs
-from octavo.text import Tokenizer
+from octavo.text import Tokenizer, trial
 from octavo.text import guide as module
-from octavo.text.detokenize import BYTE_OF, Detokenizer
+from octavo.text.detokenize import BYTE_OF
 from octavo.text.guide import Guides
-from octavo.types import Guide
+from octavo.text.vocabulary import make_vocabulary
 from tests import schemas
 from tests.text.builders import KINDS
-
-PADDING = 40  # ids of a model beyond its tokenizer's
+from tests.text.guided import accepts, allowed, make, may_follow, walk
 
 
 @pytest.fixture(scope="module")
 def guides(embedded: Tokenizer) -> Guides:
     return make(embedded)
-
-
-def make(tokenizer: Tokenizer) -> Guides:
-    return Guides(tokenizer, tokenizer.vocab_size + PADDING, tuple(sorted(tokenizer.end_ids)))
-
-
-def allowed(guide: Guide) -> list[int]:
-    return [
-        i * 8 + k for i, byte in enumerate(guide.mask) if byte for k in range(8) if byte >> k & 1
-    ]
-
-
-def accepts(guides: Guides, tokenizer: Tokenizer, text: str, **spec: Any) -> bool:
-    """Whether the text, as it is tokenised, may be written and be the whole text."""
-    guide = guides.compile(StructuredOutputs(**spec)).copy()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if token not in allowed(guide):
-            return False
-        guide.accept(token)
-    return not tokenizer.end_ids.isdisjoint(allowed(guide))
-
-
-def walk(guide: Guide, tokenizer: Tokenizer, g: random.Random, most: int = 400) -> str | None:
-    """A text of tokens chosen at random among those allowed. None: it did not come to an end."""
-    guide, text = guide.copy(), Detokenizer(tokenizer, continuing=True)
-    written = ""
-    for _ in range(most):
-        choices = allowed(guide)
-        assert max(choices) < tokenizer.vocab_size, "an id without a token is allowed"
-        token = g.choice(choices)
-        if token in tokenizer.end_ids:
-            return written + text.finish()
-        assert token not in tokenizer.special_ids, "a control token is allowed in the text"
-        written += text.push([token])
-        guide.accept(token)
-    return None
 
 
 # ---- what is allowed --------------------------------------------------------------------------------
@@ -111,6 +74,97 @@ def test_json_object_is_any_object(guides: Guides, embedded: Tokenizer) -> None:
     assert not accepts(guides, embedded, "[1]", json_object=True)
 
 
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "object"}}}
+
+
+def test_objects_have_only_the_properties_that_the_schema_names(
+    guides: Guides, embedded: Tokenizer
+) -> None:
+    grammar = f"start: %json {json.dumps(OBJECT)}"
+    for spec in (dict(json=OBJECT), dict(grammar=grammar)):
+        assert accepts(guides, embedded, '{"a":1,"b":{"free":[]}}', **spec), "b names none"
+        assert not accepts(guides, embedded, '{"c":1}', **spec)
+        assert accepts(guides, embedded, '{"c":1}', **spec, disable_additional_properties=False)
+    opened = {**OBJECT, "additionalProperties": {"type": "null"}}
+    assert accepts(guides, embedded, '{"a":1,"c":null}', json=opened)
+    untyped = {"properties": {"result": {"type": "integer"}}}
+    assert accepts(guides, embedded, '{"result":1}', json=untyped)
+    assert not accepts(guides, embedded, '"text"', json=untyped)
+
+
+COMPOSED: dict[str, tuple[dict[str, Any], str]] = {
+    "allOf": ({"allOf": [OBJECT, {"properties": {"c": {"type": "null"}}, "required": ["a", "c"]}]}, '{"a":1,"c":null}'),
+    "a base by reference": ({"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"c": {"type": "null"}}}],
+                             "required": ["a", "c"], "$defs": {"base": OBJECT}}, '{"a":1,"c":null}'),
+    "properties and anyOf": ({**OBJECT, "anyOf": [{"properties": {"c": {"type": "null"}}, "required": ["c"]}]}, '{"a":1,"c":null}'),
+    "one of several required": ({**OBJECT, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, '{"b":{}}'),
+    "itself": ({"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {
+        "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}}}, '{"next":{"next":null}}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text"), COMPOSED.values(), ids=COMPOSED.keys())
+def test_closing_objects_leaves_composed_schemas_satisfiable(
+    guides: Guides, embedded: Tokenizer, schema: dict[str, Any], text: str
+) -> None:
+    assert accepts(guides, embedded, text, json=schema)
+
+
+def test_a_property_cannot_be_written_twice_in_another_spelling(
+    guides: Guides, embedded: Tokenizer
+) -> None:
+    opened = {**OBJECT, "additionalProperties": True}
+    assert accepts(guides, embedded, '{"a":1,"c":"\\n"}', json=opened)
+    assert not accepts(guides, embedded, '{"a":1,"\\u0061":"x"}', json=opened)
+
+
+def test_a_client_may_ask_for_whitespace(guides: Guides, embedded: Tokenizer) -> None:
+    asked = dict(json=OBJECT, whitespace_pattern="[ ]{0,2}")
+    assert accepts(guides, embedded, '{ "a":  1}', **asked)
+    assert not accepts(guides, embedded, '{    "a":1}', **asked)
+    assert accepts(guides, embedded, '{ "x": 1}', json_object=True, whitespace_pattern=" ?")
+
+
+NUMBERS = dict(json={"type": "array", "items": {"type": "number"}})
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "fits"),
+    [
+        (NUMBERS, "[-12345678901234567890.12345678901234567890e-123,0]", True),
+        (NUMBERS, "[123456789012345678901]", False),
+        (NUMBERS, "[1.123456789012345678901]", False),
+        (NUMBERS, "[1e1234]", False),
+        (dict(json_object=True), '{"a":123456789012345678901}', False),
+        (dict(json_object=True), '{"a":"123456789012345678901"}', True),
+        (dict(json_object=True), '{"a":"\\"123456789012345678901"}', True),
+        (dict(json={"enum": [10**30]}), f"{10**30}", True),
+        (dict(json={"type": "integer", "minimum": 10**17}), "123456789012345678901", False),
+        (dict(grammar='start: "f(" %json {"type": "array"} ")"'), "f([123456789012345678901])", False),
+        (dict(grammar='start: /[^{]*/ %json {"type": "object"}'), "1:123456789012345678901{}", True),
+        (dict(regex="[0-9]+"), "123456789012345678901", True),
+        (dict(grammar="start: /[0-9,]+/"), "1,123456789012345678901", True),
+    ],
+)  # fmt: skip
+def test_numbers_have_a_bounded_length(
+    guides: Guides, embedded: Tokenizer, spec: dict[str, Any], text: str, fits: bool
+) -> None:
+    assert accepts(guides, embedded, text, **spec) is fits
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "number"}, {}], ids=str)
+def test_a_model_that_writes_nothing_but_digits_comes_to_an_end(
+    guides: Guides, embedded: Tokenizer, schema: dict[str, Any]
+) -> None:
+    (seven,) = embedded.encode("7", add_special_tokens=False)
+    guide = guides.compile(StructuredOutputs(json=schema)).copy()
+    count = 0
+    while may_follow(guide, seven):
+        guide.accept(seven)
+        count += 1
+    assert count == 20 and not embedded.end_ids.isdisjoint(allowed(guide))
+
+
 @pytest.mark.parametrize(
     ("regex", "yes", "no"),
     [
@@ -131,7 +185,7 @@ def test_regex_matches_the_whole_text(
 
 
 def test_choice(guides: Guides, embedded: Tokenizer) -> None:
-    choice = ["yes", "yes please", 'a "b"\n\\c', "café 👍", "/x/i"]
+    choice = ["yes", "yes please", 'a "b"\n\\c', "café 👍", "/x/i", "\x7f", "%json {}"]
     assert all(accepts(guides, embedded, text, choice=choice) for text in choice)
     assert not any(
         accepts(guides, embedded, text, choice=choice)
@@ -231,6 +285,22 @@ def test_what_no_token_can_write_fails_when_it_comes_to_it(
 
 # ---- what is refused --------------------------------------------------------------------------------
 
+
+def chained(length: int) -> dict[str, Any]:
+    """A schema that overflows an ordinary stack when it is compiled."""
+    definitions = {
+        f"r{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/r{i + 1}"}}}
+        for i in range(length)
+    }
+    return {"$ref": "#/$defs/r0", "$defs": {**definitions, f"r{length}": {"type": "integer"}}}
+
+
+def rules(count: int, name: str = "r", groups: int = 0) -> str:
+    """A grammar that does."""
+    each = [f'{name}{i}: {"(" * groups}"a" {name}{i + 1} | "b"{")" * groups}' for i in range(count)]
+    return "\n".join([f"start: {name}0", *each, f'{name}{count}: "z"'])
+
+
 NESTED = {
     "type": "object",
     "properties": {"not": {"type": "array", "items": {"not": {"type": "null"}}}},
@@ -247,14 +317,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "never": (dict(json={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
     "not JSON": (dict(json="{x"), "line 1 column 2"),
     "not an object": (dict(json="[]"), "a schema is an object"),
-    "too deep": (dict(json='{"items":' * 500 + "{}" + "}" * 500), "recursion limit"),
+    "too deep": (dict(json='{"items":' * 500 + "{}" + "}" * 500), r"more than 100 levels.*\(at #/items/items.*\)"),
+    "too long a chain": (dict(json=chained(1000)), r"300\d levels deep.*\(at #/\$defs/r0\)"),
+    "too many rules": (dict(grammar=rules(3000)), "3002 levels deep"),
+    "too many terminals": (dict(grammar=rules(5000, "T")), "5002 levels deep"),
+    "groups in many rules": (dict(grammar=rules(100, groups=25)), "2602 levels deep"),
+    "a chain within a grammar": (dict(grammar=f"start: %json {json.dumps(chained(1000))}"), "levels deep"),
     "group": (dict(regex="a("), "unclosed group"),
     "look-around": (dict(regex="(?<=a)b"), "look-around"),
     "back-reference": (dict(regex=r"(a)\1"), "backreferences"),
     "empty language": (dict(regex=r"[^\s\S]"), "nothing can match"),
     "surrogates": (dict(choice=["\ud800"]), "surrogates"),
     "rule": (dict(grammar="start: foo"), 'unknown name: "foo"'),
-    "another dialect": (dict(grammar='root ::= "a"'), "Expected"),
+    "EBNF": (dict(grammar='root ::= "a" ('), "expected \\), at the end"),
     "schema in a grammar": (dict(grammar='start: %json {"not": {}}'), 'not supported: \\["not"\\]'),
 }  # fmt: skip
 
@@ -388,14 +463,58 @@ def test_a_guide_that_is_full_is_replaced_and_not_the_end_of_its_grammar(
     walk(guides.compile(spec), embedded, random.Random(2), most=2)
 
 
+def test_the_deepest_specs_that_are_let_in_compile(embedded: Tokenizer) -> None:
+    """They overflow the stack of an ordinary thread."""
+    guides = make(embedded)
+    assert guides.compile(StructuredOutputs(json=chained(660))) is not None
+    assert guides.compile(StructuredOutputs(grammar=rules(1990))) is not None
+
+
+@pytest.mark.parametrize("size", [chained(660), rules(1990)], ids=["schema", "grammar"])
+def test_a_trial_has_stack_to_spare(
+    embedded: Tokenizer, size: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of its stack, and a sixteenth of what guides are compiled with, is enough for everything that is let in."""
+    assert trial.STACK_BYTES * 4 <= module.STACK_BYTES
+    monkeypatch.setattr(trial, "STACK_BYTES", trial.STACK_BYTES // 4)
+    spec = (
+        StructuredOutputs(grammar=size) if isinstance(size, str) else StructuredOutputs(json=size)
+    )
+    trial.try_spec(make_vocabulary(embedded, embedded.vocab_size, (2,)), spec)
+
+
+def test_a_trial_refuses_what_compiling_refuses(embedded: Tokenizer) -> None:
+    vocabulary = make_vocabulary(embedded, embedded.vocab_size, (2,))
+    trial.try_spec(vocabulary, StructuredOutputs(json=OBJECT))
+    with pytest.raises(InvalidRequest, match="unclosed group") as caught:
+        trial.try_spec(vocabulary, StructuredOutputs(regex="a("))
+    assert caught.value.code == "invalid_structured_output"
+
+
+def test_a_trial_follows_texts_and_lets_pass_what_may_fail_later(
+    embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    accept = module.LLGuide.accept
+    monkeypatch.setattr(
+        module.LLGuide,
+        "accept",
+        lambda self, token: (followed.append(token), accept(self, token))[1],
+    )
+    vocabulary = make_vocabulary(embedded, embedded.vocab_size, (2,))
+    trial.try_spec(vocabulary, StructuredOutputs(regex="[a-z]{500}"))
+    assert len(followed) == trial.WALKS * trial.TOKENS
+    trial.try_spec(vocabulary, StructuredOutputs(regex=r"(?:[\s\S]{0,50}[a-z]){0,200}"))
+
+
 def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = module.build
 
-    def slow(vocabulary: Any, spec: StructuredOutputs, size: int) -> Any:
+    def slow(vocabulary: Any, spec: StructuredOutputs) -> Any:
         time.sleep(1.0 if spec.regex == "slow" else 0)
-        return build(vocabulary, spec, size)
+        return build(vocabulary, spec)
 
     monkeypatch.setattr(module, "build", slow)
     monkeypatch.setattr(module, "DEADLINE", 0.2)
@@ -436,12 +555,12 @@ def test_threads_that_are_lost_are_replaced(
 
     build, over = module.build, threading.Event()
 
-    def bad(vocabulary: Any, spec: StructuredOutputs, size: int) -> Any:
+    def bad(vocabulary: Any, spec: StructuredOutputs) -> Any:
         if str(spec.regex).startswith("bad"):
             if how == "panics":
                 raise Panic("index out of bounds")
             over.wait()
-        return build(vocabulary, spec, size)
+        return build(vocabulary, spec)
 
     monkeypatch.setattr(module, "build", bad)
     monkeypatch.setattr(module, "DEADLINE", 0.05)

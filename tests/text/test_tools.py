@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.params import StructuredOutputs
+from octavo.text.guide import compile_source
 from octavo.text.tool_prompt import call_grammar, spell_out
 from octavo.text.tools import (
     FORMATS,
@@ -350,9 +352,8 @@ def test_a_conversation_in_words() -> None:
 
 def accepts(grammar: str, text: str) -> bool:
     llguidance = pytest.importorskip("llguidance")
-    matcher = llguidance.LLMatcher(
-        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar)
-    )
+    source = compile_source(StructuredOutputs(grammar=grammar))
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
@@ -392,7 +393,7 @@ def test_an_answer_may_be_held_to_a_schema_beside_the_calls() -> None:
     )
     assert (
         accepts(grammar, tagged("get-time"))
-        and accepts(grammar, '{"a": "%json {}"}')
+        and accepts(grammar, '{"a":"%json {}"}')
         and not accepts(grammar, "Hello")
     )
 
