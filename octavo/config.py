@@ -71,31 +71,32 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    block_size: int = 16
-    num_blocks: int = 0  # usable blocks (one more is kept for padding)
+    block_size: int = 16  # positions per block
+    num_blocks: int = 0  # usable device blocks; one more is allocated for padding
     prefix_caching: bool = True
-    host_slots: int = 0  # blocks that fit in the host tier; 0: there is none
-    disk: bool = False  # and whether there is a disk behind it
+    host_blocks: int = 0  # blocks of the host tier; 0: there is no host tier
+    has_disk: bool = False  # the host tier is backed by a disk tier
     block_bytes: int = 0
-    # what leaves the cache of a sequence that has grown to its budget: octavo/core/bounded_kv.py
-    eviction: str = "none"
-    budget: int = 0  # positions of one sequence, where something leaves
-    sinks: int = 1  # its first blocks, which stay
+    # "none", "sinks" or "heavy": which block leaves a sequence that has reached its KV budget
+    # (octavo/core/bounded_kv.py)
+    kv_eviction: str = "none"
+    kv_budget: int = 0  # positions that one sequence may keep, unless kv_eviction is "none"
+    kv_sinks: int = 1  # leading blocks that never leave
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    max_num_seqs: int = 256  # rows on the device
+    max_num_seqs: int = 256  # batch slots
     max_num_batched_tokens: int = 2048  # token budget of one step
     max_model_len: int = 2048
     depth: int = 1  # steps in flight: 1..3
-    policy: str = "fcfs"  # who comes first: octavo/core/policy.py
-    batching: str = "continuous"  # when requests may begin: octavo/core/batching.py
-    max_batch: int = 8  # requests of a batch, where batches form
-    window: float = 0.02  # seconds that a batch forms, in mode "window"
-    target: float = 0.05  # seconds from token to token, in mode "adaptive"
-    # of a step: short prompts take it before longer ones that are being computed
-    short_share: float = 0.25
-    # tokens of a step up to which prompts cost less beside rows that decode than in steps of
-    # their own; 0: none
-    ride: int = 0
+    policy: str = "fcfs"  # order of the queue (octavo/core/policy.py)
+    batching: str = "continuous"  # when requests may start (octavo/core/batching.py)
+    max_batch: int = 8  # requests per batch, for batching "window" and "static"
+    batch_window: float = 0.02  # seconds a batch collects requests, for batching "window"
+    latency_target: float = 0.05  # seconds between tokens, for batching "adaptive"
+    # Fraction of a step that short prompts may take before longer prompts that started earlier.
+    short_prompt_share: float = 0.25
+    # Offline prompts fill steps that decode up to this many tokens; 0: off. Up to this size a
+    # prompt token costs less in such a step than in a step of its own (docs/core.md).
+    piggyback_tokens: int = 0

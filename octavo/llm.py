@@ -42,11 +42,11 @@ from octavo.memory import (
     activation_bytes,
     available_memory,
     check_disk,
+    default_piggyback_tokens,
     graph_bytes,
     kv_memory,
     parameter_count,
     parse_kv_dtype,
-    ride_tokens,
     size_pool,
     size_tiers,
     step_tokens,
@@ -148,8 +148,8 @@ class LLM:
         max_batch: int = 8,
         window_ms: float = 20.0,
         target_ms: float = 50.0,
-        short_share: float = 0.25,
-        ride: int | None = None,
+        short_prompt_share: float = 0.25,
+        piggyback_tokens: int | None = None,
         record_trace: str | Path | None = None,
         kv_canary: bool = False,
         progress: bool | Callable[[float], None] = True,
@@ -170,12 +170,13 @@ class LLM:
         check_whole("max_num_seqs", max_num_seqs, 1)
         policy = find_policy(scheduling_policy)
         check_batching([batching], max_batch, window_ms, target_ms)
-        check_real("short_share", short_share, 0, 1)
-        check_whole("ride", ride or 0, 0)
-        if ride and (batching != "continuous" or policy.pausing):
+        check_real("short_prompt_share", short_prompt_share, 0, 1)
+        check_whole("piggyback_tokens", piggyback_tokens or 0, 0)
+        if piggyback_tokens and (batching != "continuous" or policy.pausing):
             raise InvalidRequest(
-                "ride has no effect here: prompts ride along under continuous batching and a policy that pauses nobody",
-                "ride",
+                "piggyback_tokens has no effect here: it needs continuous batching and a scheduling "
+                "policy that never pauses a running request. Leave it out",
+                "piggyback_tokens",
             )
         check_whole("seed", seed, -(2**63), 2**63 - 1)
         check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
@@ -240,10 +241,14 @@ class LLM:
             policy=scheduling_policy,
             batching=batching,
             max_batch=max_batch,
-            window=window_ms / 1e3,
-            target=target_ms / 1e3,
-            short_share=short_share,
-            ride=ride_tokens(self.device.type, parameters, weights) if ride is None else ride,
+            batch_window=window_ms / 1e3,
+            latency_target=target_ms / 1e3,
+            short_prompt_share=short_prompt_share,
+            piggyback_tokens=(
+                default_piggyback_tokens(self.device.type, parameters, weights)
+                if piggyback_tokens is None
+                else piggyback_tokens
+            ),
         )
         activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
         graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
@@ -289,7 +294,7 @@ class LLM:
             tiers = self._make_tiers(kv, host_blocks, disk, staging)
         if tiers is None:
             host_blocks = disk_bytes = 0
-        self.cache = replace(self.cache, host_slots=host_blocks, disk=disk_bytes > 0)
+        self.cache = replace(self.cache, host_blocks=host_blocks, has_disk=disk_bytes > 0)
         self.memory = MemoryPlan(
             weights, activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
         )
@@ -338,13 +343,13 @@ class LLM:
                     "kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy",
                     "kv_budget",
                 )
-        if eviction == "none" and sinks != cache.sinks:
+        if eviction == "none" and sinks != cache.kv_sinks:
             raise InvalidRequest(
                 "kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks"
             )
         if budget is None:
             budget = min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size
-        cache = replace(cache, eviction=eviction, budget=budget, sinks=sinks)
+        cache = replace(cache, kv_eviction=eviction, kv_budget=budget, kv_sinks=sinks)
         check_eviction(cache, max_model_len)
         if eviction != "none" and self.model.angles(0) is None:
             raise InvalidRequest(
@@ -620,12 +625,14 @@ class LLM:
         first = self._count
         before = self.engine.scheduler.arrivals
         scheduler = self.engine.scheduler
-        rides = scheduler.ride is not None and self.schedule.policy == "fcfs" and len(prompts) > 1
+        offline = (
+            scheduler.piggyback is not None and self.schedule.policy == "fcfs" and len(prompts) > 1
+        )
         self._count += len(prompts)
         try:
-            for i in self._longest_first(each) if rides else range(len(each)):
+            for i in self._longest_first(each) if offline else range(len(each)):
                 mine[str(first + i)] = self._submit(
-                    prompts[i], each[i], arrival, first + i, urgency[i], rides, before + i + 1
+                    prompts[i], each[i], arrival, first + i, urgency[i], offline, before + i + 1
                 )
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
@@ -646,7 +653,7 @@ class LLM:
         return [done[str(first + i)] for i in range(len(prompts))]
 
     def _longest_first(self, params: list[SamplingParams]) -> list[int]:
-        """What came at once may begin in any order. In this one all can end together, and prompts ride along (core.batching)."""
+        """Requests of one list may begin in any order. In this one all replies can end together (core.batching)."""
         return sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or sys.maxsize))
 
     def _check(self, params: SamplingParams) -> None:
@@ -670,7 +677,7 @@ class LLM:
         arrival: float,
         id: int,
         priority: int = 0,
-        patient: bool = False,
+        offline: bool = False,
         number: int = 0,
     ) -> Collector:
         """`params` are checked."""
@@ -693,7 +700,7 @@ class LLM:
             salt,
             priority=priority,
             guide=guide,
-            patient=patient,
+            offline=offline,
             number=number,
         )
         return self._add(request, text)

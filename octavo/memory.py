@@ -20,9 +20,8 @@ from octavo.params import check_real
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
-# likewise: see ride_tokens
-RIDE = 320
-RIDERS = 2 * 10**9
+PIGGYBACK_TOKENS = 320  # likewise: see default_piggyback_tokens
+PIGGYBACK_PARAMETERS = 2 * 10**9  # of the smallest model that gains by it
 # bytes of device memory that blocks pass through on their way to the host
 STAGING = {"cuda": 2**29, "cpu": 0}
 DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
@@ -86,10 +85,14 @@ def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
     return max(max_num_seqs, tokens)
 
 
-def ride_tokens(kind: str, parameters: int, weights: int) -> int:
-    """ScheduleConfig.ride. On a GPU, where the weights have 16 bits and are so many that a step is mostly products: a smaller
-    model loses by the second kernel of attention what its products gain, and products of codes gain nothing."""
-    return RIDE if kind == "cuda" and parameters >= RIDERS and weights >= 2 * parameters else 0
+def default_piggyback_tokens(kind: str, parameters: int, weights: int) -> int:
+    """ScheduleConfig.piggyback_tokens where the user gives none.
+
+    It is on for GPUs and 16-bit weights of models so large that matrix products dominate a step. A smaller
+    model loses more by the second attention kernel than its products gain, and products of quantised
+    weights gain nothing."""
+    gains = kind == "cuda" and parameters >= PIGGYBACK_PARAMETERS and weights >= 2 * parameters
+    return PIGGYBACK_TOKENS if gains else 0
 
 
 def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:

@@ -1,11 +1,11 @@
-"""The engine's data: requests, sequences, what a step computes and what it returns. Data only, no torch.
+"""The engine's data. Data only: no torch, no behaviour.
 
-Guide                           tracks which tokens may come next in structured output
-Request                         a tokenised request with its parameters (octavo/params.py)
-Sequence                        one stream of tokens, as the scheduler sees it
-Item, NewRow, Save, Fetch, Plan what one step computes and moves: passed from the scheduler to the runner
-DiskNews, StepResult            what the step produced and what the disk has finished: passed from the runner to the scheduler
-Output                          what the engine returns for one sequence
+Guide                             tracks which tokens structured output allows next
+Request                           a tokenised request with its parameters (octavo/params.py)
+Sequence                          one stream of tokens, as the scheduler sees it
+Item, NewSlot, Save, Fetch, Plan  one step's work: passed from the scheduler to the runner
+DiskEvent, StepResult             one step's results: passed from the runner to the scheduler
+Output                            what the engine returns for one sequence
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ from octavo.params import SamplingParams
 
 
 class Guide(Protocol):
-    """Follows one text and knows what it may go on with. Compiled from StructuredOutputs (octavo/text/guide.py)."""
+    """Follows one text and knows which tokens may continue it.
+
+    octavo/text/guide.py compiles guides from StructuredOutputs."""
 
     @property
     def mask(self) -> bytes:
-        """What may come next, the end of the text included: one bit a token, the lowest first, in whole 32-bit words.
-        At least one is set."""
+        """The allowed next tokens, end tokens included: one bit per token, lowest bit first, in
+        whole 32-bit words. At least one bit is set."""
 
     def accept(self, token: int) -> None:
-        """Go on with a token, which renews the mask. Raises GuideError; the guide is then of no more use."""
+        """Advance by one token and update the mask. Raises GuideError, after which the guide is
+        unusable."""
 
     def copy(self) -> Guide:
-        """Another one at the same place of the text."""
+        """Return an independent guide at the same position of the text."""
 
 
 @dataclass(slots=True)
 class Request:
-    """What the client asked, tokenised."""
+    """A client's request after tokenisation. Times are on time.monotonic()'s clock."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
-    arrival: float = 0.0  # time.monotonic()
-    cache_salt: str = ""  # requests of different salts never share blocks
-    priority: int = 0  # lower comes sooner, under the policy of that name
-    deadline: float | None = None  # time.monotonic() by which it should be done
-    key: str = ""  # whose it is: what is shared fairly
-    # of params.structured_outputs, at the text's beginning: each sequence follows a copy
+    arrival: float = 0.0
+    cache_salt: str = ""  # requests with different salts never share blocks
+    priority: int = 0  # the "priority" policy serves lower numbers first
+    deadline: float | None = None  # the "deadline" policy serves earlier deadlines first
+    tenant: str = ""  # the "fair" policy and the cache quota divide resources between tenants
+    # The compiled params.structured_outputs, at the start of the text. Each sequence gets a copy.
     guide: Guide | None = None
-    # time.monotonic() when it was handed to the engine, if that is another process
-    submitted: float = 0.0
-    # nobody waits for it before all the others that are patient have ended too
-    patient: bool = False
-    number: int = 0  # what its seed is drawn from, where it names none; 0: how many came before it
+    submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
+    # Only the completion of the whole list counts, so the scheduler may delay this prompt.
+    offline: bool = False
+    number: int = 0  # derives the seed if params give none; 0: use the order of arrival
 
 
-# ---- the scheduler's view of one stream of tokens -------------------------------------------------
+# ---- sequences -----------------------------------------------------------------------------------
 
 
 class Status(Enum):
@@ -66,233 +68,259 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class DiskWait(Enum):
+    """Whether a sequence waits for blocks from disk before its admission."""
+
+    NOT_ASKED = "not asked"
+    WAITING = "waiting"
+    OVER = "over"  # it does not ask again
+
+
 def child_seed(seed: int, index: int) -> int:
-    """Seed of the index-th completion of a request: the request's own for the first, unrelated ones after it."""
+    """Return the seed of a request's index-th completion.
+
+    The first completion uses the request's own seed; the others get unrelated ones."""
     if index == 0:
         return seed
-    return int.from_bytes(
-        hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little"
-    )
+    digest = hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
-# what the policy says, then the order of arrival, then which of the request's completions
+# Sort key of the queues, lowest first: policy rank, order of arrival, index among the completions.
 Rank = tuple[float, int, int]
 
 
 @dataclass(slots=True)
 class Beam:
-    """What a beam search knows of one of its sequences."""
+    """Beam-search state of one sequence."""
 
-    score: float = 0.0  # sum of the logprobs of what it said
-    said: list[TokenLogprobs] = field(default_factory=list)
-    report: TokenLogprobs | None = None  # what may come next; None: not computed yet
+    score: float = 0.0  # sum of the logprobs of `output`
+    output: list[TokenLogprobs] = field(default_factory=list)
+    report: TokenLogprobs | None = None  # candidates for the next token; None: not computed yet
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """One stream of tokens. A position is an index into `tokens` and into the KV cache."""
+
     id: int
     request: Request
-    index: int  # which of the request's completions, or of its beams
-    # prompt + committed output: host truth. An array: copied, hashed and shipped as bytes
+    index: int  # which of the request's completions or beams this is
+    # Prompt and committed output. An array, because it is copied, hashed and uploaded as bytes.
     tokens: array[int]
-    prompt_len: int
-    limit: int  # it ends when len(tokens) reaches this
+    prompt_len: int  # of the request's prompt; bounded KV may have dropped part of it
+    # The sequence ends when len(tokens) reaches this. Dropping a block lowers it by a block.
+    position_limit: int
     seed: int
-    stop_ids: frozenset[int]  # committing one of these ends it
+    stop_ids: frozenset[int]  # committing one of these tokens ends the sequence
     status: Status = Status.WAITING
-    # tokens that left its cache (octavo/core/bounded_kv.py): they are gone from `tokens`, too, and
-    # off
-    dropped: int = 0
-    # `limit` and `prompt_len`, so that all of these count positions. Of them the prompt's
-    dropped_prompt: int = 0
-    # attention that each logical block got, where that decides what leaves
-    mass: list[float] = field(default_factory=list)
-    table: list[int] = field(default_factory=list)  # logical block -> physical block
-    hashes: list[bytes] = field(default_factory=list)  # content chain of its full blocks
-    published: int = 0  # leading blocks already offered to the prefix cache
-    computed: int = 0  # positions whose KV is committed
-    planned: int = 0  # KV positions once every step in flight has landed
-    inflight: int = 0  # steps launched and not yet committed
-    epoch: int = 0  # bumped on preempt, finish and abort: results of older epochs are dropped
-    row: int = -1  # device row while RUNNING
-    forks: int = 0  # children still to fork once the prompt is computed but for one token
-    cached: int = 0  # prompt positions served by the prefix cache at first admission
-    rank: Rank = (0.0, 0, 0)  # its place among others: the lowest comes first
-    preemptions: int = 0
-    why: str = ""  # it was preempted last, in words: for people who watch
-    shared: int = 0  # leading tokens that it has from the sequence it was forked from
-    beam: Beam | None = None
-    lost: int = 0  # positions it had when it was preempted last
-    # alone it was too much for the device's memory, and is tried again in smaller steps
-    shrunk: bool = False
+    rank: Rank = (0.0, 0, 0)
     guide: Guide | None = None  # at the last committed token
-    # whether it waits for the disk. -1: nothing was asked; 0: no longer; n: it looked after n
-    # pieces of news
-    asked: int = -1
-    # by position; filled as the prompt is computed
+    beam: Beam | None = None
+    pending_forks: int = 0  # children to fork when all but one prompt token are computed
+    inherited_tokens: int = 0  # leading tokens computed by the sequence it was forked from
+
+    # Its place on the device, while it runs.
+    slot: int = -1  # batch slot
+    block_table: list[int] = field(default_factory=list)  # logical block -> physical block
+    computed: int = 0  # positions whose KV is committed
+    planned: int = 0  # KV positions after every step in flight has landed
+    steps_in_flight: int = 0  # steps launched and not yet committed
+    epoch: int = 0  # raised by preempt, finish and abort; results of older epochs are dropped
+
+    # Prefix cache.
+    block_hashes: list[bytes] = field(default_factory=list)  # hash chain of its full blocks
+    published_blocks: int = 0  # leading blocks already published to the prefix cache
+    cached_tokens: int = 0  # prompt positions found in the prefix cache at its first admission
+    disk_wait: DiskWait = DiskWait.NOT_ASKED
+    disk_events_seen: int = 0  # TierIndex.settled when it last looked for its blocks
+
+    # Bounded KV (octavo/core/bounded_kv.py). Dropped tokens have left `tokens` too.
+    dropped_tokens: int = 0
+    dropped_prompt_tokens: int = 0
+    attention_mass: list[float] = field(default_factory=list)  # per logical block
+
+    preemptions: int = 0
+    preempt_reason: str = ""  # why it was preempted last, for people
+    preempted_positions: int = 0  # positions it had when it was preempted last
+    retried_after_oom: bool = False  # it exceeded device memory alone and runs in smaller steps
+
+    # By position; filled in while the prompt is computed.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    queued: float = 0.0  # by the scheduler's clock: when it came
-    first: float = 0.0  # and when its first token was there
+    queued_at: float = 0.0  # on the scheduler's clock
+    first_token_at: float | None = None  # likewise; None: no token yet
 
     @property
     def params(self) -> SamplingParams:
         return self.request.params
 
     @property
-    def prompt_kept(self) -> int:
-        """Leading tokens that are the prompt's."""
-        return self.prompt_len + self.dropped - self.dropped_prompt
+    def num_generated(self) -> int:
+        """Generated tokens, including those that bounded KV has dropped."""
+        return len(self.tokens) + self.dropped_tokens - self.prompt_len
+
+    @property
+    def kept_prompt_tokens(self) -> int:
+        """Leading entries of `tokens` that belong to the prompt."""
+        return self.prompt_len - self.dropped_prompt_tokens
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Asked for and not all there: every prompt position but the last must be computed, not found in the cache."""
-        wanted = self.prompt_logprobs
-        return wanted is not None and len(wanted) > 1 and wanted[-1] is None
+        """True while requested prompt logprobs are missing.
+
+        Every prompt position but the last must then be computed, not taken from the cache."""
+        logprobs = self.prompt_logprobs
+        return logprobs is not None and len(logprobs) > 1 and logprobs[-1] is None
 
 
-# ---- one step -----------------------------------------------------------------------------------
+# ---- one step ------------------------------------------------------------------------------------
 
 
 class Item(NamedTuple):
-    """One sequence's share of a step: compute `num` positions of `row`, and sample after the last if `sample`."""
+    """One sequence's part of a step: compute `num_tokens` positions of a batch slot, and sample
+    after the last one if `sample` is set."""
 
-    seq: int  # Sequence.id
+    seq_id: int
     epoch: int
-    row: int
-    # first position, or None: only the device knows (a token still in flight precedes it)
-    start: int | None
-    num: int
+    slot: int
+    start: int | None  # first position; None: a token in flight precedes it, the device knows
+    num_tokens: int
     sample: bool
-    end: int  # upper bound on start + num: what attention may have to read
-    prompt_logprobs: int | None = None  # this many top logprobs for each position computed
-    mass: bool = False  # tell how its attention is spread over the blocks of its cache
+    max_kv_len: int  # upper bound on start + num_tokens: how much KV attention may read
+    prompt_logprobs: int | None = None  # number of top logprobs for each computed position
+    wants_attention_mass: bool = False  # report how its attention is spread over its blocks
 
 
-class NewRow(NamedTuple):
-    """A row comes into use: everything the device must know of a sequence."""
+class NewSlot(NamedTuple):
+    """Fills a batch slot with everything the device must know about a sequence."""
 
-    seq: int  # Sequence.id
+    seq_id: int
     epoch: int
-    row: int
+    slot: int
     tokens: array[int]
     computed: int
-    table: list[int]
-    prompt_len: int  # leading tokens that are the prompt's
+    block_table: list[int]
+    prompt_len: int  # leading tokens that belong to the prompt
     seed: int
     stop_ids: frozenset[int]
     params: SamplingParams
-    logprobs: int | None = None  # of each token sampled, and of so many of the likeliest
-    offset: int = 0  # tokens that were dropped: a position of the text is one of the cache and this
-    said: int = 0  # how many of those were generated
+    num_logprobs: int | None = None  # top logprobs of each sampled token; None: no logprobs
+    dropped_tokens: int = 0  # text position = cache position + dropped_tokens
+    dropped_output_tokens: int = 0  # how many of the dropped tokens were generated
 
 
 class Save(NamedTuple):
-    """Write what a host slot holds to disk, some time, if the slot still holds it then."""
+    """Write a host block to disk some time later, if it still holds this content then."""
 
-    slot: int
+    host_block: int
     hash: bytes
     tokens: array[int]
 
 
 class Fetch(NamedTuple):
-    """Read a block's content from disk into a host slot. News of it comes exactly once, whatever the disk does."""
+    """Read a content from disk into a host block. Exactly one DiskEvent answers it, whatever the
+    disk does."""
 
-    ticket: int
-    slot: int
+    fetch_id: int
+    host_block: int
     hash: bytes
-    tokens: array[int]  # the record must be of these
+    tokens: array[int]  # the record on disk must hold exactly these tokens
 
 
 @dataclass(slots=True)
 class Plan:
-    """Everything a runner needs for one step, applied in the order of the fields. Never edited after plan() returned it."""
+    """Everything a runner needs for one step, applied in the order of the fields.
+
+    A plan never changes after Scheduler.plan() has returned it."""
 
     step: int
-    # block, host slot: before anything overwrites the block
+    # (block, host block): runs before anything overwrites the block
     stores: list[tuple[int, int]] = field(default_factory=list)
-    # copy on write: from block, to block
+    # copy on write: (from block, to block)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)  # host slot, block
-    # block, by how many positions its keys move towards the front
+    loads: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
+    # (block, number of positions by which its keys move towards the front)
     shifts: list[tuple[int, int]] = field(default_factory=list)
-    rows: list[NewRow] = field(default_factory=list)
-    # row, logical block, physical block
-    appends: list[tuple[int, int, int]] = field(default_factory=list)
+    new_slots: list[NewSlot] = field(default_factory=list)
+    # (batch slot, logical block, physical block)
+    block_appends: list[tuple[int, int, int]] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
-    # item -> what it may sample (Guide.mask); others: anything
-    masks: dict[int, bytes] = field(default_factory=dict)
-    # the disk's work begins with the step and ends when it ends
+    # item index -> allowed tokens (Guide.mask); other items may sample any token
+    token_masks: dict[int, bytes] = field(default_factory=dict)
+    # Disk work starts with the step and finishes whenever the disk is done.
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
-    # the disk was asked for something: its news is wanted, even if there is nothing to compute
-    waits: bool = False
-    urgent: bool = False  # others stand aside for the prompts in it
+    # Fetches or promotions are in flight: run the step for its disk events even without items.
+    awaits_disk: bool = False
+    urgent: bool = False  # lower-priority sequences pause for the prompts in this step
 
     @property
-    def work(self) -> bool:
-        return bool(self.items or self.rows or self.copies or self.waits)
+    def has_work(self) -> bool:
+        return bool(self.items or self.new_slots or self.copies or self.awaits_disk)
 
     @property
-    def moves(self) -> bool:
-        """There is more in it than blocks from lower tiers and to them."""
-        return bool(self.items or self.rows or self.copies or self.shifts or self.appends)
+    def touches_slots(self) -> bool:
+        """True if the plan does more than move blocks between tiers."""
+        return bool(
+            self.items or self.new_slots or self.copies or self.shifts or self.block_appends
+        )
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num for item in self.items)
+        return sum(item.num_tokens for item in self.items)
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: of the token that stands there, and of the likeliest ones."""
+    """Log-probabilities at one position."""
 
-    token: int
+    token: int  # the token at this position
     logprob: float
-    rank: int  # 1: the likeliest
-    top: list[tuple[int, float]]  # (token, logprob), best first
+    rank: int  # 1: it is the likeliest token
+    top: list[tuple[int, float]]  # (token, logprob) of the likeliest tokens, best first
 
 
-class DiskNews(NamedTuple):
-    """What became of something the disk was asked for."""
+class DiskEvent(NamedTuple):
+    """Something the disk has finished or given up."""
 
     kind: str  # "fetched" | "missed" | "saved" | "unsaved" | "listed"
     hash: bytes = b""
-    ticket: int = 0  # of the fetch
-    why: str = ""  # it was missed or not saved, in a word
-    seconds: float = 0.0  # that a fetch took while others were read beside it
-    hashes: frozenset[bytes] = frozenset()  # listed: all that there is
+    fetch_id: int = 0  # set for "fetched" and "missed"
+    reason: str = ""  # one word, set for "missed" and "unsaved"
+    seconds: float = 0.0  # how long a fetch took while others were read beside it
+    listed_hashes: frozenset[bytes] = frozenset()  # every record on disk, for "listed"
 
 
 @dataclass(slots=True)
 class StepResult:
-    """One entry an item of the plan, in order."""
+    """The results of one step. Lists have one entry per item of the plan, in order."""
 
-    tokens: list[list[int]]  # what the item sampled: none for a prefill chunk that is not the last
-    logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None when nobody asked
-    # item -> of the token AFTER each position computed
+    tokens: list[list[int]]  # sampled tokens; empty for a prefill chunk that is not the last
+    logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None: not requested
+    # item index -> logprobs of the token AFTER each computed position
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
-    # item -> part of its attention that each logical block got
-    mass: dict[int, list[float]] = field(default_factory=dict)
-    seconds: float = 0.0  # the device took for the items; 0: nobody measured
-    load_seconds: float = 0.0  # and for the loads
-    news: list[DiskNews] = field(default_factory=list)
-    # host slots that came from disk: what was loaded is not what was once saved
-    spoilt: set[int] = field(default_factory=set)
+    # item index -> fraction of its attention that each logical block received
+    attention_mass: dict[int, list[float]] = field(default_factory=dict)
+    compute_seconds: float = 0.0  # device time of the items; 0: not measured
+    load_seconds: float = 0.0  # device time of the loads; 0: not measured
+    disk_events: list[DiskEvent] = field(default_factory=list)
+    # host blocks read from disk whose content failed its checksum when it was loaded
+    corrupt_host_blocks: set[int] = field(default_factory=set)
 
 
-# ---- what comes out -------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Output:
-    """News of one sequence: tokens since the last one, and how it ended if it did."""
+    """New tokens of one sequence, and how it ended if it did."""
 
     request_id: str
     index: int
-    tokens: list[int]
+    tokens: list[int]  # since the previous output
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or string that ended it
-    cached_tokens: int = 0  # with the first and the last output only
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output only
+    cached_tokens: int = 0  # set in the first and the last output only
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # set in the first output only
     error: str | None = None
-    code: str | None = None  # of an error that is the request's own fault: stable, for programs
+    code: str | None = None  # stable error code, set if the request itself caused the error

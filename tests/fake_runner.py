@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.errors import DeviceOutOfMemory
-from octavo.types import DiskNews, Fetch, NewRow, Plan, Save, StepResult, TokenLogprobs
+from octavo.types import DiskEvent, Fetch, NewSlot, Plan, Save, StepResult, TokenLogprobs
 from tests import oracle
 
 Entries = list[tuple[int, int] | None]
@@ -61,7 +61,7 @@ class FakeRunner:
         self,
         num_blocks: int,
         block_size: int,
-        host_slots: int = 0,
+        host_blocks: int = 0,
         disk: FakeDisk | None = None,
         seed: int = 0,
     ):
@@ -69,10 +69,10 @@ class FakeRunner:
         self.size = block_size
         self.rows: dict[int, Row] = {}
         self.empty: Entries = [None] * block_size
-        self.host: list[Entries] = [self.empty for _ in range(host_slots)]
+        self.host: list[Entries] = [self.empty for _ in range(host_blocks)]
         self.spoilt: set[int] = set()  # slots
         # who came into the slot last: late work for others is not done
-        self.owner = [0] * host_slots
+        self.owner = [0] * host_blocks
         self.disk, self.dice = disk, random.Random(seed)
         self.ticks = 0
         self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
@@ -97,15 +97,15 @@ class FakeRunner:
         mass: dict[int, list[float]] = {}
         seen: set[int] = set()
         for i, item in enumerate(plan.items):
-            assert item.row not in seen, "a row twice in one plan"
-            seen.add(item.row)
-            row = self.rows[item.row]
+            assert item.slot not in seen, "a row twice in one plan"
+            seen.add(item.slot)
+            row = self.rows[item.slot]
             start = row.computed
             assert item.start in (None, start), f"host says {item.start}, device says {start}"
-            assert start + item.num <= item.end, "the host's bound is too low"
-            for p in range(start, start + item.num):
+            assert start + item.num_tokens <= item.max_kv_len, "the host's bound is too low"
+            for p in range(start, start + item.num_tokens):
                 self.kv[row.table[p // self.size]][p % self.size] = (row.tokens[p], p)
-            row.computed = start + item.num
+            row.computed = start + item.num_tokens
             new, found = [], []
             if item.sample:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
@@ -115,19 +115,21 @@ class FakeRunner:
                 if row.logprobs is None:
                     new = [
                         oracle.model(
-                            entries, row.seed, plan.masks.get(i), row.offset + row.computed
+                            entries, row.seed, plan.token_masks.get(i), row.offset + row.computed
                         )
                     ]  # type: ignore[arg-type]
                 else:
                     found = [ranked(oracle.logprobs(entries), row.logprobs)]  # type: ignore[arg-type]
                     new = [found[0].token]
                 row.tokens += new
-                if item.mass:
+                if item.wants_attention_mass:
                     mass[i] = oracle.attention(entries, self.size)  # type: ignore[arg-type]
             tokens.append(new)
             logprobs.append(found)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
-                after = [*row.tokens[start + 1 : start + item.num + 1], -1][: item.num]
+                after = [*row.tokens[start + 1 : start + item.num_tokens + 1], -1][
+                    : item.num_tokens
+                ]
                 prompt_logprobs[i] = [
                     TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)
                 ]
@@ -137,10 +139,10 @@ class FakeRunner:
             logprobs,
             prompt_logprobs,
             mass,
-            spoilt={slot for slot, _ in plan.loads if slot in self.spoilt},
+            corrupt_host_blocks={slot for slot, _ in plan.loads if slot in self.spoilt},
         )
         if self.host:
-            result.seconds, result.load_seconds = (
+            result.compute_seconds, result.load_seconds = (
                 self.dice.random(),
                 self.dice.random() * len(plan.loads) / 4,
             )
@@ -151,7 +153,7 @@ class FakeRunner:
             for slot, owner, entries in stored:
                 if self.owner[slot] == owner:
                     self.host[slot] = entries
-            result.news = self._disk_news()
+            result.disk_events = self._disk_news()
 
         return Handle(result, finish)
 
@@ -166,31 +168,31 @@ class FakeRunner:
     def _ask_disk(self, plan: Plan) -> None:
         assert self.disk is not None or not (plan.saves or plan.fetches), "there is no disk"
         for fetch in plan.fetches:
-            owner = self._own(fetch.slot)
+            owner = self._own(fetch.host_block)
             comes = self.dice.random() >= self.disk.never  # type: ignore[union-attr]
             self.fetches.append(
                 (self._due() if comes else self.ticks + PATIENCE, fetch, owner, comes)
             )
-        self.saves += [(self._due(), save, self.owner[save.slot]) for save in plan.saves]
+        self.saves += [(self._due(), save, self.owner[save.host_block]) for save in plan.saves]
 
     def _due(self) -> int:
         return self.ticks + self.dice.randrange(1, 1 + self.disk.slowest)  # type: ignore[union-attr]
 
-    def _disk_news(self) -> list[DiskNews]:
+    def _disk_news(self) -> list[DiskEvent]:
         self.ticks += 1
         news = []
         if self.disk is not None and self.dice.random() < self.disk.lists:
-            news.append(DiskNews("listed", hashes=frozenset(self.disk.records)))
+            news.append(DiskEvent("listed", listed_hashes=frozenset(self.disk.records)))
         for job in [s for s in self.saves if s[0] <= self.ticks]:
             _, save, owner = job
-            if self.owner[save.slot] == owner and self.host[save.slot] is self.empty:
+            if self.owner[save.host_block] == owner and self.host[save.host_block] is self.empty:
                 continue  # its store is still in flight
             self.saves.remove(job)
-            if self.owner[save.slot] != owner or self.dice.random() < self.disk.unwritable:  # type: ignore[union-attr]
-                news.append(DiskNews("unsaved", save.hash, why="fault"))
+            if self.owner[save.host_block] != owner or self.dice.random() < self.disk.unwritable:  # type: ignore[union-attr]
+                news.append(DiskEvent("unsaved", save.hash, reason="fault"))
             else:
-                self.disk.records[save.hash] = list(save.tokens), list(self.host[save.slot])  # type: ignore[union-attr]
-                news.append(DiskNews("saved", save.hash))
+                self.disk.records[save.hash] = list(save.tokens), list(self.host[save.host_block])  # type: ignore[union-attr]
+                news.append(DiskEvent("saved", save.hash))
         for job in [f for f in self.fetches if f[0] <= self.ticks]:
             self.fetches.remove(job)
             _, fetch, owner, comes = job
@@ -198,16 +200,18 @@ class FakeRunner:
             if not comes or tokens != list(fetch.tokens) or self.dice.random() < self.disk.missing:  # type: ignore[union-attr]
                 why = "late" if not comes else "fault"
                 news.append(
-                    DiskNews("missed", fetch.hash, fetch.ticket, why, 3.0 if not comes else 0.0)
+                    DiskEvent("missed", fetch.hash, fetch.fetch_id, why, 3.0 if not comes else 0.0)
                 )
             else:
-                if self.owner[fetch.slot] == owner:  # not so if the step that asked for it failed
-                    self.host[fetch.slot] = list(entries)
+                if (
+                    self.owner[fetch.host_block] == owner
+                ):  # not so if the step that asked for it failed
+                    self.host[fetch.host_block] = list(entries)
                     if self.dice.random() < self.disk.spoilt:  # type: ignore[union-attr]
-                        self.host[fetch.slot] = [(7, 7)] * self.size
-                        self.spoilt.add(fetch.slot)
+                        self.host[fetch.host_block] = [(7, 7)] * self.size
+                        self.spoilt.add(fetch.host_block)
                 news.append(
-                    DiskNews("fetched", fetch.hash, fetch.ticket, seconds=self.dice.random() / 4)
+                    DiskEvent("fetched", fetch.hash, fetch.fetch_id, seconds=self.dice.random() / 4)
                 )
         return news
 
@@ -224,16 +228,23 @@ class FakeRunner:
         assert len({b for b, _ in plan.shifts}) == len(plan.shifts), "a block moves twice"
         for b, by in plan.shifts:
             self.kv[b] = [None if e is None else (e[0], e[1] - by) for e in self.kv[b]]
-        assert len({r.row for r in plan.rows}) == len(plan.rows), "a row given out twice"
-        for r in plan.rows:
-            self.rows[r.row] = self._row(r)
-        for row, j, block in plan.appends:
+        assert len({r.slot for r in plan.new_slots}) == len(plan.new_slots), "a row given out twice"
+        for r in plan.new_slots:
+            self.rows[r.slot] = self._row(r)
+        for row, j, block in plan.block_appends:
             table = self.rows[row].table
             assert j <= len(table), "a hole in a table"
             table[j : j + 1] = [block]
 
-    def _row(self, r: NewRow) -> Row:
-        return Row(list(r.tokens), r.computed, list(r.table), r.seed, r.logprobs, r.offset)
+    def _row(self, r: NewSlot) -> Row:
+        return Row(
+            list(r.tokens),
+            r.computed,
+            list(r.block_table),
+            r.seed,
+            r.num_logprobs,
+            r.dropped_tokens,
+        )
 
 
 def ranked(logprobs: list[float], count: int) -> TokenLogprobs:

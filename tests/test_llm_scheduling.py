@@ -12,7 +12,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.batching import MODES, USED
 from octavo.core.policy import POLICIES
 from octavo.errors import InvalidRequest
-from octavo.memory import ride_tokens
+from octavo.memory import default_piggyback_tokens
 from tests.test_llm import GREEDY, ids_of, make, prompts
 
 
@@ -84,10 +84,14 @@ def test_an_urgent_stream_pauses_others() -> None:
         ({"max_batch": 0}, "max_batch", "at least 1"),
         ({"window_ms": -1}, "window_ms", "number in"),
         ({"target_ms": 0}, "target_ms", "number in"),
-        ({"short_share": 1.5}, "short_share", "number in"),
-        ({"ride": -1}, "ride", "at least 0"),
-        ({"ride": 8, "batching": "static"}, "ride", "no effect here"),
-        ({"ride": 8, "scheduling_policy": "priority"}, "ride", "no effect here"),
+        ({"short_prompt_share": 1.5}, "short_prompt_share", "number in"),
+        ({"piggyback_tokens": -1}, "piggyback_tokens", "at least 0"),
+        ({"piggyback_tokens": 8, "batching": "static"}, "piggyback_tokens", "no effect here"),
+        (
+            {"piggyback_tokens": 8, "scheduling_policy": "priority"},
+            "piggyback_tokens",
+            "no effect here",
+        ),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
@@ -138,7 +142,7 @@ def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
 
 def riding(**options: Any) -> LLM:
     """As on a GPU with a large model."""
-    return make(ride=12, **options)
+    return make(piggyback_tokens=12, **options)
 
 
 def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() -> None:
@@ -155,7 +159,7 @@ def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() ->
     begun: list[str] = []
     llm.engine.observers.append(
         lambda plan, _: begun.extend(
-            str(llm.engine.scheduler.live[r.seq].request.id) for r in plan.rows
+            str(llm.engine.scheduler.live[r.seq_id].request.id) for r in plan.new_slots
         )
     )
     llm.generate(prompts(5), params, use_tqdm=False)
@@ -172,7 +176,11 @@ def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() ->
 
 @pytest.mark.parametrize(
     "options",
-    [{"ride": 0}, {"ride": 12, "scheduling_policy": "shortest"}, {"batching": "static"}],
+    [
+        {"piggyback_tokens": 0},
+        {"piggyback_tokens": 12, "scheduling_policy": "shortest"},
+        {"batching": "static"},
+    ],
     ids=str,
 )
 def test_where_nothing_rides_the_order_stays(options: dict[str, Any]) -> None:
@@ -200,7 +208,7 @@ def test_a_list_of_which_one_is_refused_leaves_nothing_behind() -> None:
 
 def test_what_rides_is_large_and_plain() -> None:
     billion = 10**9
-    assert ride_tokens("cuda", 8 * billion, 16 * billion) == 320
-    assert ride_tokens("cuda", 8 * billion, 8 * billion) == 0  # codes
-    assert ride_tokens("cuda", billion, 2 * billion) == 0
-    assert ride_tokens("cpu", 8 * billion, 32 * billion) == 0
+    assert default_piggyback_tokens("cuda", 8 * billion, 16 * billion) == 320
+    assert default_piggyback_tokens("cuda", 8 * billion, 8 * billion) == 0  # codes
+    assert default_piggyback_tokens("cuda", billion, 2 * billion) == 0
+    assert default_piggyback_tokens("cpu", 8 * billion, 32 * billion) == 0

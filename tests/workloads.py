@@ -58,7 +58,9 @@ def make_engine(
     """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. Time stands still but for the clock's owner."""
     cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
     if keep is not None:
-        cache = replace(cache, eviction="sinks", sinks=keep[0], budget=keep[1] * block_size)
+        cache = replace(
+            cache, kv_eviction="sinks", kv_sinks=keep[0], kv_budget=keep[1] * block_size
+        )
     schedule, clock = ScheduleConfig(rows, budget, max_len, depth, **options), clock or Clock()
     scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
     if scheduler.tiers is not None and disk is not None:
@@ -103,7 +105,7 @@ def random_request(
         cache_salt=g.choice(["", "", "", "other"]),
         priority=g.choice([-2, 0, 0, 0, 1, 5]),
         deadline=g.choice([None, g.uniform(0, 5)]),
-        key=g.choice(["", "a", "b"]),
+        tenant=g.choice(["", "a", "b"]),
         guide=guide,
     )
 
@@ -167,11 +169,14 @@ def trial(
         policy=policy,
         batching=batching,
         max_batch=g.choice([1, 2, 5]),
-        window=g.choice([0.0, 0.05]),
+        batch_window=g.choice([0.0, 0.05]),
     )
-    modes["short_share"] = random.Random(f"short {seed}").choice([0.0, 0.25, 0.25, 0.9])
+    modes["short_prompt_share"] = random.Random(f"short {seed}").choice([0.0, 0.25, 0.25, 0.9])
     riders = random.Random(f"ride {seed}")
-    modes["ride"], patient = riders.choice([0, 0, 1, 8, 16]), riders.choice([1.0, 1.0, 0.5])
+    modes["piggyback_tokens"], offline = (
+        riders.choice([0, 0, 1, 8, 16]),
+        riders.choice([1.0, 1.0, 0.5]),
+    )
     # of their own: what else a seed draws does not change with them
     dice = random.Random(f"tiers {seed}")
     host, disk = random_tiers(dice)
@@ -196,7 +201,7 @@ def trial(
             r.params = random_beams(g)
     requests = {r.id: r for r in todo}
     for r in todo:
-        r.patient = riders.random() < patient
+        r.offline = riders.random() < offline
     if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
         earlier = make_engine(
             blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed, keep=keep
@@ -269,7 +274,7 @@ def trial(
             begun = {
                 seq.request.id
                 for seq in scheduler.live.values()
-                if seq.row >= 0 or seq.preemptions or seq.index
+                if seq.slot >= 0 or seq.preemptions or seq.index
             }
             most = {"none": 1, "window": max(rows, scheduler.schedule.max_batch)}.get(
                 batching, scheduler.schedule.max_batch
@@ -277,7 +282,7 @@ def trial(
             assert len(begun) <= most, "more batches at once than there may be"
         owners: dict[int, str] = {}
         for seq in scheduler.running:
-            for block in seq.table:
+            for block in seq.block_table:
                 assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, (
                     "salts share a block"
                 )

@@ -85,10 +85,10 @@ class ObservedRunner:
             self.blocks += len(plan.loads)
         if plan.items:
             self.load += result.load_seconds
-            self.compute += result.seconds
+            self.compute += result.compute_seconds
         else:
             self.lifted += len(plan.loads)
-        if any(news.ticket for news in result.news):
+        if any(news.fetch_id for news in result.disk_events):
             self.heard = time.perf_counter()
 
     def parts(self) -> Parts:
@@ -195,7 +195,7 @@ def measure(
         "block_size": llm.cache.block_size,
         "block_bytes": llm.memory.block_bytes,
         "pool_blocks": llm.cache.num_blocks,
-        "host_blocks": llm.cache.host_slots,
+        "host_blocks": llm.cache.host_blocks,
         "cold_ttft_s": spread([a.seconds for a in cold]),
         "device_ttft_s": spread([a.seconds for a in device]),
         "host_ttft_s": spread([a.seconds for a in host]),

@@ -145,9 +145,13 @@ def throughput(
         int,
         option("Runs per workload; the median is reported.", None, "N", show_default=True, min=1),
     ] = 3,
-    ride: Annotated[
+    piggyback_tokens: Annotated[
         int | None,
-        option("Token budget for prefill in steps that also decode; 0 means no limit.", None, "N"),
+        option(
+            "Tokens per step up to which offline prompts join steps that decode; 0 turns it off.",
+            None,
+            "N",
+        ),
     ] = None,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
@@ -168,7 +172,7 @@ def throughput(
         )
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
-        llm = load_shape(engine, model, ride=ride)
+        llm = load_shape(engine, model, piggyback_tokens=piggyback_tokens)
         progress.update(task, description="warming up")
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))

@@ -71,7 +71,7 @@ def batching_modes(
         llm = load_shape(engine, model)
         llm.warm_up()
         progress.update(task, description="measuring", total=1 + len(names))
-        llm.schedule = replace(llm.schedule, window=window / 1e3, target=target / 1e3)
+        llm.schedule = replace(llm.schedule, batch_window=window / 1e3, latency_target=target / 1e3)
         r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in (

@@ -238,7 +238,7 @@ class EngineOptions(SizeOptions):
             show_default=True,
         ),
     ] = 50.0
-    short_share: Annotated[
+    short_prompt_share: Annotated[
         float,
         option(
             "Fraction of a step's token budget reserved for short prompts behind a long prompt.",
@@ -318,7 +318,7 @@ class EngineOptions(SizeOptions):
             max_batch=self.max_batch,
             window_ms=self.window_ms,
             target_ms=self.target_ms,
-            short_share=self.short_share,
+            short_prompt_share=self.short_prompt_share,
             kv_canary=self.kv_canary,
             record_trace=None if self.record_trace is None else str(self.record_trace),
         )

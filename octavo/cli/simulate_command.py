@@ -41,7 +41,7 @@ def simulate(
         typer.Argument(
             metavar="TRACE",
             help="A file of --record-trace, or poisson:rate=4,n=100,prompt=32-512,output=16-256,"
-            "shared=0,groups=1,urgent=0,keys=1,seed=0.",
+            "shared=0,groups=1,urgent=0,tenants=1,seed=0.",
             show_default=False,
         ),
     ] = None,

@@ -55,7 +55,7 @@ def new_sequence(
     if params.use_beam_search:
         seq.beam = Beam()
     else:
-        seq.forks = params.width - 1
+        seq.pending_forks = params.width - 1
     if params.prompt_logprobs is not None:
         seq.prompt_logprobs = [None] * len(request.prompt)
     return seq
@@ -104,7 +104,7 @@ def _limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> in
 
 
 def _check_beams(request: Request, cache: CacheConfig, stops: int, vocab_size: int) -> None:
-    if cache.eviction != "none":
+    if cache.kv_eviction != "none":
         raise InvalidRequest(
             "beams cannot go on in bounded caches: use kv_eviction none, or no beams",
             "use_beam_search",

@@ -8,7 +8,7 @@
     none        one after another
 
 The last three are what continuous batching is compared with. Where nobody waits for one reply before the others, prompts are
-spread over the steps in which they cost least (Ride). Knows sequences and times that it is given, reads no clock.
+spread over the steps in which they cost least (Piggyback). Knows sequences and times that it is given, reads no clock.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms
     usual = ScheduleConfig()
     changed = {
         "max_batch": max_batch != usual.max_batch,
-        "window_ms": window_ms != usual.window * 1e3,
-        "target_ms": target_ms != usual.target * 1e3,
+        "window_ms": window_ms != usual.batch_window * 1e3,
+        "target_ms": target_ms != usual.latency_target * 1e3,
     }
     for name, where in USED.items():
         if changed[name] and not any(mode in where for mode in modes):
@@ -73,7 +73,7 @@ def former(schedule: ScheduleConfig) -> Form | None:
             f"unknown batching mode {schedule.batching!r}: use {', '.join(MODES)}", "batching"
         )
     if schedule.batching == "window":
-        return collected(schedule.max_batch, schedule.window)
+        return collected(schedule.max_batch, schedule.batch_window)
     if schedule.batching == "static":
         return collected(schedule.max_batch, LAST_CALL)
     return one if schedule.batching == "none" else None
@@ -138,7 +138,7 @@ class Pace:
         self.urgent = deque[float](maxlen=self.LATEST)  # of steps for an urgent prompt
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        prompts = [item.num for item in plan.items if item.start is not None]
+        prompts = [item.num_tokens for item in plan.items if item.start is not None]
         if plan.urgent:
             self.urgent.append(seconds / max(len(prompts), 1))
         elif not prompts:
@@ -182,8 +182,8 @@ class Pace:
         return min(sizes[best], most)
 
 
-class Ride:
-    """How many prompt tokens a step computes where nobody waits for one reply, but for the last of all (Request.patient).
+class Piggyback:
+    """How many prompt tokens a step computes where nobody waits for one reply, but for the last of all (Request.offline).
 
         tokens a step    16    64   128   192   256   320   512   1,024
         us a layer      121   126   137   160   195   218   330     579      Llama-8B on an H200: matrix products alone
@@ -210,8 +210,10 @@ class Ride:
             and len(decoding) < self.tokens
         )
         to_come = [*prefilling, *waiting] if fits else []
-        patient = bool(to_come) and all(seq.request.patient for seq in to_come)
-        self.on = patient and len(decoding) + sum(1 + seq.forks for seq in to_come) <= self.rows
+        offline = bool(to_come) and all(seq.request.offline for seq in to_come)
+        self.on = (
+            offline and len(decoding) + sum(1 + seq.pending_forks for seq in to_come) <= self.rows
+        )
         return (
             min(most, max(self.tokens - len(decoding), self._due(decoding, to_come)))
             if self.on
@@ -220,11 +222,11 @@ class Ride:
 
     def _due(self, decoding: list[Sequence], to_come: list[Sequence]) -> int:
         """So many prompt tokens, or somebody is late: whose reply takes as long as the longest must begin now."""
-        steps = max(seq.limit - len(seq.tokens) for seq in [*decoding, *to_come])
+        steps = max(seq.position_limit - len(seq.tokens) for seq in [*decoding, *to_come])
         ahead, due = 0, 0.0
         for seq in to_come:
             ahead += len(seq.tokens) - seq.planned
-            due = max(due, ahead / max(steps - (seq.limit - len(seq.tokens)), 1))
+            due = max(due, ahead / max(steps - (seq.position_limit - len(seq.tokens)), 1))
         return math.ceil(due)
 
 

@@ -41,7 +41,7 @@ class BeamSearch:
     def __init__(self, root: Sequence):
         # the sequence that computes the prompt: later one of the beams
         self.root, self.params = root, root.params
-        self.width, self.longest = root.params.width, root.limit - root.prompt_len
+        self.width, self.longest = root.params.width, root.position_limit - root.prompt_len
         self.candidates = candidates(root)
         self.ended: list[Hypothesis] = []  # best first, at most `width`
 
@@ -71,7 +71,7 @@ class BeamSearch:
 
     def _end(self, step: Step, length: int, stopped: bool) -> None:
         assert step.seq.beam is not None
-        said = [*step.seq.beam.said, step.token]
+        said = [*step.seq.beam.output, step.token]
         self.ended.append(
             Hypothesis(step.score / length**self.params.length_penalty, said, stopped)
         )
@@ -96,7 +96,10 @@ class BeamSearch:
                 self.root.request.id, index, tokens, text.said, "stop" if text.stopped else "length"
             )
             out.stop_reason = tokens[-1] if text.stopped and tokens[-1] not in eos_ids else None
-            out.cached_tokens, out.prompt_logprobs = self.root.cached, self.root.prompt_logprobs
+            out.cached_tokens, out.prompt_logprobs = (
+                self.root.cached_tokens,
+                self.root.prompt_logprobs,
+            )
             found.append(out)
         return found
 
@@ -115,5 +118,5 @@ def reported(seq: Sequence) -> bool:
 def go_on(seq: Sequence, step: Step) -> None:
     """The sequence goes on as decided; `step.seq` is its parent, or itself."""
     assert step.seq.beam is not None
-    seq.beam = Beam(step.score, [*step.seq.beam.said, step.token])
+    seq.beam = Beam(step.score, [*step.seq.beam.output, step.token])
     seq.tokens.append(step.token.token)

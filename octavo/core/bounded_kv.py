@@ -27,22 +27,22 @@ DECAY = 0.9  # what a look counts for at the next one
 
 def most_positions(cache: CacheConfig) -> int:
     """Positions that one sequence keeps; where nothing leaves, more than there will ever be."""
-    return sys.maxsize if cache.eviction == "none" else cache.budget
+    return sys.maxsize if cache.kv_eviction == "none" else cache.kv_budget
 
 
 def check_eviction(cache: CacheConfig, max_model_len: int) -> None:
     """Raise InvalidRequest unless the budget is of use."""
-    size, sinks = cache.block_size, cache.sinks
-    if cache.eviction not in POLICIES:
+    size, sinks = cache.block_size, cache.kv_sinks
+    if cache.kv_eviction not in POLICIES:
         raise InvalidRequest(
-            f"kv_eviction is {', '.join(POLICIES)}, not {cache.eviction!r}", "kv_eviction"
+            f"kv_eviction is {', '.join(POLICIES)}, not {cache.kv_eviction!r}", "kv_eviction"
         )
-    if cache.eviction == "none":
+    if cache.kv_eviction == "none":
         return
     least = (sinks + 2) * size
-    if not least <= cache.budget <= max_model_len or cache.budget % size:
+    if not least <= cache.kv_budget <= max_model_len or cache.kv_budget % size:
         raise InvalidRequest(
-            f"kv_budget {cache.budget} cannot be kept: use a multiple of the block size {size}, from {least} ({sinks} blocks of "
+            f"kv_budget {cache.kv_budget} cannot be kept: use a multiple of the block size {size}, from {least} ({sinks} blocks of "
             f"sinks and two more) to max_model_len ({max_model_len})",
             "kv_budget",
         )
@@ -50,34 +50,37 @@ def check_eviction(cache: CacheConfig, max_model_len: int) -> None:
 
 def pick(seq: Sequence, cache: CacheConfig) -> int:
     """The logical block that leaves. Called when the cache is full: `budget` positions."""
-    blocks, sinks = cache.budget // cache.block_size, cache.sinks
-    if cache.eviction == "sinks" or not seq.mass:
+    blocks, sinks = cache.kv_budget // cache.block_size, cache.kv_sinks
+    if cache.kv_eviction == "sinks" or not seq.attention_mass:
         return sinks
     middle = range(sinks, max(sinks + 1, blocks - max(blocks // 2, 1)))
     # the oldest of equals
-    return min(middle, key=lambda j: seq.mass[j] if j < len(seq.mass) else 1.0)
+    return min(middle, key=lambda j: seq.attention_mass[j] if j < len(seq.attention_mass) else 1.0)
 
 
 def looks(seq: Sequence, at: int, cache: CacheConfig) -> bool:
     """Whether position `at` of a sequence is one whose attention counts: for those who will outgrow their budget."""
     return (
-        at >= seq.prompt_len
-        and seq.limit > cache.budget
+        at + seq.dropped_tokens >= seq.prompt_len
+        and seq.position_limit > cache.kv_budget
         and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
     )
 
 
 def weigh(seq: Sequence, found: list[float]) -> None:
     """A look at how attention is spread."""
-    seq.mass = [DECAY * before + now for before, now in zip_longest(seq.mass, found, fillvalue=0.0)]
+    seq.attention_mass = [
+        DECAY * before + now
+        for before, now in zip_longest(seq.attention_mass, found, fillvalue=0.0)
+    ]
 
 
 def drop(seq: Sequence, j: int, size: int) -> None:
     """Logical block j leaves the tokens. Limit and prompt_len move with the positions; the content chain was another text's."""
     first = j * size
-    seq.dropped_prompt += min(max(seq.prompt_kept - first, 0), size)
-    seq.dropped += size
+    seq.dropped_prompt_tokens += min(max(seq.kept_prompt_tokens - first, 0), size)
+    seq.dropped_tokens += size
     del seq.tokens[first : first + size]
-    del seq.mass[j : j + 1]
-    seq.limit, seq.prompt_len = seq.limit - size, seq.prompt_len - size
-    seq.hashes = []
+    del seq.attention_mass[j : j + 1]
+    seq.position_limit -= size
+    seq.block_hashes = []

@@ -85,7 +85,7 @@ class Engine:
         plan = self.scheduler.plan()
         time.steps += 1
         time.plan += (planned := clock()) - start
-        if plan.work:
+        if plan.has_work:
             try:
                 self.inflight.append((plan, self.runner.launch(plan), start))
             except BaseException as e:
@@ -93,7 +93,7 @@ class Engine:
         elif not self.inflight and self.scheduler.waiting:
             self.sleep(NAP)
         time.launch += (launched := clock()) - planned
-        if not self.inflight or (len(self.inflight) < self.depth and plan.work):
+        if not self.inflight or (len(self.inflight) < self.depth and plan.has_work):
             return []
         done, handle, began = self.inflight.popleft()
         try:

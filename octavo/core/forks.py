@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from octavo.core.beam_search import BeamSearch, go_on, reported
 from octavo.core.blocks import BlockPool
-from octavo.core.queues import Queues, new_row
+from octavo.core.queues import Queues, new_slot
 from octavo.types import Output, Plan, Sequence, Status, TokenLogprobs, child_seed
 
 
@@ -47,7 +47,9 @@ class SequenceGroups:
         family = self.requests.get(request_id, [])
         if request_id in self.searches:
             return list(range(family[0].params.completions))
-        return [index for seq in family for index in range(seq.index, seq.index + 1 + seq.forks)]
+        return [
+            index for seq in family for index in range(seq.index, seq.index + 1 + seq.pending_forks)
+        ]
 
     def fork(self, seq: Sequence, index: int) -> Sequence:
         """A child has its parent's tokens and shares its blocks. Without a row, or if the parent has no blocks, it waits like any
@@ -59,23 +61,26 @@ class SequenceGroups:
             index,
             seq.tokens[:],
             seq.prompt_len,
-            seq.limit,
+            seq.position_limit,
             seed,
             seq.stop_ids,
         )
-        child.hashes, child.cached, child.rank = (
-            list(seq.hashes),
-            seq.cached,
+        child.block_hashes, child.cached_tokens, child.rank = (
+            list(seq.block_hashes),
+            seq.cached_tokens,
             (*seq.rank[:2], index),
         )
-        child.guide, child.queued = None if seq.guide is None else seq.guide.copy(), seq.queued
+        child.guide, child.queued_at = (
+            None if seq.guide is None else seq.guide.copy(),
+            seq.queued_at,
+        )
         self.enter(child)
         if not self.queues.rows or seq.status is not Status.RUNNING:
             self.queues.come_back(child)
             return child
         child.computed = child.planned = seq.computed
-        child.published = seq.published
-        child.table = [self.pool.share(b) for b in seq.table]
+        child.published_blocks = seq.published_blocks
+        child.block_table = [self.pool.share(b) for b in seq.block_table]
         self.queues.join(child)
         self.rewritten[child.id] = child
         return child
@@ -84,15 +89,17 @@ class SequenceGroups:
         """Prompts that are computed but for their last token fork; the rows of all forks since the last plan are written."""
         prefilling = self.queues.prefilling
         for seq in [
-            q for q in prefilling if q.forks and not q.inflight and q.computed == len(q.tokens) - 1
+            q
+            for q in prefilling
+            if q.pending_forks and not q.steps_in_flight and q.computed == len(q.tokens) - 1
         ]:
-            forks, seq.forks = seq.forks, 0
+            forks, seq.pending_forks = seq.pending_forks, 0
             self.queues.decode(seq)
             for index in range(1, forks + 1):
-                self.fork(seq, index).shared = seq.prompt_len
+                self.fork(seq, index).inherited_tokens = seq.prompt_len
         for seq in self.rewritten.values():
             if seq.status is Status.RUNNING:
-                plan.rows.append(new_row(seq))
+                plan.new_slots.append(new_slot(seq))
         self.rewritten.clear()
 
     # ---- beams -------------------------------------------------------------------------------------
@@ -135,7 +142,7 @@ class SequenceGroups:
             seq = step.seq
             if best[seq.id] is not step:
                 seq = self.fork(seq, free.pop())
-                seq.shared = len(seq.tokens)
+                seq.inherited_tokens = len(seq.tokens)
             elif not step.entered:
                 self.rewritten[seq.id] = seq
             go_on(seq, step)

@@ -44,15 +44,15 @@ class OffloadCosts:
     def learn(self, plan: Plan, result: StepResult) -> None:
         if plan.loads and result.load_seconds:
             self.load += SMOOTH * (result.load_seconds / len(plan.loads) - self.load)
-        if result.seconds:
+        if result.compute_seconds:
             prompt, total = (
-                sum(item.num for item in plan.items if item.start is not None),
+                sum(item.num_tokens for item in plan.items if item.start is not None),
                 plan.num_tokens,
             )
             # shorter ones tell what a step costs, not what a token does
             if prompt >= 2 * self.size and 2 * prompt > total:
                 self.tokens = (1 - SMOOTH) * self.tokens + total
-                self.seconds = (1 - SMOOTH) * self.seconds + result.seconds
+                self.seconds = (1 - SMOOTH) * self.seconds + result.compute_seconds
 
     def learn_fetch(self, seconds: float) -> None:
         self.fetch += SMOOTH * (seconds - self.fetch)

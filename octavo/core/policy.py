@@ -107,69 +107,71 @@ class Deadline(Policy):
 
 
 class Fair(Policy):
-    """As many tokens for each key that waits. A key's counter is what it was given so far; the lowest comes next. A key that had
+    """As many tokens for each tenant that waits. A tenant's counter is what it was given so far; the lowest comes next. A tenant that had
     nothing waiting starts where one that always had would stand (`even`): what it left to others earns nothing, and whoever
-    waits is not overtaken by ever new keys."""
+    waits is not overtaken by ever new tenants."""
 
     fixed = False
 
     def __init__(self) -> None:
-        # key -> tokens of what has ended, and what it did not ask for
+        # tenant -> tokens of what has ended, and what it did not ask for
         self.served: dict[str, int] = {}
-        self.live: dict[str, int] = {}  # key -> sequences that have not
-        self.even = 0.0  # the counter of a key that always has something waiting
+        self.live: dict[str, int] = {}  # tenant -> sequences that have not
+        self.even = 0.0  # the counter of a tenant that always has something waiting
         # tokens of all that has ended; and what was given up to the last look
         self._ended, self._given_before = 0, 0
-        self._turn: dict[int, int] = {}  # Sequence.id -> its key's counter when its turn comes
+        self._turn: dict[int, int] = {}  # Sequence.id -> its tenant's counter when its turn comes
 
     def arrived(self, seq: Sequence) -> None:
-        key = seq.request.key
-        self.served.setdefault(key, 0)
-        self.live[key] = self.live.get(key, 0) + 1
+        tenant = seq.request.tenant
+        self.served.setdefault(tenant, 0)
+        self.live[tenant] = self.live.get(tenant, 0) + 1
 
     def ended(self, seq: Sequence) -> None:
-        key = seq.request.key
-        if len(seq.tokens) > seq.prompt_len:  # who never got to speak is charged nothing
+        tenant = seq.request.tenant
+        if seq.num_generated > 0:  # who never got to speak is charged nothing
             given = self._given(seq, len(seq.tokens))
-            self.served[key] += given
+            self.served[tenant] += given
             self._ended += given
-        self.live[key] -= 1
-        if not self.live[key]:
-            del self.live[key]
+        self.live[tenant] -= 1
+        if not self.live[tenant]:
+            del self.live[tenant]
 
     def _given(self, seq: Sequence, upto: int) -> int:
         # a request's completions share its prompt, its beams more
-        return max(upto + seq.dropped - seq.shared, 0)
+        return max(upto + seq.dropped_tokens - seq.inherited_tokens, 0)
 
     def look(
         self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
     ) -> None:
-        counter, given = {key: self.served[key] for key in self.live}, self._ended
+        counter, given = {tenant: self.served[tenant] for tenant in self.live}, self._ended
         for seq in [*running, *(seq for seq in waiting if seq.preemptions)]:
-            counter[seq.request.key] += (some := self._given(seq, max(seq.planned, seq.lost)))
+            counter[seq.request.tenant] += (
+                some := self._given(seq, max(seq.planned, seq.preempted_positions))
+            )
             given += some
-        waited = {seq.request.key for seq in waiting if seq.id in self._turn}
-        new = {seq.request.key for seq in waiting} - waited
+        waited = {seq.request.tenant for seq in waiting if seq.id in self._turn}
+        new = {seq.request.tenant for seq in waiting} - waited
         self._move_on(counter, waited, given - self._given_before)
-        for key in new:
-            lift = max(math.ceil(self.even) - counter[key], 0)
-            self.served[key] += lift
-            counter[key] += lift
+        for tenant in new:
+            lift = max(math.ceil(self.even) - counter[tenant], 0)
+            self.served[tenant] += lift
+            counter[tenant] += lift
         self.served = {
-            key: n for key, n in self.served.items() if key in self.live or n > self.even
+            tenant: n for tenant, n in self.served.items() if tenant in self.live or n > self.even
         }
         self._given_before = given
         self._turn.clear()
-        # by arrival: each adds to its key's counter
+        # by arrival: each adds to its tenant's counter
         for seq in sorted(waiting, key=lambda s: s.rank[1:]):
-            self._turn[seq.id] = counter[seq.request.key]
-            counter[seq.request.key] += len(seq.tokens)
+            self._turn[seq.id] = counter[seq.request.tenant]
+            counter[seq.request.tenant] += len(seq.tokens)
 
     def _move_on(self, counter: dict[str, int], waited: set[str], given: int) -> None:
-        """`even`, by an equal part of what was given since the last look, for each key that waited for it; at most to where the
+        """`even`, by an equal part of what was given since the last look, for each tenant that waited for it; at most to where the
         last of them stands. Where none waited, to the most that anybody has had: nobody is owed anything."""
         if waited:
-            most = max(counter[key] for key in waited)
+            most = max(counter[tenant] for tenant in waited)
             self.even = max(self.even, min(self.even + max(given, 0) / len(waited), most))
         else:
             self.even = max(self.even, *counter.values(), *self.served.values())

@@ -90,7 +90,8 @@ class Urgency:
                 victims = [s for s in queues.running if s.rank > seq.rank and policy.pauses(seq, s)]
                 if (
                     not victims
-                    or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.table) < wanted
+                    or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.block_table)
+                    < wanted
                 ):
                     return Room(before, tokens, ahead)  # to pause them would not help
                 victim, free = policy.victim(victims), len(pool.free)
@@ -124,7 +125,9 @@ class Urgency:
         if seq.status is Status.RUNNING:
             num = chunk(seq, seq.planned, left)
             return (
-                (0, max(-(-(seq.planned + num) // size) - len(seq.table), 0), num) if num else None
+                (0, max(-(-(seq.planned + num) // size) - len(seq.block_table), 0), num)
+                if num
+                else None
             )
         found = self.prefix.match(seq)
         if found is None:

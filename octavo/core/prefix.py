@@ -15,7 +15,7 @@ from typing import NamedTuple
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool, chain, root
 from octavo.core.tier_index import TierIndex
-from octavo.types import Plan, Sequence, StepResult
+from octavo.types import DiskWait, Plan, Sequence, StepResult
 
 
 class Match(NamedTuple):
@@ -29,9 +29,9 @@ class PrefixCache:
     def __init__(self, cache: CacheConfig, pool: BlockPool):
         self.on, self.pool, self.size = cache.prefix_caching, pool, pool.size
         self.tiers: TierIndex | None = None
-        if self.on and cache.host_slots:
+        if self.on and cache.host_blocks:
             self.tiers = TierIndex(
-                cache.host_slots, cache.block_size, cache.block_bytes, cache.disk
+                cache.host_blocks, cache.block_size, cache.block_bytes, cache.has_disk
             )
         # content of blocks on their way into the cache -> whose sequence computes it
         self.computing: dict[bytes, int] = {}
@@ -39,7 +39,7 @@ class PrefixCache:
     # ---- admission ---------------------------------------------------------------------------------
 
     def extend_hashes(self, seq: Sequence, full: int) -> None:
-        size, hashes = self.size, seq.hashes
+        size, hashes = self.size, seq.block_hashes
         for j in range(len(hashes), full):
             parent = hashes[-1] if j else root(seq.request.cache_salt)
             hashes.append(chain(parent, seq.tokens[j * size : (j + 1) * size]))
@@ -49,7 +49,10 @@ class PrefixCache:
         found = 0
         while self.on and found < (len(seq.tokens) - 1) // self.size:
             self.extend_hashes(seq, found + 1)
-            if seq.hashes[found] not in self.pool.index and seq.hashes[found] not in self.computing:
+            if (
+                seq.block_hashes[found] not in self.pool.index
+                and seq.block_hashes[found] not in self.computing
+            ):
                 break
             found += 1
         return found * self.size
@@ -60,13 +63,13 @@ class PrefixCache:
             return Match([], [])
         full = (len(seq.tokens) - 1) // self.size  # always leave a token to compute
         self.extend_hashes(seq, full)
-        hits, loads = self.pool.match(seq.hashes[:full], seq.tokens), list[tuple[int, int]]()
+        hits, loads = self.pool.match(seq.block_hashes[:full], seq.tokens), list[tuple[int, int]]()
         if self.tiers is not None:
             loads = self.tiers.extend(
-                hits, seq.hashes[:full], seq.tokens, self.pool, self.computing
+                hits, seq.block_hashes[:full], seq.tokens, self.pool, self.computing
             )
         soon = len(hits)
-        while soon < full and seq.hashes[soon] in self.computing:
+        while soon < full and seq.block_hashes[soon] in self.computing:
             soon += 1
         return (
             None
@@ -80,7 +83,11 @@ class PrefixCache:
 
     def waits(self, seq: Sequence) -> bool:
         """For the disk, which has brought nothing since it looked."""
-        return self.tiers is not None and seq.asked == self.tiers.news
+        return (
+            self.tiers is not None
+            and seq.disk_wait is DiskWait.WAITING
+            and seq.disk_events_seen == self.tiers.settled
+        )
 
     def ask_disk(self, seq: Sequence, found: Match, plan: Plan, spare: int) -> int | None:
         """None: it need not wait for the disk. Otherwise what has come is lifted, as long as so many `spare` blocks are left:
@@ -107,20 +114,20 @@ class PrefixCache:
     def give(self, seq: Sequence, found: Match, plan: Plan) -> None:
         """The sequence begins with what was found. The rest of its text is on its way into the cache from now on."""
         # pinned before anything is evicted
-        seq.table = [self.pool.share(b) if b else 0 for b in found.hits]
+        seq.block_table = [self.pool.share(b) if b else 0 for b in found.hits]
         for j, slot in found.loads:
             assert self.tiers is not None
             self.tiers.load(slot, block := self.pool.take(), plan)
-            seq.table[j] = block
+            seq.block_table[j] = block
         seq.computed = seq.planned = len(found.hits) * self.size
         # what is loaded counts once it is committed
-        seq.published = found.loads[0][0] if found.loads else len(found.hits)
-        for h in seq.hashes[seq.published :]:
+        seq.published_blocks = found.loads[0][0] if found.loads else len(found.hits)
+        for h in seq.block_hashes[seq.published_blocks :]:
             self.computing.setdefault(h, seq.id)
 
     def give_up(self, seq: Sequence) -> None:
         """It computes nothing any more."""
-        for h in seq.hashes[seq.published :]:
+        for h in seq.block_hashes[seq.published_blocks :]:
             if self.computing.get(h) == seq.id:
                 del self.computing[h]
 
@@ -131,31 +138,33 @@ class PrefixCache:
         size = self.size
         full = seq.computed // size
         self.extend_hashes(seq, full)
-        for j in range(seq.published, full):
-            parent = seq.hashes[j - 1] if j else b""
+        for j in range(seq.published_blocks, full):
+            parent = seq.block_hashes[j - 1] if j else b""
             tokens = seq.tokens[j * size : (j + 1) * size]
-            self.pool.publish(seq.table[j], seq.hashes[j], tokens, parent, seq.request.key)
-            self.computing.pop(seq.hashes[j], None)
-        seq.published = full
+            self.pool.publish(
+                seq.block_table[j], seq.block_hashes[j], tokens, parent, seq.request.tenant
+            )
+            self.computing.pop(seq.block_hashes[j], None)
+        seq.published_blocks = full
 
     def disown(self, seq: Sequence) -> None:
         """What this sequence has computed is no good, or what it was given: nobody is to find any of it."""
-        for block in seq.table:
+        for block in seq.block_table:
             self.pool.disown(block)
         if self.tiers is not None:
-            self.tiers.disown(seq.hashes)
+            self.tiers.disown(seq.block_hashes)
 
     def demote(self, plan: Plan) -> None:
         """The plan is complete: what it evicts goes to the tiers."""
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
-            plan.waits = bool(self.tiers.fetching or self.tiers.rising)
+            plan.awaits_disk = bool(self.tiers.fetching or self.tiers.rising)
         self.pool.evicted.clear()
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         if self.tiers is not None:
             self.tiers.commit(plan, result)
-            self.tiers.land(plan, self.pool, True, result.spoilt)
+            self.tiers.land(plan, self.pool, True, result.corrupt_host_blocks)
 
     def fail(self, plan: Plan) -> None:
         """Nothing that the step was to move is where it was to be."""

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from octavo.core.beam_search import candidates
 from octavo.core.policy import Policy
-from octavo.types import NewRow, Sequence, Status
+from octavo.types import NewSlot, Sequence, Status
 
 by_rank = attrgetter("rank")
 
@@ -55,11 +55,11 @@ class Queues:
 
     def begin(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
-        seq.status, seq.row = Status.RUNNING, self.rows.pop()
+        seq.status, seq.slot = Status.RUNNING, self.rows.pop()
         insort(self.prefilling, seq, key=by_rank)
 
     def join(self, seq: Sequence) -> None:
-        seq.status, seq.row = Status.RUNNING, self.rows.pop()
+        seq.status, seq.slot = Status.RUNNING, self.rows.pop()
         insort(self.decoding, seq, key=by_rank)
 
     def decode(self, seq: Sequence) -> None:
@@ -69,8 +69,8 @@ class Queues:
 
     def leave(self, seq: Sequence) -> None:
         (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
-        self.rows.append(seq.row)
-        seq.row = -1
+        self.rows.append(seq.slot)
+        seq.slot = -1
 
     def check(self) -> None:
         """Raise AssertionError unless each queue is in order and each row in one place."""
@@ -79,25 +79,29 @@ class Queues:
         for seq in self.waiting:
             waits = (
                 seq.status is Status.WAITING
-                and not seq.table
-                and seq.row == -1
-                and not seq.inflight
+                and not seq.block_table
+                and seq.slot == -1
+                and not seq.steps_in_flight
             )
             assert waits, f"{seq.id}: waits with what only those have that run"
         assert all(seq.status is Status.RUNNING for seq in self.running), (
             "somebody runs and is not said to"
         )
-        rows = sorted(self.rows + [seq.row for seq in self.running])
+        rows = sorted(self.rows + [seq.slot for seq in self.running])
         assert rows == list(range(self.num_rows)), "rows lost or used twice"
 
 
-def new_row(seq: Sequence) -> NewRow:
+def new_slot(seq: Sequence) -> NewSlot:
     """Everything the device must know of a sequence that runs."""
     p, logprobs = seq.params, seq.params.logprobs
     if p.ranked:
         logprobs = max(logprobs or 0, candidates(seq) if p.use_beam_search else 0)
-    tokens, table, said = seq.tokens[:], list(seq.table), seq.dropped - seq.dropped_prompt
-    return NewRow(
-        seq.id, seq.epoch, seq.row, tokens, seq.computed, table, seq.prompt_kept, seq.seed, seq.stop_ids, p, logprobs,
-        seq.dropped, said,
+    tokens, table, said = (
+        seq.tokens[:],
+        list(seq.block_table),
+        seq.dropped_tokens - seq.dropped_prompt_tokens,
+    )
+    return NewSlot(
+        seq.id, seq.epoch, seq.slot, tokens, seq.computed, table, seq.kept_prompt_tokens, seq.seed, seq.stop_ids, p, logprobs,
+        seq.dropped_tokens, said,
     )  # fmt: skip

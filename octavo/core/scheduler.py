@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.admission import new_sequence
-from octavo.core.batching import Batches, Pace, Ride
+from octavo.core.batching import Batches, Pace, Piggyback
 from octavo.core.beam_search import reported
 from octavo.core.blocks import BlockPool
 from octavo.core.bounded_kv import check_eviction, drop, looks, most_positions, pick, weigh
@@ -35,12 +35,13 @@ from octavo.core.invariants import check
 from octavo.core.policy import find_policy
 from octavo.core.preemption import Room, Urgency
 from octavo.core.prefix import Match, PrefixCache
-from octavo.core.queues import Queues, new_row
+from octavo.core.queues import Queues, new_slot
 from octavo.core.tables import admission_takes, chunk, evict, reserve
 from octavo.core.tier_index import TierCounters
 from octavo.core.trace import Recorder
 from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.types import (
+    DiskWait,
     Guide,
     Item,
     Output,
@@ -108,9 +109,15 @@ class Scheduler:
         self.queues = Queues(self.policy, schedule.max_num_seqs)
         self.families = SequenceGroups(self.queues, self.pool)
         self.adaptive = schedule.batching == "adaptive"
-        self.pace = Pace(schedule.target) if self.adaptive or self.policy.pausing else None
-        rides = schedule.ride and schedule.batching == "continuous" and not self.policy.pausing
-        self.ride = Ride(schedule.ride, schedule.max_num_seqs) if rides else None
+        self.pace = Pace(schedule.latency_target) if self.adaptive or self.policy.pausing else None
+        piggybacks = (
+            schedule.piggyback_tokens
+            and schedule.batching == "continuous"
+            and not self.policy.pausing
+        )
+        self.piggyback = (
+            Piggyback(schedule.piggyback_tokens, schedule.max_num_seqs) if piggybacks else None
+        )
         self.urgency = Urgency(self.queues, self.prefix, self.pace, schedule.depth)
         self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
         self.relaxed = 0  # until this step
@@ -150,7 +157,7 @@ class Scheduler:
         seq = new_sequence(
             request, id, seed, self.cache, self.schedule, self.vocab_size, self.eos_ids
         )
-        self.arrivals, seq.queued = number, self.clock()
+        self.arrivals, seq.queued_at = number, self.clock()
         self.queues.arrive(seq, number)
         self.families.enter(seq)
 
@@ -164,7 +171,18 @@ class Scheduler:
         """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
         family, missing = list(self.requests.get(request_id, ())), self.families.missing(request_id)
         out = [
-            Output(request_id, index, [], None, reason, None, family[0].cached, None, error, code)
+            Output(
+                request_id,
+                index,
+                [],
+                None,
+                reason,
+                None,
+                family[0].cached_tokens,
+                None,
+                error,
+                code,
+            )
             for index in missing
         ]
         for seq in family:
@@ -195,16 +213,16 @@ class Scheduler:
             self._preempt(seq, "the device ran out of memory")
         if self.cap > 1 and len({seq.request.id for seq in touched}) > 1:
             return []
-        again = {seq.request.id: None for seq in touched if seq.shrunk}
+        again = {seq.request.id: None for seq in touched if seq.retried_after_oom}
         for seq in touched:
-            seq.shrunk = True
+            seq.retried_after_oom = True
         return [out for request_id in again for out in self.abort(request_id, "error", error, code)]
 
     def _undo(self, plan: Plan) -> list[Sequence]:
         """Nothing that a step was to bring is there. Returns the sequences that it was for, those that still wait for it."""
         self.prefix.fail(plan)
-        touched = [(row.seq, row.epoch) for row in plan.rows] + [
-            (item.seq, item.epoch) for item in plan.items
+        touched = [(row.seq_id, row.epoch) for row in plan.new_slots] + [
+            (item.seq_id, item.epoch) for item in plan.items
         ]
         return list(
             {
@@ -261,8 +279,10 @@ class Scheduler:
         """Tokens of a step in which so many decode. Where it adapts to a target: as many of prompts as let those have their
         next in time. Where nobody waits: as many as ride along."""
         most = self.cap - decoding
-        if self.ride is not None:
-            return decoding + self.ride.chunk(most, self.decoding, self.prefilling, self.waiting)
+        if self.piggyback is not None:
+            return decoding + self.piggyback.chunk(
+                most, self.decoding, self.prefilling, self.waiting
+            )
         return decoding + (
             self.pace.chunk(most) if self.pace is not None and self.adaptive and decoding else most
         )
@@ -274,22 +294,23 @@ class Scheduler:
             self.pool.size,
             self.pool.refs,
             plan.items,
-            self.cache.eviction == "heavy",
+            self.cache.kv_eviction == "heavy",
         )
         i = 0
         while i < len(self.decoding):
             seq = self.decoding[i]
             i += 1
             at = seq.planned
-            if at + 1 >= seq.limit or seq.id in aside:  # what is in flight reaches the limit
+            # The steps in flight already reach the limit.
+            if at + 1 >= seq.position_limit or seq.id in aside:
                 continue
             if at >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
                 continue
             # a block will leave its cache: when all that stands there has landed
-            if at >= self.most and seq.inflight:
+            if at >= self.most and seq.steps_in_flight:
                 continue
             j = at // size
-            if j >= len(seq.table) or refs[seq.table[j]] > 1:
+            if j >= len(seq.block_table) or refs[seq.block_table[j]] > 1:
                 while not self._reserve(seq, 1, plan):
                     weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
                     # not in this plan yet: plans are never edited
@@ -299,20 +320,20 @@ class Scheduler:
                         return len(items)
                 at = seq.planned
             seq.planned = at + 1
-            seq.inflight += 1
+            seq.steps_in_flight += 1
             if seq.guide is not None:
-                plan.masks[len(items)] = seq.guide.mask
+                plan.token_masks[len(items)] = seq.guide.mask
             look = heavy and looks(seq, at, self.cache)
-            items.append(Item(seq.id, seq.epoch, seq.row, None, 1, True, at + 1, None, look))
+            items.append(Item(seq.id, seq.epoch, seq.slot, None, 1, True, at + 1, None, look))
         return len(items)
 
     def _plan_short(self, plan: Plan, left: int, room: Room) -> int:
         """Short prompts do not wait for long ones that are being computed: those that fit whole into a share of the step come
         first. Not where the long ones may need the memory. Returns the tokens they take."""
-        share = min(int(left * self.schedule.short_share), left - 1)
+        share = min(int(left * self.schedule.short_prompt_share), left - 1)
         todo = [len(seq.tokens) - seq.planned for seq in self.prefilling]
         if (
-            (self.ride is not None and self.ride.on)
+            (self.piggyback is not None and self.piggyback.on)
             or room.ahead
             or not self.waiting
             or share < 1
@@ -351,19 +372,19 @@ class Scheduler:
         if not evict(self.pool, self.cache, seq, plan):
             return False
         self.count.dropped_blocks += 1
-        plan.rows.append(new_row(seq))
+        plan.new_slots.append(new_slot(seq))
         return True
 
     def _schedule(self, seq: Sequence, num: int, plan: Plan) -> None:
         """A chunk of known tokens. With the last of them the sequence starts to decode."""
         start, seq.planned = seq.planned, seq.planned + num
-        seq.inflight += 1
+        seq.steps_in_flight += 1
         sample = seq.planned == len(seq.tokens)
         logprobs = seq.params.prompt_logprobs if seq.owes_prompt_logprobs else None
         if sample and seq.guide is not None:
-            plan.masks[len(plan.items)] = seq.guide.mask
+            plan.token_masks[len(plan.items)] = seq.guide.mask
         plan.items.append(
-            Item(seq.id, seq.epoch, seq.row, start, num, sample, seq.planned, logprobs)
+            Item(seq.id, seq.epoch, seq.slot, start, num, sample, seq.planned, logprobs)
         )
         if sample:
             self.queues.decode(seq)
@@ -384,17 +405,19 @@ class Scheduler:
             seq = self.waiting[i]
             if seq.rank >= before:
                 break
-            if not self._may_begin(seq) or (whole and (seq.forks or len(seq.tokens) > left)):
+            if not self._may_begin(seq) or (
+                whole and (seq.pending_forks or len(seq.tokens) > left)
+            ):
                 i += 1
                 continue
             if held and self.pool.size < len(seq.tokens):
                 self.prefix.extend_hashes(seq, 1)
-            if seq.hashes and seq.hashes[0] in held:
+            if seq.block_hashes and seq.block_hashes[0] in held:
                 i += 1
                 continue
             found = self.prefix.match(seq)
             if found is None:
-                held.add(seq.hashes[0])
+                held.add(seq.block_hashes[0])
                 i += 1
                 continue
             loading = self.prefix.ask_disk(
@@ -420,16 +443,17 @@ class Scheduler:
             return 0
         self.queues.begin(seq)
         self.prefix.give(seq, found, plan)
-        seq.table += [
-            self.pool.take() for _ in range(len(seq.table), -(-(cached + num) // self.pool.size))
+        seq.block_table += [
+            self.pool.take()
+            for _ in range(len(seq.block_table), -(-(cached + num) // self.pool.size))
         ]
-        if seq.preemptions == 0 and not seq.shared:
-            seq.cached = cached
+        if seq.preemptions == 0 and not seq.inherited_tokens:
+            seq.cached_tokens = cached
             self.count.queried_tokens += len(seq.tokens)
             self.count.cached_tokens += cached
         else:
-            self.count.recomputed_tokens += max(seq.lost - cached, 0)
-        plan.rows.append(new_row(seq))
+            self.count.recomputed_tokens += max(seq.preempted_positions - cached, 0)
+        plan.new_slots.append(new_slot(seq))
         if num > 0:
             self._schedule(seq, num, plan)
         return max(num, 1) + self.prefix.load_tokens(len(found.loads))
@@ -442,23 +466,23 @@ class Scheduler:
         out: list[Output] = []
         live, size, count, caching = self.live, self.pool.size, self.count, self.prefix.on
         for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
-            seq = live.get(item.seq)
+            seq = live.get(item.seq_id)
             if seq is None or item.epoch != seq.epoch:
                 continue
-            seq.inflight -= 1
-            seq.shrunk = False
-            seq.computed += item.num
-            count.computed_tokens += item.num
+            seq.steps_in_flight -= 1
+            seq.retried_after_oom = False
+            seq.computed += item.num_tokens
+            count.computed_tokens += item.num_tokens
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
-            if item.mass:
-                weigh(seq, result.mass[i])
+            if item.wants_attention_mass:
+                weigh(seq, result.attention_mass[i])
             if new and new[0] < 0:
                 for one in self.requests[seq.request.id]:
                     self.prefix.disown(one)
                 out += self.abort(seq.request.id, "error", NO_NUMBER, NotANumber.code)
                 continue
-            if caching and seq.computed >= (seq.published + 1) * size:
+            if caching and seq.computed >= (seq.published_blocks + 1) * size:
                 self.prefix.publish(seq)
             if new and seq.beam is not None:
                 assert result.logprobs is not None
@@ -470,10 +494,10 @@ class Scheduler:
                 seq.tokens.append(t)
                 length = len(seq.tokens)
                 if t in seq.stop_ids and (
-                    length - seq.prompt_len >= seq.params.min_tokens or seq.guide is not None
+                    seq.num_generated >= seq.params.min_tokens or seq.guide is not None
                 ):
                     reason = "stop"
-                elif length >= seq.limit:
+                elif length >= seq.position_limit:
                     reason = "length"
             if new and seq.guide is not None:
                 try:
@@ -486,11 +510,14 @@ class Scheduler:
                 news = Output(seq.request.id, seq.index, new, None, reason)
                 if result.logprobs is not None and result.logprobs[i]:
                     news.logprobs = result.logprobs[i]
-                if len(seq.tokens) == seq.prompt_len + len(new):
-                    news.cached_tokens, news.prompt_logprobs = seq.cached, seq.prompt_logprobs
-                    seq.first = self.clock()
+                if seq.first_token_at is None:
+                    news.cached_tokens, news.prompt_logprobs = (
+                        seq.cached_tokens,
+                        seq.prompt_logprobs,
+                    )
+                    seq.first_token_at = self.clock()
                 if reason is not None:
-                    news.cached_tokens = seq.cached
+                    news.cached_tokens = seq.cached_tokens
                     news.stop_reason = (
                         new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None
                     )
@@ -502,15 +529,17 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """Give back row and blocks. Steps in flight may still write there: the device does things in order."""
-        for b in reversed(seq.table):  # tail first: prefixes outlive suffixes in the cache
+        for b in reversed(seq.block_table):  # tail first: prefixes outlive suffixes in the cache
             self.pool.drop(b)
         self.prefix.give_up(seq)
         self.queues.leave(seq)
-        seq.table, seq.inflight, seq.computed, seq.planned = [], 0, 0, 0
+        seq.block_table, seq.steps_in_flight, seq.computed, seq.planned = [], 0, 0, 0
 
     def _preempt(self, seq: Sequence, why: str) -> None:
         """Back to the queue. Its full blocks stay findable until their memory is needed."""
-        seq.lost, seq.asked, seq.why = seq.planned, -1, why
+        seq.preempted_positions = seq.planned
+        seq.disk_wait = DiskWait.NOT_ASKED
+        seq.preempt_reason = why
         self._release(seq)
         if len(seq.tokens) > self.most:  # what would leave next is not computed again
             drop(seq, pick(seq, self.cache), self.pool.size)

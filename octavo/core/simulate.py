@@ -33,10 +33,10 @@ def features(plan: Plan) -> tuple[float, ...]:
     for item in plan.items:
         rows += item.sample
         if item.start is None:
-            kv += item.end
+            kv += item.max_kv_len
         else:
-            prefill += item.num
-            pairs += item.num * (item.start + item.end) // 2
+            prefill += item.num_tokens
+            pairs += item.num_tokens * (item.start + item.max_kv_len) // 2
     return 1.0, prefill, rows, kv, pairs
 
 
@@ -91,13 +91,13 @@ class CostRunner:
         self.rows: dict[int, tuple[int, int]] = {}
 
     def launch(self, plan: Plan) -> _Landing:
-        for new in plan.rows:
-            self.rows[new.row] = new.seed, len(new.tokens)
+        for new in plan.new_slots:
+            self.rows[new.slot] = new.seed, len(new.tokens)
         sampled: list[list[int]] = []
         for item in plan.items:
-            which, known = self.rows[item.row]
+            which, known = self.rows[item.slot]
             sampled.append([self.said[which][known]] if item.sample else [])
-            self.rows[item.row] = which, known + item.sample
+            self.rows[item.slot] = which, known + item.sample
         self.free = max(self.free, self.clock.now) + self.costs.seconds(features(plan))
         return _Landing(self.clock, self.free, StepResult(sampled))
 
@@ -155,7 +155,7 @@ def requests_of(trace: list[Entry], vocab_size: int) -> tuple[list[Request], lis
             e.arrival,
             priority=e.priority,
             deadline=e.deadline,
-            key=e.key,
+            tenant=e.tenant,
         )
         for i, (e, ids) in enumerate(zip(trace, said, strict=True))
     ]

@@ -22,7 +22,7 @@ NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that
 def chunk(seq: Sequence, start: int, left: int) -> int:
     """Known tokens that it computes next, of so many that are left of the step."""
     # forks stop one short: each child computes the last itself
-    return min(len(seq.tokens) - (seq.forks > 0) - start, left)
+    return min(len(seq.tokens) - (seq.pending_forks > 0) - start, left)
 
 
 def admission_takes(pool: BlockPool, hits: list[int], num: int) -> int:
@@ -33,7 +33,7 @@ def admission_takes(pool: BlockPool, hits: list[int], num: int) -> int:
 
 def reserve(pool: BlockPool, seq: Sequence, num: int, plan: Plan) -> bool:
     """Own every block that positions [planned, planned + num) will be written to. All of them or none."""
-    size, table = pool.size, seq.table
+    size, table = pool.size, seq.block_table
     first, last = seq.planned // size, (seq.planned + num - 1) // size
     shared = [j for j in range(first, min(last + 1, len(table))) if pool.refs[table[j]] > 1]
     fresh = max(last + 1 - len(table), 0)
@@ -42,18 +42,18 @@ def reserve(pool: BlockPool, seq: Sequence, num: int, plan: Plan) -> bool:
     for j in shared:  # copy on write
         old, table[j] = table[j], pool.take()
         plan.copies.append((old, table[j]))
-        plan.appends.append((seq.row, j, table[j]))
+        plan.block_appends.append((seq.slot, j, table[j]))
         pool.drop(old)
     for j in range(len(table), last + 1):
         table.append(pool.take())
-        plan.appends.append((seq.row, j, table[j]))
+        plan.block_appends.append((seq.slot, j, table[j]))
     return True
 
 
 def evict(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -> bool:
     """A block leaves a full cache, those behind it move up, and there is one to write to. All of that or nothing. What others
     hold or could find is not touched: it is copied, or taken out of the index. The row must be written anew."""
-    size, table, j = pool.size, seq.table, pick(seq, cache)
+    size, table, j = pool.size, seq.block_table, pick(seq, cache)
     shared = sum(pool.refs[b] > 1 for b in table[j + 1 :])
     if shared + 1 > len(pool.free) + (pool.refs[table[j]] == 1):
         return False
@@ -68,5 +68,5 @@ def evict(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -> boo
     table.append(pool.take())
     drop(seq, j, size)
     seq.computed = seq.planned = seq.planned - size
-    seq.published = NEVER  # until it is computed anew, from the tokens that it kept
+    seq.published_blocks = NEVER  # until it is computed anew, from the tokens that it kept
     return True

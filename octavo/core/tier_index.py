@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
 from octavo.core.offload_costs import DISK_RATE, LINK_RATE, OffloadCosts
-from octavo.types import DiskNews, Fetch, Plan, Save, Sequence, StepResult
+from octavo.types import DiskEvent, DiskWait, Fetch, Plan, Save, Sequence, StepResult
 
 TICKETS = count(1)  # of all engines: a runner outlives them
 
@@ -75,7 +75,7 @@ class TierIndex:
         self.on_disk: set[bytes] = set()
         self.lifted: dict[int, list[Lift]] = {}  # by step in flight
         self.rising: dict[bytes, int] = {}  # of those that nothing forgot: the block
-        self.news = 1  # how often a slot was settled: who waits looks again when this has moved
+        self.settled = 1  # how often a slot was settled: who waits looks again when this has moved
         self.count = TierCounters()
         self.links = OffloadCosts(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
 
@@ -126,7 +126,7 @@ class TierIndex:
         """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
         if not self.disk:
             return False
-        hashes, wanted, coming, rising, here = seq.hashes, list[int](), 0, 0, len(loads)
+        hashes, wanted, coming, rising, here = seq.block_hashes, list[int](), 0, 0, len(loads)
         for j in range(len(hits), (len(seq.tokens) - 1) // self.size):
             h = hashes[j]
             if h in self.rising:
@@ -135,7 +135,7 @@ class TierIndex:
                 here += 1
             elif h in self.filling:
                 coming += 1
-            elif seq.asked < 0 and h in self.on_disk:
+            elif seq.disk_wait is DiskWait.NOT_ASKED and h in self.on_disk:
                 wanted.append(j)
             else:
                 break
@@ -146,7 +146,7 @@ class TierIndex:
             if not self.links.try_it(disk=True):
                 self.count.refused += 1
                 wanted, coming = [], 0
-        elif seq.asked > 0 and not self.links.pays(disk=True):
+        elif seq.disk_wait is DiskWait.WAITING and not self.links.pays(disk=True):
             coming = 0  # slower than it seemed: what has come is enough
         for j in wanted:
             slot = self._take()
@@ -155,11 +155,12 @@ class TierIndex:
                 next(TICKETS), slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size]
             )
             self._fill(slot, fetch.hash, fetch.tokens)
-            self.fetching[fetch.ticket] = fetch
+            self.fetching[fetch.fetch_id] = fetch
             plan.fetches.append(fetch)
             self.count.fetches += 1
         waits = bool(wanted or coming or rising)
-        seq.asked = self.news if waits else 0
+        seq.disk_wait = DiskWait.WAITING if waits else DiskWait.OVER
+        seq.disk_events_seen = self.settled
         return waits
 
     def load(self, slot: int, block: int, plan: Plan) -> None:
@@ -178,7 +179,7 @@ class TierIndex:
         ones are left to those who run. How many."""
         lifted, size = list[Lift](), self.size
         for j in range((len(seq.tokens) - 1) // size if self.fetched else 0):
-            h, tokens = seq.hashes[j], seq.tokens[j * size : (j + 1) * size]
+            h, tokens = seq.block_hashes[j], seq.tokens[j * size : (j + 1) * size]
             slot = self.find(h, tokens)
             if slot in self.fetched and len(pool.free) > spare:
                 self.fetched.remove(slot)
@@ -186,14 +187,15 @@ class TierIndex:
                 self.rising[h] = block
                 lifted.append(
                     Lift(
-                        Content(block, h, tokens, seq.hashes[j - 1] if j else b""),
+                        Content(block, h, tokens, seq.block_hashes[j - 1] if j else b""),
                         slot,
-                        seq.request.key,
+                        seq.request.tenant,
                     )
                 )
         if lifted:
             self.lifted.setdefault(plan.step, []).extend(lifted)
-            seq.asked = self.news
+            seq.disk_wait = DiskWait.WAITING
+            seq.disk_events_seen = self.settled
         return len(lifted)
 
     def land(self, plan: Plan, pool: BlockPool, loaded: bool, spoilt: Collection[int] = ()) -> None:
@@ -212,7 +214,7 @@ class TierIndex:
                 self.count.miss("corrupt")
                 self.on_disk.discard(h)
             pool.drop(block)
-            self.news += 1
+            self.settled += 1
 
     # ---- down: what leaves the device --------------------------------------------------------------
 
@@ -256,15 +258,15 @@ class TierIndex:
         self._end(plan, True)
         self.links.learn(plan, result)
         self.count.load_seconds += result.load_seconds
-        for news in result.news:
+        for news in result.disk_events:
             self._hear(news)
 
     def fail(self, plan: Plan) -> None:
         """The step may have done all of its moves, some or none."""
         self._end(plan, False)
         for fetch in plan.fetches:
-            if self.fetching.pop(fetch.ticket, None):
-                self._settle(fetch.slot, False)
+            if self.fetching.pop(fetch.fetch_id, None):
+                self._settle(fetch.host_block, False)
 
     def _end(self, plan: Plan, stored: bool) -> None:
         for _, slot in plan.stores:
@@ -273,25 +275,25 @@ class TierIndex:
             self.pins[slot] -= 1
             self._free_if_unused(slot)
 
-    def _hear(self, news: DiskNews) -> None:
+    def _hear(self, news: DiskEvent) -> None:
         if news.kind == "listed":
-            self.on_disk = set(news.hashes)
+            self.on_disk = set(news.listed_hashes)
         elif news.kind == "saved":
             self.on_disk.add(news.hash)
             self.count.saves += 1
         elif news.kind == "unsaved":
-            self.count.miss(news.why)
-        elif fetch := self.fetching.pop(news.ticket, None):
+            self.count.miss(news.reason)
+        elif fetch := self.fetching.pop(news.fetch_id, None):
             arrived = news.kind == "fetched"
             if news.seconds:
                 self.links.learn_fetch(news.seconds)
                 self.count.fetch_seconds += news.seconds
             if not arrived:
-                self.count.miss(news.why)
+                self.count.miss(news.reason)
                 self.on_disk.discard(fetch.hash)
-            elif self.hash[fetch.slot] is not None:
-                self.fetched.add(fetch.slot)
-            self._settle(fetch.slot, arrived)
+            elif self.hash[fetch.host_block] is not None:
+                self.fetched.add(fetch.host_block)
+            self._settle(fetch.host_block, arrived)
 
     def disown(self, hashes: list[bytes]) -> None:
         """These contents are not what they should be. What is on disk, or on its way there, may come back: who meets it then
@@ -341,7 +343,7 @@ class TierIndex:
     def _settle(self, slot: int, filled: bool) -> None:
         """Whoever filled the slot is done with it."""
         self.pins[slot] -= 1
-        self.news += 1
+        self.settled += 1
         h = self.hash[slot]
         if h is not None:  # not forgotten meanwhile
             del self.filling[h]
@@ -382,7 +384,7 @@ class TierIndex:
         assert sorted(self.free) == unused, "a slot is lost, or free and in use"
         assert all(pins >= 0 for pins in self.pins), "a slot was let go twice"
         assert all(self.pins[slot] for slot in filling), "nobody fills a slot that is being filled"
-        assert all(self.pins[f.slot] for f in self.fetching.values()), (
+        assert all(self.pins[f.host_block] for f in self.fetching.values()), (
             "a slot was given away while the disk fills it"
         )
         assert self.fetched <= set(ready), "a slot is said to come from disk and holds nothing"

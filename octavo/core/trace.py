@@ -2,7 +2,7 @@
 
 A line of JSON for each completion:
 
-    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0, "key": "", "deadline": null,
+    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0, "tenant": "", "deadline": null,
      "id": "req_5f-0", "submitted": 12.301, "queued": 12.302, "first": 12.34}
 
 `blocks` has a number for each full block of BLOCK tokens of the prompt and the output: equal numbers, equal tokens from the
@@ -42,7 +42,7 @@ class Entry:
     output: int
     blocks: list[int] = field(default_factory=list)
     priority: int = 0
-    key: str = ""
+    tenant: str = ""
     deadline: float | None = None
     id: str = ""
     submitted: float = 0.0  # on the clock of `arrival`; 0: not known
@@ -64,17 +64,17 @@ class Recorder:
         self.secret, self.full = os.urandom(16), False
 
     def ended(self, seq: Sequence) -> None:
-        request, output = seq.request, len(seq.tokens) - seq.prompt_len
+        request, output = seq.request, seq.num_generated
         if self.full or output < 1 or not request.arrival:
             return
         blocks, parent = [], self.secret + root(request.cache_salt)
-        known = array("i", request.prompt) if seq.dropped else seq.tokens
+        known = array("i", request.prompt) if seq.dropped_tokens else seq.tokens
         for at in range(0, len(known) - BLOCK + 1, BLOCK):
             parent = chain(parent, known[at : at + BLOCK])
             blocks.append(int.from_bytes(parent[:6], "little"))
         entry = Entry(
-            request.arrival, len(request.prompt), output, blocks, request.priority, request.key, request.deadline,
-            request.id, request.submitted, seq.queued, seq.first,
+            request.arrival, len(request.prompt), output, blocks, request.priority, request.tenant, request.deadline,
+            request.id, request.submitted, seq.queued_at, seq.first_token_at or 0.0,
         )  # fmt: skip
         try:
             self.file.write(json.dumps(asdict(entry)) + "\n")
@@ -134,12 +134,12 @@ def _lines(path: str) -> Iterator[Entry]:
 
 
 DEFAULTS = {"rate": "4", "n": "100", "prompt": "32-512", "output": "16-256", "shared": "0", "groups": "1", "urgent": "0",
-            "keys": "1", "seed": "0"}  # fmt: skip
+            "tenants": "1", "seed": "0"}  # fmt: skip
 
 
 def _made_up(spec: str) -> Iterator[Entry]:
     """rate: requests a second, at random times. n: how many. prompt, output: lengths, A-B: uniform. shared: tokens that the
-    prompts of a group begin with, groups of them. urgent: the part that has priority -1. keys: tenants."""
+    prompts of a group begin with, groups of them. urgent: the part that has priority -1. tenants: how many."""
     given: dict[str, str] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
         name, _, text = (one.strip() for one in part.partition("="))
@@ -150,13 +150,15 @@ def _made_up(spec: str) -> Iterator[Entry]:
             )
         given[name] = text
     rate, urgent = (_number(k, given, float) for k in ("rate", "urgent"))
-    n, shared, groups, keys, seed = (
-        _number(k, given, int) for k in ("n", "shared", "groups", "keys", "seed")
+    n, shared, groups, tenants, seed = (
+        _number(k, given, int) for k in ("n", "shared", "groups", "tenants", "seed")
     )
     lengths = [_lengths(k, given) for k in ("prompt", "output")]
-    if not (0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0 and min(n, groups, keys) >= 1):
+    if not (
+        0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0 and min(n, groups, tenants) >= 1
+    ):
         raise InvalidRequest(
-            f"{spec}: rate, n, groups and keys are above 0, urgent is from 0 to 1", "trace"
+            f"{spec}: rate, n, groups and tenants are above 0, urgent is from 0 to 1", "trace"
         )
     g, now = random.Random(seed), 0.0
     for i in range(n):
@@ -168,7 +170,7 @@ def _made_up(spec: str) -> Iterator[Entry]:
             10**6 * (1 + i) + j for j in range(total - common)
         ]
         level = -1 if g.random() < urgent else 0
-        yield Entry(now, shared + prompt, output, blocks, level, f"key {g.randrange(keys)}")
+        yield Entry(now, shared + prompt, output, blocks, level, f"tenant {g.randrange(tenants)}")
 
 
 def _number(name: str, given: dict[str, str], kind: type[T]) -> T:

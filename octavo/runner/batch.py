@@ -18,7 +18,9 @@ from octavo.types import Item
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
     """rows [S] | tokens of each [S] | first token of each and the end [S + 1] | each token's item [T] | its offset there [T]"""
     # there may be none
-    pairs = np.array([(item.row, item.num) for item in items], dtype=np.int64).reshape(-1, 2)
+    pairs = np.array([(item.slot, item.num_tokens) for item in items], dtype=np.int64).reshape(
+        -1, 2
+    )
     return _joined(pairs[:, 0], pairs[:, 1])
 
 
@@ -30,8 +32,8 @@ def lay_out_padded(
     rows = np.full(num_items, padding)
     nums = np.zeros(num_items, dtype=np.int64)
     nums[:decoding] = 1
-    rows[: len(items)] = [item.row for item in items]
-    nums[: len(items)] = [item.num for item in items]
+    rows[: len(items)] = [item.slot for item in items]
+    nums[: len(items)] = [item.num_tokens for item in items]
     nums[-1] = num_tokens - nums.sum()
     return _joined(rows, nums)
 

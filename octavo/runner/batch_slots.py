@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.runner.transfer import Upload
-from octavo.types import NewRow, Plan
+from octavo.types import NewSlot, Plan
 
 INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed_high", "offset")
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -23,7 +23,7 @@ MOST = 2**31 - 1  # an int32 holds
 LEAST = 1e-6  # penalty: less would be no different, and what is divided by it perhaps no number
 
 
-def _ints(row: NewRow) -> list[int]:
+def _ints(row: NewSlot) -> list[int]:
     p = row.params
     seed = row.seed & (2**64 - 1)
     # as int32
@@ -32,27 +32,27 @@ def _ints(row: NewRow) -> list[int]:
     return [
         row.computed,
         row.prompt_len,
-        min(p.min_tokens - row.said, MOST),
+        min(p.min_tokens - row.dropped_output_tokens, MOST),
         top_k,
         low,
         high,
-        row.offset,
+        row.dropped_tokens,
     ]
 
 
-def _floats(row: NewRow) -> list[float]:
+def _floats(row: NewSlot) -> list[float]:
     p = row.params
     temperature = 0.0 if p.greedy else p.temperature
     repetition = max(p.repetition_penalty, LEAST)
     return [temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, repetition]
 
 
-def _plain(row: NewRow) -> bool:
+def _plain(row: NewSlot) -> bool:
     p = row.params
     filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
     return (
         not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens)
-        and row.logprobs is None
+        and row.num_logprobs is None
     )
 
 
@@ -87,7 +87,7 @@ class Rows:
         self.table = state[:, self._table : self._table + blocks]
         self.tokens = state[:, self._tokens : self._tokens + max_len + 1]
         # what the host knows of each row: its parameters
-        self.host: list[NewRow | None] = [None] * max_rows
+        self.host: list[NewSlot | None] = [None] * max_rows
         self.special: set[int] = set()  # rows that ask for more than a temperature
 
     @property
@@ -99,16 +99,16 @@ class Rows:
         tables: dict[int, array[int]] = {}
         places: list[int] = []  # where each run of values begins
         values: list[array[int] | array[float]] = []
-        for r in plan.rows:
-            self.host[r.row] = r
-            (self.special.discard if _plain(r) else self.special.add)(r.row)
-            first = r.row * self.columns
-            table = tables[r.row] = array("i", r.table)
+        for r in plan.new_slots:
+            self.host[r.slot] = r
+            (self.special.discard if _plain(r) else self.special.add)(r.slot)
+            first = r.slot * self.columns
+            table = tables[r.slot] = array("i", r.block_table)
             places += (first, first + self._floats, first + self._table, first + self._tokens)
             values += (array("i", _ints(r)), array("f", _floats(r)), table, r.tokens)
         grown = array("q")
         blocks = array("i")
-        for row, at, block in plan.appends:
+        for row, at, block in plan.block_appends:
             if row in tables and at < len(tables[row]):
                 # of a row born in the same plan: no place may be written to twice
                 tables[row][at] = block

@@ -43,21 +43,21 @@ class Canary:
         for item, (blocks, offsets, marks) in zip(plan.items, found, strict=True):
             self.marks[blocks, offsets] = marks
             for block in set(blocks.tolist()):
-                self.writer[block] = item.seq
+                self.writer[block] = item.seq_id
 
     def _check(self, item: Item, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Compare what the item reads. Blocks, offsets and marks [item.num] of what it writes."""
-        start = int(rows.computed[item.row])
-        at = torch.arange(start + item.num, device=self.marks.device)
-        want = ((rows.tokens[item.row, : len(at)].long() + 1) * self.weights[: len(at)]).cumsum(0)
-        blocks = rows.table[item.row, at // self.size].long()
+        start = int(rows.computed[item.slot])
+        at = torch.arange(start + item.num_tokens, device=self.marks.device)
+        want = ((rows.tokens[item.slot, : len(at)].long() + 1) * self.weights[: len(at)]).cumsum(0)
+        blocks = rows.table[item.slot, at // self.size].long()
         offsets = at % self.size
         wrong = (self.marks[blocks, offsets] != want)[:start].nonzero()
         if len(wrong):
             p = int(wrong[0, 0])
             block = int(blocks[p])
             raise KVCorrupted(
-                f"sequence {item.seq} in row {item.row} would read position {p} from block {block}, which holds something else: "
+                f"sequence {item.seq_id} in row {item.slot} would read position {p} from block {block}, which holds something else: "
                 f"sequence {self.writer[block]} wrote to it last ({len(wrong)} of {start} positions are wrong)"
             )
         return blocks[start:], offsets[start:], want[start:]

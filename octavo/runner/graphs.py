@@ -74,16 +74,20 @@ class StepGraphs:
 
     def decodes(self, plan: Plan) -> bool:
         """A step that only decodes: one token a row, nothing new, nothing copied or loaded. Stores are done before it."""
-        changed = plan.rows or plan.copies or plan.loads
-        return bool(plan.items) and not changed and all(i.num == 1 and i.sample for i in plan.items)
+        changed = plan.new_slots or plan.copies or plan.loads
+        return (
+            bool(plan.items)
+            and not changed
+            and all(i.num_tokens == 1 and i.sample for i in plan.items)
+        )
 
     def decode(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch the step. (rows, logits, lengths, tokens) of its items, valid until the next launch."""
         count = len(plan.items)
         size = self.decode_sizes[bisect.bisect_left(self.decode_sizes, count)]
         captured = self._get(Shape(size, size))
-        fresh = {row: block for row, _, block in plan.appends}
-        rows = [item.row for item in plan.items]
+        fresh = {row: block for row, _, block in plan.block_appends}
+        rows = [item.slot for item in plan.items]
         blocks = [fresh.get(row, 0) for row in rows] if fresh else [0] * count
         pad = size - count
         said = rows + [self.rows.padding] * pad + blocks + [0] * pad
@@ -131,10 +135,10 @@ class StepGraphs:
 
     def mixed_shape(self, items: list[Item]) -> Shape | None:
         """The smallest graph that these items fit in, if there is one; of equals the one that takes most for decoding."""
-        tokens = sum(item.num for item in items)
+        tokens = sum(item.num_tokens for item in items)
         if any(item.prompt_logprobs is not None for item in items):
             return None
-        singles = next((i for i, item in enumerate(items) if item.num != 1), len(items))
+        singles = next((i for i, item in enumerate(items) if item.num_tokens != 1), len(items))
         fit = (
             s
             for s in self.mixed_shapes

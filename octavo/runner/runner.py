@@ -71,8 +71,8 @@ class StepHandle:
             result.prompt_logprobs = gathered
         if self.mass is not None:
             (rows,) = self.mass.wait()
-            asked = (i for i, item in enumerate(self.items) if item.mass)
-            result.mass = dict(zip(asked, rows.tolist(), strict=True))
+            asked = (i for i, item in enumerate(self.items) if item.wants_attention_mass)
+            result.attention_mass = dict(zip(asked, rows.tolist(), strict=True))
         if self.finish is not None:
             self.finish(result)
         return result
@@ -125,8 +125,8 @@ class Runner:
         if tiers is None:
             return self._launch(plan)
         tiers.begin(plan)
-        lap = Lap(self.device) if plan.moves or plan.loads else None
-        if plan.moves:
+        lap = Lap(self.device) if plan.touches_slots or plan.loads else None
+        if plan.touches_slots:
             handle = self._launch(plan, lap)
         else:  # somebody waits for the disk, whose readers take the interpreter wherever a call gives it up: as few as can be
             handle = StepHandle([], None, None, [])
@@ -139,10 +139,10 @@ class Runner:
 
         def finish(result: StepResult) -> None:
             if lap is not None:
-                result.load_seconds, result.seconds = lap.seconds()
+                result.load_seconds, result.compute_seconds = lap.seconds()
             if check is not None:
-                result.spoilt = tiers.spoilt(check)
-            result.news = tiers.news(wait=not plan.items)
+                result.corrupt_host_blocks = tiers.spoilt(check)
+            result.disk_events = tiers.news(wait=not plan.items)
 
         handle.finish = finish
         return handle
@@ -151,7 +151,11 @@ class Runner:
         """The step but for what leaves the device."""
         graphs = self.graphs
         items = plan.items
-        watched = [i for i, item in enumerate(items) if item.mass] if self.rows.evicting else []
+        watched = (
+            [i for i, item in enumerate(items) if item.wants_attention_mass]
+            if self.rows.evicting
+            else []
+        )
         if graphs is not None and not watched and graphs.decodes(plan):
             if lap is not None:
                 lap.mark()
@@ -193,15 +197,15 @@ class Runner:
             spans = []
             first = 0
             for item in items:
-                spans.append(Span(first, item.num, item.end))
-                first += item.num
+                spans.append(Span(first, item.num_tokens, item.max_kv_len))
+                first += item.num_tokens
             batch = gather(shipped[laid_out], len(items), self.rows, self.kv.block_size, spans)
             batch.logit_rows = batch.logit_rows[index]
             asked = any(item.prompt_logprobs is not None for item in items)
             if sampled and not asked and len(sampled) < first:
                 batch.last = only_last(batch, index, [spans[i] for i in sampled])
             if watched:
-                width = -(-max(items[i].end for i in watched) // self.kv.block_size)
+                width = -(-max(items[i].max_kv_len for i in watched) // self.kv.block_size)
                 batch.watched = watch(batch, shipped[watched_at].long(), self.rows, width)
             # Between layers and head nothing is left to do: a CPU's threads would fall asleep over it.
             rows = batch.rows[index]
@@ -244,15 +248,17 @@ class Runner:
         """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs. Of a graph they are
         those of all items, and `chosen` [R] what it has drawn already, going by temperature alone."""
         items = plan.items
-        host_rows = [items[i].row for i in sampled]
-        if not plan.masks and self.rows.special.isdisjoint(host_rows):
+        host_rows = [items[i].slot for i in sampled]
+        if not plan.token_masks and self.rows.special.isdisjoint(host_rows):
             if chosen is None:
                 chosen = choose(logits, rows, lengths, self.rows, self.model.ops)
             by = copy if self.graphs is None else self.graphs.tell
             return StepHandle(items, Download(chosen, by=by), None, prompt_logprobs)
         up = Upload()
-        masks = {k: plan.masks[i] for k, i in enumerate(sampled) if i in plan.masks}
-        job = SampleJob.stage(host_rows, max(items[i].end for i in sampled), self.rows, up, masks)
+        masks = {k: plan.token_masks[i] for k, i in enumerate(sampled) if i in plan.token_masks}
+        job = SampleJob.stage(
+            host_rows, max(items[i].max_kv_len for i in sampled), self.rows, up, masks
+        )
         asked = self._asked_logprobs(host_rows)
         asked_at = up.ints([k for k, _ in asked])
         sampled_at = up.ints(sampled)
@@ -276,7 +282,9 @@ class Runner:
         """(index, how many top) of those of the rows that want logprobs."""
         host = [self.rows.host[row] for row in rows]
         return [
-            (k, r.logprobs) for k, r in enumerate(host) if r is not None and r.logprobs is not None
+            (k, r.num_logprobs)
+            for k, r in enumerate(host)
+            if r is not None and r.num_logprobs is not None
         ]
 
     def _prompt_logprobs(
@@ -289,7 +297,7 @@ class Runner:
                 continue
             for first in range(span.first, span.first + span.num, LOGPROB_CHUNK):
                 part = slice(first, min(first + LOGPROB_CHUNK, span.first + span.num))
-                after = self.rows.tokens[item.row, batch.positions[part] + 1]
+                after = self.rows.tokens[item.slot, batch.positions[part] + 1]
                 logits = self.model.logits(hidden[part])
                 out.append(
                     (

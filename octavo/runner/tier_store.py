@@ -34,7 +34,7 @@ from octavo.runner.checksums import Check, Checksums
 from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
 from octavo.runner.staging import Stage, page_lock, page_unlock
-from octavo.types import DiskNews, Fetch, Plan, Save
+from octavo.types import DiskEvent, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class TierStore:
         self.seals = Checksums(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
         self._check: Check | None = None  # of what was loaded last
         # (when, what, readers' seconds), from the threads
-        self._news: deque[tuple[float, DiskNews, float]] = deque()
+        self._news: deque[tuple[float, DiskEvent, float]] = deque()
         self._bell = threading.Event()
         # fetches that have no news yet, and who owns their slots
         self._pending: dict[int, tuple[Fetch, int]] = {}
@@ -144,15 +144,15 @@ class TierStore:
         for save in plan.saves:
             if self._saves.qsize() + len(self._held) < self.slots:
                 self._when_stored(
-                    save.slot, partial(self._saves.put, (save, self._owner[save.slot]))
+                    save.host_block, partial(self._saves.put, (save, self._owner[save.host_block]))
                 )
             else:  # it could not still be there when its turn comes
-                self._tell(DiskNews("unsaved", save.hash, why="behind"))
+                self._tell(DiskEvent("unsaved", save.hash, reason="behind"))
         if plan.fetches and not self._pending:
             self._progress = time.monotonic()
         for fetch in plan.fetches:
-            self._pending[fetch.ticket] = fetch, (owner := self._own(fetch.slot))
-            self._when_stored(fetch.slot, partial(self._ask, fetch, owner))
+            self._pending[fetch.fetch_id] = fetch, (owner := self._own(fetch.host_block))
+            self._when_stored(fetch.host_block, partial(self._ask, fetch, owner))
 
     def _ask(self, fetch: Fetch, owner: int) -> None:
         parts = range(0, self.block_bytes, PART)
@@ -186,7 +186,7 @@ class TierStore:
             self._reads.put(h)
         return set(found)
 
-    def news(self, wait: bool) -> list[DiskNews]:
+    def news(self, wait: bool) -> list[DiskEvent]:
         """What the disk did since the last call, each fetch once. `wait`: a moment, unless all that was asked is answered."""
         while self._held and self._held[0][0].query():
             self._held.popleft()[1]()
@@ -196,10 +196,10 @@ class TierStore:
             if len(self._news) >= len(self._pending):
                 break
             self._bell.wait(left)
-        out: list[DiskNews] = []
+        out: list[DiskEvent] = []
         while self._news:
             when, news, seconds = self._news.popleft()
-            if news.ticket and self._pending.pop(news.ticket, None) is None:
+            if news.fetch_id and self._pending.pop(news.fetch_id, None) is None:
                 continue  # it was late, and nobody waits any more
             if news.kind == "fetched":
                 self.reading += seconds
@@ -207,7 +207,7 @@ class TierStore:
                 news = news._replace(
                     seconds=max(when - max(self._progress, when - news.seconds), 1e-9)
                 )
-            if news.ticket:
+            if news.fetch_id:
                 self._progress = when
             out.append(news)
         if self._pending and time.monotonic() - self._progress > PATIENCE:
@@ -216,9 +216,9 @@ class TierStore:
                 f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead",
             )
             for fetch, owner in self._pending.values():
-                if self._owner[fetch.slot] == owner:
-                    self._own(fetch.slot)  # who has not begun to read it need not
-                out.append(DiskNews("missed", fetch.hash, fetch.ticket, "late", PATIENCE))
+                if self._owner[fetch.host_block] == owner:
+                    self._own(fetch.host_block)  # who has not begun to read it need not
+                out.append(DiskEvent("missed", fetch.hash, fetch.fetch_id, "late", PATIENCE))
             self._pending.clear()
         return out
 
@@ -258,7 +258,7 @@ class TierStore:
             why = (
                 why
                 or read.why
-                or ("overtaken" if self._owner[read.fetch.slot] != read.owner else "")
+                or ("overtaken" if self._owner[read.fetch.host_block] != read.owner else "")
             )
             if not why:
                 assert read.record is not None
@@ -277,7 +277,7 @@ class TierStore:
         read.start = start
         read.row = self._spare.pop()
         why = "overtaken"
-        if self._owner[read.fetch.slot] == read.owner:
+        if self._owner[read.fetch.host_block] == read.owner:
             why, read.record = self._tried(Record, self.disk, read.fetch.hash, read.fetch.tokens)
         with read.lock:
             read.why = read.why or why  # of the others some may have given up
@@ -291,14 +291,14 @@ class TierStore:
         if not read.why and record is not None and self.seals is None:
             read.why, _ = self._tried(record.compare, self._bytes[row].data)
         if not read.why and record is not None:
-            with self._locks[fetch.slot]:
-                if self._owner[fetch.slot] == read.owner:
-                    self.row[fetch.slot], row = row, self.row[fetch.slot]
+            with self._locks[fetch.host_block]:
+                if self._owner[fetch.host_block] == read.owner:
+                    self.row[fetch.host_block], row = row, self.row[fetch.host_block]
                     if self.seals is not None:
-                        self.seals.put(fetch.slot, fetch.hash, record.seal)
+                        self.seals.put(fetch.host_block, fetch.hash, record.seal)
         self._spare.append(row)
         kind, seconds = ("missed", 0.0) if read.why else ("fetched", time.monotonic() - read.start)
-        self._tell(DiskNews(kind, fetch.hash, fetch.ticket, read.why, seconds), read.seconds)
+        self._tell(DiskEvent(kind, fetch.hash, fetch.fetch_id, read.why, seconds), read.seconds)
         if record is not None:
             record.close(used=not read.why)  # nobody waits for this
 
@@ -312,18 +312,18 @@ class TierStore:
             now = time.monotonic()
             if now - swept > SWEEP:
                 swept = now
-                self._tell(DiskNews("listed", hashes=self.disk.sweep()))
+                self._tell(DiskEvent("listed", listed_hashes=self.disk.sweep()))
             why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)[0]
             if why in ("full", "io", "error"):
                 paused = time.monotonic() + PAUSE
-            self._tell(DiskNews("unsaved" if why else "saved", save.hash, why=why))
+            self._tell(DiskEvent("unsaved" if why else "saved", save.hash, reason=why))
 
     def _save(self, save: Save, owner: int, buffer: np.ndarray) -> None:
         assert self.disk is not None
-        with self._locks[save.slot]:
-            if self._owner[save.slot] != owner:
+        with self._locks[save.host_block]:
+            if self._owner[save.host_block] != owner:
                 raise Miss("overtaken")
-            buffer[:] = self._bytes[self.row[save.slot]]
+            buffer[:] = self._bytes[self.row[save.host_block]]
         self.disk.write(save.hash, save.tokens, buffer.data)
 
     def _tried(self, work: Callable[..., Any], *arguments: object) -> tuple[str, Any]:
@@ -339,7 +339,7 @@ class TierStore:
             self._warn("error", f"KV on disk: {type(error).__name__}: {error}")
             return "error", None
 
-    def _tell(self, news: DiskNews, seconds: float = 0.0) -> None:
+    def _tell(self, news: DiskEvent, seconds: float = 0.0) -> None:
         """The engine's thread is not woken for each: every time it is, a reader waits for the interpreter."""
         self._news.append((time.monotonic(), news, seconds))
         if len(self._news) >= len(self._pending):

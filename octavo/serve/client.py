@@ -316,7 +316,7 @@ class EngineClient:
                     request.cache_salt,
                     request.priority,
                     request.deadline,
-                    request.key,
+                    request.tenant,
                     whole=not follow and made_later(request.params, until),
                 ),
                 told,

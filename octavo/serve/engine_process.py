@@ -85,17 +85,17 @@ class Observed:
         now = time.monotonic()
         self.begun += [
             (seq.request.id, now)
-            for row in plan.rows
-            if (seq := self.live[row.seq]).preemptions == 0
+            for row in plan.new_slots
+            if (seq := self.live[row.seq_id]).preemptions == 0
         ]
         count = plan.num_tokens
         if plan.items:
             self.steps.append(count)
         for item in plan.items:
             if item.start is None:
-                self.decode += item.num
+                self.decode += item.num_tokens
             else:
-                self.prefill += item.num
+                self.prefill += item.num_tokens
         if self.viewer is not None:
             self.viewer.planned(plan)
         if (seconds := count * self.slowest) > LONG:
@@ -324,7 +324,7 @@ class EngineLoop:
                 "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
                 "sequences": [
                     dict(request=s.request.id, index=s.index, status=s.status.value, computed=s.computed, planned=s.planned,
-                         inflight=s.inflight, epoch=s.epoch, row=s.row, published=s.published, table=s.table[:64])
+                         inflight=s.steps_in_flight, epoch=s.epoch, row=s.slot, published=s.published_blocks, table=s.block_table[:64])
                     for s in list(scheduler.live.values())[:64]
                 ],
             }  # fmt: skip
@@ -335,7 +335,7 @@ class EngineLoop:
         pool = self.engine.scheduler.pool
         count = scheduler.count
         used = pool.num_blocks - len(pool.free)
-        held = {b for seq in scheduler.running for b in seq.table if pool.hash[b] is not None}
+        held = {b for seq in scheduler.running for b in seq.block_table if pool.hash[b] is not None}
         # what pool.num_cached counts one by one, 2 ms at 32K blocks
         cached = len(pool.index) - len(held)
         self.beat = Beat(
@@ -454,7 +454,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
         gguf,
         str(llm.runner.kv.view.dtype).removeprefix("torch."),
-        0 if llm.cache.eviction == "none" else llm.cache.budget,
+        0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
     )
 
 

@@ -442,7 +442,7 @@ def build(
                 salt,
                 priority=priority,
                 deadline=None if timeout is None else caller.arrival + timeout,
-                key=caller.owner,
+                tenant=caller.owner,
             )
         )
     if params.prompt_logprobs is not None:

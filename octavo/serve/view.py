@@ -54,11 +54,16 @@ class Viewer:
 
     def planned(self, plan: Plan) -> None:
         live = self.scheduler.live
-        chunks = [(item.seq, item.start, item.num) for item in plan.items if item.start is not None]
-        begun = [
-            (row.seq, live[row.seq].request.id, len(row.tokens), row.computed) for row in plan.rows
+        chunks = [
+            (item.seq_id, item.start, item.num_tokens)
+            for item in plan.items
+            if item.start is not None
         ]
-        lost = [(seq.id, seq.request.id, seq.why) for seq in self._preempted()]
+        begun = [
+            (row.seq_id, live[row.seq_id].request.id, len(row.tokens), row.computed)
+            for row in plan.new_slots
+        ]
+        lost = [(seq.id, seq.request.id, seq.preempt_reason) for seq in self._preempted()]
         moves = {name: count for name in MOVES if (count := len(getattr(plan, name)))}
         more = sum(max(len(each) - ENTRIES, 0) for each in (chunks, begun, lost))
         decode = len(plan.items) - len(chunks)
@@ -132,20 +137,20 @@ def shown(seq: Sequence, state: str, scheduler: Scheduler) -> Shown:
     why = (
         ""
         if state != "waiting"
-        else f"preempted: {seq.why}"
+        else f"preempted: {seq.preempt_reason}"
         if seq.preemptions
         else waits_for(seq, scheduler)
     )
-    said = len(seq.tokens) - seq.prompt_len
-    prompt = seq.prompt_len + seq.dropped
-    limit = seq.limit + seq.dropped
-    return Shown(seq.id, seq.request.id, seq.index, state, prompt, said, limit, seq.computed + seq.dropped, seq.cached,
-                 len(seq.table), seq.preemptions, why)  # fmt: skip
+    said = seq.num_generated
+    prompt = seq.prompt_len
+    limit = seq.position_limit + seq.dropped_tokens
+    return Shown(seq.id, seq.request.id, seq.index, state, prompt, said, limit, seq.computed + seq.dropped_tokens, seq.cached_tokens,
+                 len(seq.block_table), seq.preemptions, why)  # fmt: skip
 
 
 def waits_for(seq: Sequence, s: Scheduler) -> str:
     first = (
-        next((h for h in islice(seq.hashes, LOOKED) if h not in s.pool.index), None)
+        next((h for h in islice(seq.block_hashes, LOOKED) if h not in s.pool.index), None)
         if s.prefix.computing
         else None
     )
@@ -178,8 +183,8 @@ def cells(
         of_used = list(compress(hashes, refs))
         cached.append((len(hashes) - hashes.count(None)) - (len(of_used) - of_used.count(None)))
     owner = [0] * len(used)
-    stride = 1 + sum(len(seq.table) for seq in running) // OWNERS
+    stride = 1 + sum(len(seq.block_table) for seq in running) // OWNERS
     for seq in reversed(running):  # of a shared block the first in the queue
-        for block in seq.table[::stride]:
+        for block in seq.block_table[::stride]:
             owner[(block - 1) // per] = seq.id
     return per, used, shared, cached, owner

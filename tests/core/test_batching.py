@@ -49,7 +49,7 @@ def test_one_after_another() -> None:
 
 
 def test_a_window_closes_after_its_time() -> None:
-    engine, clock = make("window", window=0.02)
+    engine, clock = make("window", batch_window=0.02)
     ask(engine, "a")
     clock.sleep(0.010)
     ask(engine, "b")
@@ -71,7 +71,15 @@ def test_a_window_closes_when_it_is_full() -> None:
 def test_the_next_batch_waits_for_rows_for_all_of_it() -> None:
     clock = Clock()
     engine = make_engine(
-        200, 4, rows=2, budget=64, depth=1, clock=clock, batching="window", max_batch=2, window=0.02
+        200,
+        4,
+        rows=2,
+        budget=64,
+        depth=1,
+        clock=clock,
+        batching="window",
+        max_batch=2,
+        batch_window=0.02,
     )
     ask(engine, "short", max_tokens=2)
     ask(engine, "long", max_tokens=20)
@@ -230,7 +238,7 @@ def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
         max_len=400,
         clock=clock,
         batching="adaptive",
-        target=0.060,
+        latency_target=0.060,
     )
     launch, free = engine.runner.launch, 0.0
 
@@ -311,15 +319,15 @@ def test_a_size_that_costs_a_jump_more_is_tried_again_but_rarely() -> None:
 # ---- riding along ---------------------------------------------------------------------------------------
 
 
-def rides(
-    replies: list[int], prompt: int = 8, patient: bool = True, rows: int = 64, **options: Any
+def run_offline(
+    replies: list[int], prompt: int = 8, offline: bool = True, rows: int = 64, **options: Any
 ) -> tuple[Engine, list[int]]:
     """All of them at once, run to their end: tokens of each step."""
     engine = make_engine(
-        2000, 4, rows=rows, budget=256, depth=1, max_len=300, **{"ride": 24, **options}
+        2000, 4, rows=rows, budget=256, depth=1, max_len=300, **{"piggyback_tokens": 24, **options}
     )
     for i, reply in enumerate(replies):
-        ask(engine, f"r{i}", length=prompt, max_tokens=reply, patient=patient)
+        ask(engine, f"r{i}", length=prompt, max_tokens=reply, offline=offline)
     launch, sizes = engine.runner.launch, list[int]()
 
     def counted(plan: Plan) -> Any:
@@ -333,8 +341,8 @@ def rides(
 
 def test_prompts_ride_along_and_all_end_with_the_longest() -> None:
     replies = list(range(200, 8, -4))
-    _, hurried = rides(replies, patient=False)
-    _, spread = rides(replies, ride=56)
+    _, hurried = run_offline(replies, offline=False)
+    _, spread = run_offline(replies, piggyback_tokens=56)
     # a prompt that is due comes whole
     assert max(hurried) == 256 and spread[:10] == [56] * 10 and max(spread) <= 56 + 8
     assert len(spread) <= 202
@@ -343,13 +351,13 @@ def test_prompts_ride_along_and_all_end_with_the_longest() -> None:
 
 def test_where_all_replies_are_as_long_nobody_waits() -> None:
     for prompt in (8, 30):
-        assert rides([40] * 32, prompt)[1] == rides([40] * 32, prompt, patient=False)[1]
+        assert run_offline([40] * 32, prompt)[1] == run_offline([40] * 32, prompt, offline=False)[1]
 
 
 def test_one_who_is_in_a_hurry_hurries_all() -> None:
-    engine = make_engine(2000, 4, rows=64, budget=256, depth=1, max_len=300, ride=24)
+    engine = make_engine(2000, 4, rows=64, budget=256, depth=1, max_len=300, piggyback_tokens=24)
     for i in range(40):
-        ask(engine, f"r{i}", length=8, max_tokens=200 - 4 * i, patient=True)
+        ask(engine, f"r{i}", length=8, max_tokens=200 - 4 * i, offline=True)
     assert engine.scheduler.plan().num_tokens == 24
     ask(engine, "now", length=8, max_tokens=4)
     assert engine.scheduler.plan().num_tokens == 256
@@ -358,24 +366,31 @@ def test_one_who_is_in_a_hurry_hurries_all() -> None:
 def test_the_longest_last_is_not_late() -> None:
     """In whatever order they come: what is due is computed at once."""
     replies = list(range(12, 204, 4))
-    assert len(rides(replies)[1]) <= len(rides(replies, patient=False)[1]) + 4
+    assert len(run_offline(replies)[1]) <= len(run_offline(replies, offline=False)[1]) + 4
 
 
 def test_with_fewer_rows_than_requests_nobody_is_held_back() -> None:
     replies = sorted((n % 37 + 20 for n in range(300)), reverse=True)
-    patient, hurried = (rides(replies, patient=p, rows=16, ride=24)[1] for p in (True, False))
-    assert patient[:200] == hurried[:200] and len(patient) <= len(hurried) + 1
+    offline, hurried = (
+        run_offline(replies, offline=p, rows=16, piggyback_tokens=24)[1] for p in (True, False)
+    )
+    assert offline[:200] == hurried[:200] and len(offline) <= len(hurried) + 1
 
 
 def test_where_more_decode_than_ride_nobody_is_held_back() -> None:
     replies = [200] * 30 + list(range(190, 100, -10))
-    assert max(rides(replies)[1]) >= 30 * 8
+    assert max(run_offline(replies)[1]) >= 30 * 8
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"ride": 0}, {"policy": "priority"}, {"batching": "static"}, {"batching": "adaptive"}],
+    [
+        {"piggyback_tokens": 0},
+        {"policy": "priority"},
+        {"batching": "static"},
+        {"batching": "adaptive"},
+    ],
 )
 def test_prompts_ride_along_only_where_batching_is_continuous(options: dict[str, Any]) -> None:
-    engine = make_engine(200, 4, rows=16, budget=64, depth=1, **{"ride": 8, **options})
-    assert engine.scheduler.ride is None
+    engine = make_engine(200, 4, rows=16, budget=64, depth=1, **{"piggyback_tokens": 8, **options})
+    assert engine.scheduler.piggyback is None

@@ -62,7 +62,9 @@ def test_beams_sit_out_until_all_have_reported_and_others_go_on(depth: int) -> N
     assert [len(p.items) for p in (first, second)] == [2, 1]
     scheduler.commit(first, engine.runner.launch(first).wait())
     third, fourth = scheduler.plan(), scheduler.plan()
-    assert len(third.items) == 4 and len(third.rows) >= 2, "three beams, of which two were forked"
+    assert len(third.items) == 4 and len(third.new_slots) >= 2, (
+        "three beams, of which two were forked"
+    )
     assert len(fourth.items) == 1
 
 
@@ -73,14 +75,14 @@ def test_forks_share_blocks_and_copy_the_one_they_write() -> None:
     beams = engine.scheduler.decoding
     assert (
         len(beams) == 4
-        and len({tuple(s.table) for s in beams}) == 1
-        and engine.scheduler.pool.refs[beams[0].table[0]] == 4
+        and len({tuple(s.block_table) for s in beams}) == 1
+        and engine.scheduler.pool.refs[beams[0].block_table[0]] == 4
     )
     engine.step()
     assert engine.scheduler.count.copies == 3, (
         "10 tokens end in the middle of the third block, and one keeps it"
     )
-    assert len({tuple(s.table[:2]) for s in engine.scheduler.decoding}) == 1, (
+    assert len({tuple(s.block_table[:2]) for s in engine.scheduler.decoding}) == 1, (
         "what was full is shared for good"
     )
 
@@ -91,7 +93,7 @@ def test_a_row_is_written_anew_only_where_the_device_chose_otherwise() -> None:
     rows = []
     while engine.scheduler.live:
         plan = engine.scheduler.plan()
-        rows.append(len(plan.rows))
+        rows.append(len(plan.new_slots))
         engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
     assert rows == [1] + [0] * 9, (
         "one beam always takes the likeliest token, which the device has taken too"
@@ -135,7 +137,7 @@ def test_an_aborted_search_ends_as_often_as_it_was_asked_for(steps: int, depth: 
         assert engine.step() == []
     engine.scheduler.check()
     engine.scheduler.pool.check([])
-    assert not engine.scheduler.families.searches and not engine.scheduler.plan().work
+    assert not engine.scheduler.families.searches and not engine.scheduler.plan().has_work
 
 
 def test_a_step_that_fails_ends_the_search_and_no_other() -> None:

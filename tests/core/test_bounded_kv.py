@@ -17,7 +17,7 @@ from tests import oracle
 from tests.fake_runner import FakeRunner
 
 SIZE, BLOCKS, SINKS = 4, 8, 1
-CACHE = CacheConfig(SIZE, 100, True, eviction="heavy", budget=SIZE * BLOCKS, sinks=SINKS)
+CACHE = CacheConfig(SIZE, 100, True, kv_eviction="heavy", kv_budget=SIZE * BLOCKS, kv_sinks=SINKS)
 
 
 def sequence(tokens: int, prompt: int = 6) -> Sequence:
@@ -29,28 +29,36 @@ def test_a_block_leaves_tokens_limit_and_prompt() -> None:
     seq = sequence(13)
     bounded_kv.drop(seq, 1, SIZE)  # tokens 4..7, of which 4 and 5 were the prompt's
     assert list(seq.tokens) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
-    assert (seq.limit, seq.dropped, seq.dropped_prompt, seq.prompt_kept) == (96, 4, 2, 4)
-    assert len(seq.tokens) - seq.prompt_len == 13 - 6, "how many were generated does not change"
+    assert (
+        seq.position_limit,
+        seq.dropped_tokens,
+        seq.dropped_prompt_tokens,
+        seq.kept_prompt_tokens,
+    ) == (96, 4, 2, 4)
+    assert seq.num_generated == 13 - 6, "how many were generated does not change"
     bounded_kv.drop(seq, 1, SIZE)
-    assert list(seq.tokens) == [0, 1, 2, 3, 12] and (seq.dropped_prompt, seq.prompt_kept) == (2, 4)
+    assert list(seq.tokens) == [0, 1, 2, 3, 12] and (
+        seq.dropped_prompt_tokens,
+        seq.kept_prompt_tokens,
+    ) == (2, 4)
 
 
 def test_of_the_middle_the_least_attended_leaves() -> None:
     seq = sequence(33)
     assert bounded_kv.pick(seq, CACHE) == 1, "as long as nobody has looked, the oldest"
     # the first stays, and so do the latest four
-    seq.mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]
+    seq.attention_mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]
     assert bounded_kv.pick(seq, CACHE) == 3
-    assert bounded_kv.pick(seq, replace(CACHE, eviction="sinks")) == 1
+    assert bounded_kv.pick(seq, replace(CACHE, kv_eviction="sinks")) == 1
     bounded_kv.drop(seq, 3, SIZE)
-    assert seq.mass == [0.0, 0.9, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert seq.attention_mass == [0.0, 0.9, 0.5, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_who_was_looked_at_less_often_than_it_lost_blocks() -> None:
     seq = sequence(33)
-    seq.mass = [0.1]
+    seq.attention_mass = [0.1]
     bounded_kv.drop(seq, 3, SIZE)
-    assert seq.mass == [0.1]
+    assert seq.attention_mass == [0.1]
 
 
 def test_the_prompt_is_not_looked_at_whoever_computes_its_last_token() -> None:
@@ -63,14 +71,14 @@ def test_older_looks_count_for_less() -> None:
     seq = sequence(9)
     bounded_kv.weigh(seq, [1.0])
     bounded_kv.weigh(seq, [0.5, 0.5])
-    assert seq.mass == pytest.approx([0.5 + bounded_kv.DECAY, 0.5])
+    assert seq.attention_mass == pytest.approx([0.5 + bounded_kv.DECAY, 0.5])
 
 
 def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]]:
     """What is said by who keeps sinks, the latest half and the heaviest between; and which blocks left."""
     kept, mass, said, left = list(prompt), [0.0] * BLOCKS, list[int](), set[int]()
     for n in range(count):
-        if len(kept) > CACHE.budget:
+        if len(kept) > CACHE.kv_budget:
             lightest = min(range(SINKS, BLOCKS // 2), key=lambda j: (mass[j], j))
             del kept[lightest * SIZE : (lightest + 1) * SIZE], mass[lightest]
             mass.append(0.0)

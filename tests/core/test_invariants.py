@@ -30,12 +30,12 @@ def busy(keep: tuple[int, int] | None = None) -> Scheduler:
 
 
 def share_a_block(s: Scheduler) -> None:
-    s.decoding[1].table[0] = s.decoding[0].table[0]
+    s.decoding[1].block_table[0] = s.decoding[0].block_table[0]
 
 
 def hash_what_is_written(s: Scheduler) -> None:
     seq = s.decoding[0]
-    s.pool.publish(seq.table[seq.planned // 4], b"h", seq.tokens[:4])
+    s.pool.publish(seq.block_table[seq.planned // 4], b"h", seq.tokens[:4])
 
 
 def set_first(**values: object) -> Callable[[Scheduler], None]:
@@ -50,14 +50,14 @@ BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
     "computed beyond planned": (set_first(computed=7), "out of order"),
     "planned beyond the table": (set_first(planned=99), "out of order"),
     "planned and nothing in flight": (set_first(computed=2), "drifted"),
-    "too much in flight": (set_first(inflight=2), "in flight"),
-    "beyond its limit": (set_first(limit=6), "limit"),
+    "too much in flight": (set_first(steps_in_flight=2), "in flight"),
+    "beyond its limit": (set_first(position_limit=6), "limit"),
     "ahead of a guide": (set_first(guide=ToyGuide(1), tokens=[1]), "decided"),
-    "published and not computed": (set_first(published=2), "not computed"),
+    "published and not computed": (set_first(published_blocks=2), "not computed"),
     "a block in two tables": (share_a_block, "reference counts"),
     "a hash on what is written": (hash_what_is_written, "published block"),
     "ranks out of order": (lambda s: s.decoding.reverse(), "out of order"),
-    "waiting with a row": (lambda s: setattr(s.waiting[0], "row", 0), "those have that run"),
+    "waiting with a row": (lambda s: setattr(s.waiting[0], "slot", 0), "those have that run"),
     "running without saying so": (set_first(status=Status.WAITING), "not said to"),
     "a row used twice": (lambda s: s.queues.rows.append(0), "rows lost"),
     "alive in no queue": (lambda s: s.waiting.clear(), "no queue"),
@@ -76,13 +76,14 @@ def test_what_is_broken_is_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [dict(table=[1] * 6), dict(dropped=3), dict(dropped=4, tokens=[1] * 30)]
+    "values",
+    [dict(block_table=[1] * 6), dict(dropped_tokens=3), dict(dropped_tokens=4, tokens=[1] * 30)],
 )
 def test_more_than_a_budget_is_noticed(values: dict[str, object]) -> None:
     scheduler = busy(keep=(1, 5))
-    if "table" in values:
+    if "block_table" in values:
         extra = [scheduler.pool.take() for _ in range(4)]
-        values = dict(table=scheduler.decoding[0].table + extra)
+        values = dict(block_table=scheduler.decoding[0].block_table + extra)
     set_first(**values)(scheduler)
     with pytest.raises(AssertionError, match="budget"):
         scheduler.check()

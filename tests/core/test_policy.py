@@ -117,9 +117,9 @@ def test_the_earliest_deadline_comes_first_and_none_is_a_minute_away() -> None:
 def test_keys_take_turns_whoever_asks_more() -> None:
     engine = one_row("fair")
     for i in range(6):
-        ask(engine, f"greedy {i}", key="greedy")
+        ask(engine, f"greedy {i}", tenant="greedy")
     for i in range(2):
-        ask(engine, f"modest {i}", key="modest")
+        ask(engine, f"modest {i}", tenant="modest")
     order = drain(engine)
     assert order[:4] in (
         ["greedy 0", "modest 0", "greedy 1", "modest 1"],
@@ -130,8 +130,8 @@ def test_keys_take_turns_whoever_asks_more() -> None:
 def test_fair_shares_count_tokens_and_not_requests() -> None:
     engine = one_row("fair")
     for i in range(8):
-        ask(engine, f"long {i}", 60, max_tokens=20, key="long")
-        ask(engine, f"short {i}", 6, max_tokens=2, key="short")
+        ask(engine, f"long {i}", 60, max_tokens=20, tenant="long")
+        ask(engine, f"short {i}", 6, max_tokens=2, tenant="short")
     order = drain(engine)
     assert order.index("short 7") <= order.index("long 2"), (
         "eight short ones are less than one long one"
@@ -141,12 +141,12 @@ def test_fair_shares_count_tokens_and_not_requests() -> None:
 def test_idle_time_earns_a_key_nothing() -> None:
     engine = one_row("fair")
     for i in range(5):
-        ask(engine, f"busy {i}", key="busy")
+        ask(engine, f"busy {i}", tenant="busy")
     drain(engine)
     for i in range(3):
-        ask(engine, f"busy again {i}", key="busy")
+        ask(engine, f"busy again {i}", tenant="busy")
     for i in range(3):
-        ask(engine, f"newcomer {i}", key="new")
+        ask(engine, f"newcomer {i}", tenant="new")
     order = drain(engine)
     assert order.index("busy again 0") <= 1 and order.index("busy again 1") <= 3, (
         "it is not made to wait for what it had before"
@@ -155,15 +155,18 @@ def test_idle_time_earns_a_key_nothing() -> None:
 
 def test_a_key_pays_for_what_it_was_given_and_for_a_shared_prompt_once() -> None:
     engine = one_row("fair")
-    ask(engine, "busy", 10, max_tokens=5, key="a")
-    ask(engine, "gave up waiting", 50, key="b")
+    ask(engine, "busy", 10, max_tokens=5, tenant="a")
+    ask(engine, "gave up waiting", 50, tenant="b")
     engine.step()
     engine.abort("gave up waiting")
     drain(engine)
     assert engine.scheduler.policy.served == {"a": 15, "b": 0}  # type: ignore[attr-defined]
     engine.add(
         Request(
-            "three", [1] * 20, SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1), key="c"
+            "three",
+            [1] * 20,
+            SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1),
+            tenant="c",
         )
     )
     while not engine.idle:
@@ -174,7 +177,7 @@ def test_a_key_pays_for_what_it_was_given_and_for_a_shared_prompt_once() -> None
 def test_what_a_key_had_is_forgotten_once_it_no_longer_matters() -> None:
     engine = one_row("fair")
     for i in range(50):
-        ask(engine, f"{i}", key=f"key {i}")
+        ask(engine, f"{i}", tenant=f"key {i}")
         drain(engine)
     assert len(engine.scheduler.policy.served) < 5  # type: ignore[attr-defined]
 
@@ -191,27 +194,27 @@ def test_who_was_served_once_does_not_wait_for_ever_new_keys() -> None:
         for step in range(most):
             while len(scheduler.requests) < 5:
                 i = next(numbers)
-                ask(engine, f"guest {i}", 3, max_tokens=2 + i % 5, key=f"guest {i}")
+                ask(engine, f"guest {i}", 3, max_tokens=2 + i % 5, tenant=f"guest {i}")
             if name in [out.request_id for out in engine.step() if out.finish_reason is not None]:
                 return step
         raise AssertionError(f"{name} has not ended in {most} steps")
 
-    ask(engine, "long", 9, max_tokens=50, key="K")
+    ask(engine, "long", 9, max_tokens=50, tenant="K")
     ended_after("long", 500)
-    ask(engine, "again", 2, max_tokens=1, key="K")
+    ask(engine, "again", 2, max_tokens=1, tenant="K")
     ended_after("again", 200)
     assert len(scheduler.policy.served) < 20  # type: ignore[attr-defined]
 
 
-def keep_asking(engine: Engine, steps: int, **keys: int) -> list[str]:
-    """Each key has so many requests there, all the time. Returns those that ended."""
+def keep_asking(engine: Engine, steps: int, **tenants: int) -> list[str]:
+    """Each tenant keeps this many requests queued or running. Returns those that ended."""
     ended = []
     for _ in range(steps):
-        there = Counter(family[0].request.key for family in engine.scheduler.requests.values())
-        for key, most in keys.items():
-            for _ in range(most - there[key]):
+        there = Counter(family[0].request.tenant for family in engine.scheduler.requests.values())
+        for tenant, most in tenants.items():
+            for _ in range(most - there[tenant]):
                 i = next(numbers)
-                ask(engine, f"{key} {i}", 3, max_tokens=4 + i % 9, key=key)
+                ask(engine, f"{tenant} {i}", 3, max_tokens=4 + i % 9, tenant=tenant)
         ended += [out.request_id for out in engine.step() if out.finish_reason is not None]
     return ended
 
@@ -222,8 +225,8 @@ def test_what_a_key_left_to_others_earns_it_nothing(history: int) -> None:
     engine = make_engine(200, 4, 8, 64, 1, policy="fair")
     keep_asking(engine, history, much=6, little=2)
     for i in range(500):
-        ask(engine, f"batch {i}", 3, max_tokens=8, key="little")
-    ask(engine, "new", 3, max_tokens=8, key="new")
+        ask(engine, f"batch {i}", 3, max_tokens=8, tenant="little")
+    ask(engine, "new", 3, max_tokens=8, tenant="new")
     assert "new" in keep_asking(engine, 40)
 
 
@@ -231,23 +234,23 @@ def test_what_a_key_left_to_others_earns_it_nothing(history: int) -> None:
 def test_what_a_key_took_while_nobody_waited_is_not_held_against_it(history: int) -> None:
     """Beside one that has a long reply, which is the least served all the time."""
     engine = make_engine(2000, 4, 16, 64, 1, policy="fair", max_len=3000)
-    ask(engine, "long", 3, max_tokens=2900, key="quiet")
+    ask(engine, "long", 3, max_tokens=2900, tenant="quiet")
     keep_asking(engine, history, much=10, little=2)
     for i in range(1000):
-        ask(engine, f"batch {i}", 3, max_tokens=8, key="little")
-    ask(engine, "one", 3, max_tokens=8, key="much")
+        ask(engine, f"batch {i}", 3, max_tokens=8, tenant="little")
+    ask(engine, "one", 3, max_tokens=8, tenant="much")
     assert "one" in keep_asking(engine, 30)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_key_that_was_preempted_comes_back_where_it_stood(preempted: bool) -> None:
     engine = make_engine(700, 4, 4, 64, 1, policy="fair", max_len=2500)
-    ask(engine, "long", 3, max_tokens=2400, key="P")
+    ask(engine, "long", 3, max_tokens=2400, tenant="P")
     keep_asking(engine, 1500, A=4, B=4)
     if preempted:
         engine.scheduler._preempt(engine.scheduler.requests["long"][0], "no block was free")
     for i in range(300):
-        ask(engine, f"P {i}", 3, max_tokens=8, key="P")
+        ask(engine, f"P {i}", 3, max_tokens=8, tenant="P")
     ended = Counter(name[0] for name in keep_asking(engine, 200, A=4, B=4))
     assert min(ended["A"], ended["B"]) > ended["P"] > 5, "it has one more row all the time"
 
@@ -294,7 +297,7 @@ def test_a_high_priority_request_takes_a_row(depth: int) -> None:
     ask(engine, "high", max_tokens=3)
     plan = engine.scheduler.plan()
     assert {s.request.id for s in engine.scheduler.running} == {"low", "high"}
-    assert [row.seq for row in plan.rows] == [3] and len(plan.items) == 1, (
+    assert [row.seq_id for row in plan.new_slots] == [3] and len(plan.items) == 1, (
         "it begins in the very plan that made room for it"
     )
     assert engine.scheduler.count.preemptions == 1
@@ -356,7 +359,7 @@ def test_an_urgent_prompt_does_not_wait_for_a_long_one_being_computed() -> None:
     engine.step()
     ask(engine, "urgent", 8)
     plan = engine.scheduler.plan()
-    assert [(item.num, item.sample) for item in plan.items] == [(8, True)], (
+    assert [(item.num_tokens, item.sample) for item in plan.items] == [(8, True)], (
         "the whole budget is the urgent one's"
     )
     assert engine.scheduler.count.preemptions == 0, "there was room: nobody had to be paused"
@@ -393,7 +396,7 @@ def test_what_is_computed_again_is_counted() -> None:
 
 
 def names(engine: Engine, plan: Plan) -> list[str]:
-    return [engine.scheduler.live[item.seq].request.id for item in plan.items]
+    return [engine.scheduler.live[item.seq_id].request.id for item in plan.items]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -411,7 +414,7 @@ def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were
     ask(engine, "urgent", 40)
     name = {s[0].id: id for id, s in engine.scheduler.requests.items()}
     drain(engine)  # compares tokens with the oracle's
-    steps = [[name[item.seq] for item in plan.items] for plan in plans]
+    steps = [[name[item.seq_id] for item in plan.items] for plan in plans]
     assert steps[:4] == [
         ["talks", "reads"],
         ["urgent"],
@@ -507,7 +510,7 @@ def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(
     favoured = random.Random("warm").choices(range(1, 50), k=16)
     ask(engine, "warm", prompt=favoured)
     drain(engine)
-    ask(engine, "unloved", 50, max_tokens=10, priority=1, key="greedy")
+    ask(engine, "unloved", 50, max_tokens=10, priority=1, tenant="greedy")
     for step in range(4000):
         while alive < 6:
             ask(
@@ -516,7 +519,7 @@ def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(
                 prompt=favoured,
                 max_tokens=5,
                 deadline=clock.now + 1,
-                key=f"new {step}",
+                tenant=f"new {step}",
             )
             alive += 1
         for out in engine.step():

@@ -37,7 +37,7 @@ def test_decoding_comes_first_and_a_long_prompt_takes_what_is_left() -> None:
     engine.step()
     engine.add(request("long", 40))
     plan = engine.scheduler.plan()
-    assert [(i.num, i.sample) for i in plan.items] == [(1, True), (9, False)]
+    assert [(i.num_tokens, i.sample) for i in plan.items] == [(1, True), (9, False)]
 
 
 def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
@@ -51,8 +51,8 @@ def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
         assert plan.num_tokens <= 7
         for item in plan.items:
             if item.start is not None:
-                assert item.start == starts.get(item.seq, 0)
-                starts[item.seq] = item.start + item.num
+                assert item.start == starts.get(item.seq_id, 0)
+                starts[item.seq_id] = item.start + item.num_tokens
         return launch(plan)
 
     engine.runner.launch = watched  # type: ignore[method-assign, assignment]
@@ -274,7 +274,9 @@ def test_what_is_too_large_alone_is_tried_once_more_and_then_ends() -> None:
 def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
     """Steps to the first token of prompts of one token that come one a step, while three of 1,000 tokens are computed; and of
     those."""
-    engine = make_engine(600, 16, rows=16, budget=32, depth=2, max_len=2000, short_share=share)
+    engine = make_engine(
+        600, 16, rows=16, budget=32, depth=2, max_len=2000, short_prompt_share=share
+    )
     for i in range(3):
         engine.add(request(f"long{i}", 1000, max_tokens=1))
     came: dict[str, int] = {f"long{i}": 0 for i in range(3)}
@@ -363,7 +365,7 @@ def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: in
     assert scheduler.pool.index
     scheduler.commit(scheduler.plan(), StepResult([[-1]]))
     engine.add(Request("b", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
-    assert not scheduler.pool.index and scheduler.plan().rows[0].computed == 0
+    assert not scheduler.pool.index and scheduler.plan().new_slots[0].computed == 0
     scheduler.check()
 
 

@@ -89,7 +89,7 @@ def test_policies_and_modes_change_what_they_should() -> None:
     }
     assert speed["continuous"] > speed["static"] > speed["none"]
     adaptive, continuous = (
-        play(entries, batching=mode, target=0.05)["itl_p99_ms"]
+        play(entries, batching=mode, latency_target=0.05)["itl_p99_ms"]
         for mode in ("adaptive", "continuous")
     )
     assert adaptive < 60 < continuous
@@ -141,12 +141,14 @@ def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
         [([*common, 1], ""), ([*common, 2], ""), ([*common, 3], "other")]
     ):
         recorder.ended(
-            ended(Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, key="k"), [7] * 10)
+            ended(
+                Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, tenant="k"), [7] * 10
+            )
         )
     recorder.ended(ended(Request("canary", common, params), [7]))
     recorder.ended(ended(Request("aborted", common, params, 9.0), []))
     found = trace.read(str(file))
-    assert [(e.arrival, e.prompt, e.output, e.priority, e.key) for e in found] == [
+    assert [(e.arrival, e.prompt, e.output, e.priority, e.tenant) for e in found] == [
         (float(i), 41, 10, i, "k") for i in range(3)
     ]
     assert found[0].blocks[:2] == found[1].blocks[:2] and found[0].blocks[2] != found[1].blocks[2]
@@ -171,14 +173,14 @@ def test_tokens_are_equal_where_the_trace_says_so() -> None:
 
 def test_made_up_traces_are_what_they_are_asked_to_be() -> None:
     found = trace.read(
-        "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4"
+        "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,tenants=4"
     )
     assert len(found) == 500 and found[0].arrival == 0 and 40 < found[-1].arrival < 60
     assert {e.prompt for e in found} == set(range(37, 42)) and {e.output for e in found} == {3}
-    assert len({tuple(e.blocks[:2]) for e in found}) == 2 and len({e.key for e in found}) == 4
+    assert len({tuple(e.blocks[:2]) for e in found}) == 2 and len({e.tenant for e in found}) == 4
     assert 200 < sum(e.priority == -1 for e in found) < 300
     assert found == trace.read(
-        "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,keys=4"
+        "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,tenants=4"
     )
 
 

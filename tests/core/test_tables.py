@@ -19,7 +19,7 @@ def sequence(pool: BlockPool, tokens: int, blocks: int) -> Sequence:
     seq = Sequence(
         1, Request("r", ids, SamplingParams()), 0, array("i", ids), tokens, 100, 0, frozenset()
     )
-    seq.table, seq.computed, seq.planned, seq.row = (
+    seq.block_table, seq.computed, seq.planned, seq.slot = (
         [pool.take() for _ in range(blocks)],
         tokens,
         tokens,
@@ -31,27 +31,27 @@ def sequence(pool: BlockPool, tokens: int, blocks: int) -> Sequence:
 def test_fresh_blocks_are_appended() -> None:
     pool, plan = BlockPool(4, SIZE), Plan(1)
     seq = sequence(pool, 3, 1)
-    assert reserve(pool, seq, 6, plan) and seq.table == [1, 2, 3], "positions 3 to 8"
-    assert plan.appends == [(0, 1, 2), (0, 2, 3)] and not plan.copies
-    pool.check([seq.table])
+    assert reserve(pool, seq, 6, plan) and seq.block_table == [1, 2, 3], "positions 3 to 8"
+    assert plan.block_appends == [(0, 1, 2), (0, 2, 3)] and not plan.copies
+    pool.check([seq.block_table])
 
 
 def test_a_shared_block_is_copied_before_it_is_written() -> None:
     pool, plan = BlockPool(4, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
-    other = [pool.share(b) for b in seq.table]
-    assert reserve(pool, seq, 1, plan) and seq.table == [1, 3], "what is full stays shared"
-    assert plan.copies == [(2, 3)] and plan.appends == [(0, 1, 3)]
-    pool.check([seq.table, other])
+    other = [pool.share(b) for b in seq.block_table]
+    assert reserve(pool, seq, 1, plan) and seq.block_table == [1, 3], "what is full stays shared"
+    assert plan.copies == [(2, 3)] and plan.block_appends == [(0, 1, 3)]
+    pool.check([seq.block_table, other])
 
 
 def test_all_or_nothing() -> None:
     pool, plan = BlockPool(3, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
-    other = [pool.share(b) for b in seq.table]
+    other = [pool.share(b) for b in seq.block_table]
     assert not reserve(pool, seq, 4, plan), "a copy and a fresh one, and one is left"
-    assert seq.table == other == [1, 2] and not plan.copies and not plan.appends
-    pool.check([seq.table, other])
+    assert seq.block_table == other == [1, 2] and not plan.copies and not plan.block_appends
+    pool.check([seq.block_table, other])
 
 
 def test_what_an_admission_takes() -> None:
@@ -69,7 +69,7 @@ def test_what_an_admission_takes() -> None:
 def test_forks_stop_one_token_short() -> None:
     seq = sequence(BlockPool(4, SIZE), 10, 3)
     assert chunk(seq, 0, 100) == 10 and chunk(seq, 4, 100) == 6 and chunk(seq, 4, 3) == 3
-    seq.forks = 2
+    seq.pending_forks = 2
     assert chunk(seq, 0, 100) == 9
 
 
@@ -78,7 +78,7 @@ def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:
     pool = BlockPool(3 + spare, SIZE)
     return (
         pool,
-        CacheConfig(SIZE, 3 + spare, eviction="sinks", sinks=1, budget=12),
+        CacheConfig(SIZE, 3 + spare, kv_eviction="sinks", kv_sinks=1, kv_budget=12),
         sequence(pool, 13, 3),
     )
 
@@ -88,15 +88,15 @@ def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
     seq.planned = seq.computed = 12
     plan = Plan(1)
     assert evict(pool, cache, seq, plan)
-    assert seq.table == [1, 3, 2] and plan.shifts == [(3, SIZE)], (
+    assert seq.block_table == [1, 3, 2] and plan.shifts == [(3, SIZE)], (
         "block 2 left, and is the one to write to"
     )
     assert (
         seq.planned == seq.computed == 8
         and list(seq.tokens) == [1, 2, 3, 4, 9, 10, 11, 12, 13]
-        and seq.published == NEVER
+        and seq.published_blocks == NEVER
     )
-    pool.check([seq.table])
+    pool.check([seq.block_table])
 
 
 def test_what_others_see_is_copied_or_withdrawn() -> None:
@@ -112,14 +112,16 @@ def test_what_others_see_is_copied_or_withdrawn() -> None:
     seq.planned = seq.computed = 12
     other, plan = [pool.share(3)], Plan(1)
     assert evict(pool, cache, seq, plan) and plan.copies[0][0] == 3 and other == [3]
-    pool.check([seq.table, other])
+    pool.check([seq.block_table, other])
 
 
 def test_without_room_for_the_copies_nothing_leaves() -> None:
     pool, cache, seq = full(spare=0)
     seq.planned = seq.computed = 12
-    other = [pool.share(b) for b in seq.table]
+    other = [pool.share(b) for b in seq.block_table]
     assert (
-        not evict(pool, cache, seq, plan := Plan(1)) and seq.table == [1, 2, 3] and not plan.shifts
+        not evict(pool, cache, seq, plan := Plan(1))
+        and seq.block_table == [1, 2, 3]
+        and not plan.shifts
     )
-    pool.check([seq.table, other])
+    pool.check([seq.block_table, other])

@@ -14,7 +14,7 @@ from octavo.core.offload_costs import PROBE, OffloadCosts
 from octavo.core.scheduler import Scheduler
 from octavo.core.tier_index import TierIndex
 from octavo.params import SamplingParams
-from octavo.types import DiskNews, Item, Plan, Request, Sequence, StepResult
+from octavo.types import DiskEvent, DiskWait, Item, Plan, Request, Sequence, StepResult
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
 from tests.workloads import make_engine, run_dry
@@ -278,21 +278,23 @@ def asked(disk: FakeDisk, blocks: int = 6) -> tuple[Scheduler, Sequence, list[in
     plan = scheduler.plan()
     scheduler.commit(plan, StepResult([]))
     (seq,) = scheduler.waiting
-    return scheduler, seq, [fetch.ticket for fetch in plan.fetches]
+    return scheduler, seq, [fetch.fetch_id for fetch in plan.fetches]
 
 
 def fetched(*tickets: int) -> StepResult:
-    return StepResult([], news=[DiskNews("fetched", ticket=ticket) for ticket in tickets])
+    return StepResult([], disk_events=[DiskEvent("fetched", fetch_id=ticket) for ticket in tickets])
 
 
 def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     scheduler, seq, (first, second, third, fourth) = asked(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first, second, fourth))
     plan = scheduler.plan()
-    assert len(plan.loads) == 3 and plan.work and not plan.items, "with gaps between them or not"
+    assert len(plan.loads) == 3 and plan.has_work and not plan.items, (
+        "with gaps between them or not"
+    )
     scheduler.check()
     ahead = scheduler.plan()
-    assert not ahead.loads and ahead.waits, "each once"
+    assert not ahead.loads and ahead.awaits_disk, "each once"
     scheduler.commit(plan, StepResult([]))
     assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free) == 6, "cached, and nobody's"
     scheduler.commit(ahead, fetched(third))
@@ -302,7 +304,11 @@ def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     )
     scheduler.commit(plan, StepResult([]))
     plan = scheduler.plan()
-    assert [item.num for item in plan.items] == [1] and not plan.loads and seq.cached == 16
+    assert (
+        [item.num_tokens for item in plan.items] == [1]
+        and not plan.loads
+        and seq.cached_tokens == 16
+    )
     scheduler.check()
 
 
@@ -311,14 +317,16 @@ def test_what_is_spoilt_is_computed() -> None:
     scheduler.commit(scheduler.plan(), fetched(*tickets))
     plan = scheduler.plan()
     assert len(plan.loads) == 4 and scheduler.tiers is not None
-    scheduler.commit(plan, StepResult([], spoilt={plan.loads[2][0]}))
+    scheduler.commit(plan, StepResult([], corrupt_host_blocks={plan.loads[2][0]}))
     assert (
-        scheduler.tiers.find(seq.hashes[2], seq.tokens[8:12]) is None
-        and seq.hashes[2] not in scheduler.tiers.on_disk
+        scheduler.tiers.find(seq.block_hashes[2], seq.tokens[8:12]) is None
+        and seq.block_hashes[2] not in scheduler.tiers.on_disk
     )
     assert scheduler.tiers.count.misses == {"corrupt": 1}
     plan = scheduler.plan()
-    assert [item.num for item in plan.items] == [9] and seq.cached == 8, "all that follows the gap"
+    assert [item.num_tokens for item in plan.items] == [9] and seq.cached_tokens == 8, (
+        "all that follows the gap"
+    )
     scheduler.check()
 
 
@@ -328,7 +336,7 @@ def test_no_more_is_asked_for_than_can_go_up() -> None:
     for spare, wanted in ((6, 0), (4, 2), (0, 4)):
         scheduler.tiers.forget()
         scheduler.tiers.fetching.clear()
-        plan, seq.asked = Plan(9), -1
+        plan, seq.disk_wait = Plan(9), DiskWait.NOT_ASKED
         scheduler.tiers.ask(seq, [], [], scheduler.pool, plan, spare)
         assert len(plan.fetches) == wanted
 
@@ -348,7 +356,7 @@ def test_nothing_goes_up_into_blocks_that_others_need() -> None:
     scheduler.plan()
     assert not scheduler.pool.free
     scheduler.commit(Plan(99), fetched(first))
-    assert not scheduler.plan().loads and seq.asked > 0
+    assert not scheduler.plan().loads and seq.disk_wait is DiskWait.WAITING
     scheduler.check()
 
 
@@ -383,10 +391,10 @@ def test_what_is_sooner_computed_is_not_loaded() -> None:
     assert links.pays() and links.pays(disk=True), (
         "nothing was measured: loading is the better guess"
     )
-    links.learn(prefill(100), StepResult([], seconds=10.0))
+    links.learn(prefill(100), StepResult([], compute_seconds=10.0))
     assert links.pays() and not links.pays(disk=True), "0.4 s to compute a block"
     for _ in range(20):
-        links.learn(prefill(100), StepResult([], seconds=1.0))
+        links.learn(prefill(100), StepResult([], compute_seconds=1.0))
     assert not links.pays(), "0.04 s"
     assert [links.try_it() for _ in range(PROBE)].count(True) == 1, (
         "now and then, to see whether it is still so"
@@ -398,8 +406,10 @@ def test_what_is_sooner_computed_is_not_loaded() -> None:
 
 def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
     links = OffloadCosts(SIZE, load=0.1, fetch=1.0)
-    links.learn(prefill(2), StepResult([], seconds=10.0))
-    links.learn(Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], seconds=10.0))
+    links.learn(prefill(2), StepResult([], compute_seconds=10.0))
+    links.learn(
+        Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], compute_seconds=10.0)
+    )
     assert not links.tokens
 
 
@@ -416,15 +426,17 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     again.add(request("a"))
     again.scheduler.plan()
     (seq,) = again.scheduler.waiting
-    assert seq.asked > 0
+    assert seq.disk_wait is DiskWait.WAITING
     first = min(tiers.fetching)
-    tiers.commit(Plan(2), StepResult([], news=[DiskNews("fetched", ticket=first, seconds=1.0)]))
+    tiers.commit(
+        Plan(2), StepResult([], disk_events=[DiskEvent("fetched", fetch_id=first, seconds=1.0)])
+    )
     plan = again.scheduler.plan()
     assert not plan.items and len(plan.loads) == 1, "the one that came goes up"
     again.scheduler.commit(plan, StepResult([]))
-    assert [item.num for item in again.scheduler.plan().items] == [13] and seq.asked == 0, (
-        "the rest is computed"
-    )
+    assert [item.num_tokens for item in again.scheduler.plan().items] == [
+        13
+    ] and seq.disk_wait is DiskWait.OVER, "the rest is computed"
 
 
 # ---- the index itself -------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_block_given_away_too_early_is_found_and_named(monkeypatch: pytest.Mon
     engine.add(Request("victim", list(range(40)), SamplingParams(max_tokens=50, **GREEDY)))
     outputs: list[Output] = engine.step() + engine.step()
     (victim,) = engine.scheduler.live.values()
-    stolen, take = victim.table[1], pool.take
+    stolen, take = victim.block_table[1], pool.take
     # the planted bug: what somebody still holds is handed out
     monkeypatch.setattr(pool, "take", lambda: stolen)
     engine.add(Request("thief", [3] * 10, SamplingParams(max_tokens=3, **GREEDY)))

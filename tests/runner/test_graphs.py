@@ -15,7 +15,7 @@ from octavo.params import SamplingParams
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.tier_store import TierStore
-from octavo.types import Item, NewRow, Plan
+from octavo.types import Item, NewSlot, Plan
 from tests import tiny
 from tests.conftest import DEVICE
 
@@ -49,11 +49,11 @@ def plans() -> list[Plan]:
     )
     params = SamplingParams(temperature=0.8, seed=3, ignore_eos=True)
     new = [
-        NewRow(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params)
+        NewSlot(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params)
         for r, p in prompts.items()
     ]
     whole = [Item(r, 0, r, 0, len(prompts[r]), True, len(prompts[r])) for r in (0, 2)]
-    first = Plan(1, rows=new, items=[*whole, Item(1, 0, 1, 0, 2, False, 2)])
+    first = Plan(1, new_slots=new, items=[*whole, Item(1, 0, 1, 0, 2, False, 2)])
     steps, length = [first], {r: len(p) for r, p in prompts.items()}
     blocks = iter(range(10, 40))
     for step in range(2, 9):
@@ -63,7 +63,7 @@ def plans() -> list[Plan]:
                 plan.items.append(Item(1, 0, 1, 2, 3, True, 5))
                 continue
             if length[row] % BLOCK == 0:
-                plan.appends.append((row, length[row] // BLOCK, next(blocks)))
+                plan.block_appends.append((row, length[row] // BLOCK, next(blocks)))
             length[row] += 1
             plan.items.append(Item(row, 0, row, None, 1, True, length[row]))
         steps.append(plan)
@@ -131,7 +131,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
         runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
         runner.tiers = TierStore(runner.kv, 2)
     first, second = plans()[:2]
-    assert [block for _, _, block in plans()[2].appends] == [10]
+    assert [block for _, _, block in plans()[2].block_appends] == [10]
     third = plans()[2]
     third.stores.append((10, 1))
     for plan in (first, second, third):

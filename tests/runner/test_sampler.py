@@ -15,7 +15,7 @@ from octavo.params import SamplingParams
 from octavo.runner import sampler
 from octavo.runner.batch_slots import Rows
 from octavo.runner.transfer import Upload
-from octavo.types import NewRow, Plan
+from octavo.types import NewSlot, Plan
 from tests.toy_guide import pack
 
 VOCAB = 97
@@ -38,11 +38,13 @@ def choose(
     seeds = seeds or [p.seed or 0 for p in params]
     state = Rows(n, 64, 16, torch.device("cpu"))
     rows = [
-        NewRow(i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i])
+        NewSlot(
+            i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]
+        )
         for i in range(n)
     ]
     up = Upload()
-    changes = state.stage(Plan(1, rows=rows), up)
+    changes = state.stage(Plan(1, new_slots=rows), up)
     job = sampler.SampleJob.stage(
         list(range(n)),
         max(map(len, tokens)),

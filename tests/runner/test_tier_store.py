@@ -22,7 +22,7 @@ from octavo.runner.disk import PAGE, Disk, Miss, Record
 from octavo.runner.kvstore import KVStore
 from octavo.runner.staging import Lap
 from octavo.runner.tier_store import TierStore
-from octavo.types import DiskNews, Fetch, Plan, Save
+from octavo.types import DiskEvent, Fetch, Plan, Save
 from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.parity
@@ -75,9 +75,9 @@ def make(kv: KVStore, tmp_path: Path) -> Iterator[Make]:
         tiers.close(patience=0.2)
 
 
-def until(tiers: TierStore, count: int, seconds: float = 10.0) -> list[DiskNews]:
+def until(tiers: TierStore, count: int, seconds: float = 10.0) -> list[DiskEvent]:
     """The next pieces of news."""
-    found: list[DiskNews] = []
+    found: list[DiskEvent] = []
     deadline = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < deadline:
         found += tiers.news(wait=True)
@@ -119,12 +119,12 @@ def test_more_stores_than_the_stage_holds(kv: KVStore, make: Make) -> None:
 def test_what_is_saved_can_be_fetched_by_another_server(kv: KVStore, make: Make) -> None:
     tiers = make()
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
-    assert until(tiers, 1) == [DiskNews("saved", name(3))]
+    assert until(tiers, 1) == [DiskEvent("saved", name(3))]
     other = make()
     assert other.disk is not None and other.disk.known == {name(3)}
     other.begin(Plan(1, fetches=[Fetch(7, 2, name(3), tokens(3))]))
     (news,) = until(other, 1)
-    assert (news.kind, news.ticket) == ("fetched", 7) and news.seconds > 0
+    assert (news.kind, news.fetch_id) == ("fetched", 7) and news.seconds > 0
     other.load([(2, 8)])
     synchronize()
     assert value(kv, 8) == 3
@@ -173,8 +173,8 @@ def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(
     tiers.begin(Plan(2, stores=[(4, 0)], saves=[Save(0, name(4), tokens(4))]))
     gate.set()
     assert until(tiers, 2) == [
-        DiskNews("unsaved", name(3), why="overtaken"),
-        DiskNews("saved", name(4)),
+        DiskEvent("unsaved", name(3), reason="overtaken"),
+        DiskEvent("saved", name(4)),
     ]
 
 
@@ -187,7 +187,7 @@ def test_a_queue_that_cannot_be_worked_off_is_cut(
     for i in range(20):
         tiers.begin(Plan(1, stores=[(1, i % 4)], saves=[Save(i % 4, name(i), tokens(i))]))
     gate.set()
-    why = [news.why for news in until(tiers, 20)]
+    why = [news.reason for news in until(tiers, 20)]
     assert why.count("behind") >= 20 - 4 - 2
 
 
@@ -203,7 +203,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     monkeypatch.setattr(Record, "read", lambda *a: (gate.wait(10), real(*a))[1])
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     late = until(tiers, 2)
-    assert [(n.kind, n.ticket, n.why) for n in late] == [
+    assert [(n.kind, n.fetch_id, n.reason) for n in late] == [
         ("missed", 1, "late"),
         ("missed", 2, "late"),
     ]
@@ -229,7 +229,7 @@ def test_whatever_goes_wrong_is_a_miss(
     why = error.why if isinstance(error, Miss) else "error"
     for step in range(3):
         tiers.begin(Plan(step, fetches=[Fetch(step + 1, 1, name(1), tokens(1))]))
-        assert until(tiers, 1) == [DiskNews("missed", name(1), step + 1, why)], (
+        assert until(tiers, 1) == [DiskEvent("missed", name(1), step + 1, why)], (
             "and the threads live on"
         )
     tiers.begin(Plan(4, stores=[(1, 0)], saves=[Save(0, name(1), tokens(1))]))
@@ -266,7 +266,7 @@ def test_the_same_fault_is_logged_once_in_a_while(
         for i in range(10):
             record.write_bytes(sound[:-1])
             tiers.begin(Plan(2, fetches=[Fetch(i + 1, 1, name(1), tokens(1))]))
-            assert until(tiers, 1)[0].why == "corrupt"
+            assert until(tiers, 1)[0].reason == "corrupt"
     assert len([r for r in caplog.records if "corrupt" in r.getMessage()]) == 1
 
 
@@ -282,7 +282,7 @@ def test_a_fetch_that_was_overtaken_is_answered(
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(3), tokens(3)), Fetch(2, 2, name(3), tokens(3))]))
     tiers.begin(Plan(3, stores=[(5, 2)]))  # the step that asked had failed
     gate.set()
-    assert [(n.ticket, n.kind, n.why) for n in until(tiers, 2)] == [
+    assert [(n.fetch_id, n.kind, n.reason) for n in until(tiers, 2)] == [
         (1, "fetched", ""),
         (2, "missed", "overtaken"),
     ]
@@ -296,7 +296,7 @@ def test_a_directory_removed_under_way_is_a_miss_and_then_used_again(
     until(tiers, 1)
     shutil.rmtree(tmp_path / "kv")
     tiers.begin(Plan(2, fetches=[Fetch(1, 1, name(1), tokens(1))]))
-    assert until(tiers, 1)[0].why == "gone"
+    assert until(tiers, 1)[0].reason == "gone"
     tiers.begin(Plan(3, stores=[(2, 0)], saves=[Save(0, name(2), tokens(2))]))
     assert until(tiers, 1)[0].kind == "saved"
 
@@ -308,7 +308,7 @@ def test_what_others_write_becomes_known(make: Make, monkeypatch: pytest.MonkeyP
     until(other, 2)
     one.begin(Plan(1, stores=[(2, 0)], saves=[Save(0, name(2), tokens(2))]))
     listed = until(one, 2)[0]
-    assert listed.kind == "listed" and listed.hashes == {name(1)}
+    assert listed.kind == "listed" and listed.listed_hashes == {name(1)}
 
 
 def test_closing_writes_what_waits_to_be_written(make: Make) -> None:
@@ -361,7 +361,7 @@ def test_records_are_read_in_parts_by_several_readers(
     tiers.begin(
         Plan(2, fetches=[Fetch(b, b - 1, name(b), tokens(b)) for b in range(1, BLOCKS + 1)])
     )
-    news = {n.ticket: (n.kind, n.why) for n in until(tiers, BLOCKS)}
+    news = {n.fetch_id: (n.kind, n.reason) for n in until(tiers, BLOCKS)}
     gone = {b: ("missed", "gone" if b == 5 else "corrupt") for b in (4, 5, 6, 7)}
     assert news == {b: gone.get(b, ("fetched", "")) for b in range(1, BLOCKS + 1)}
     assert {0, 64} < {at for _, at in seen} and len({who for who, _ in seen}) > 1
@@ -402,8 +402,8 @@ def test_slots_change_hands_under_load(
         tiers.begin(plan)
         fill(kv, 1, 77)
         for news in tiers.news(wait=g.random() < 0.5):
-            if news.ticket:
-                at, i = pending.pop(news.ticket)
+            if news.fetch_id:
+                at, i = pending.pop(news.fetch_id)
                 if news.kind == "fetched":
                     holds[at] = i
         for at, i in holds.items():
@@ -461,12 +461,12 @@ def test_a_record_that_cannot_be_opened_holds_up_no_other(
 
     monkeypatch.setattr(Record, "__init__", opens)
     tiers.begin(Plan(2, fetches=[Fetch(b, b + 2, name(b), tokens(b)) for b in (1, 2, 3)]))
-    assert {(n.ticket, n.kind) for n in until(tiers, 2, seconds=1.5)} == {
+    assert {(n.fetch_id, n.kind) for n in until(tiers, 2, seconds=1.5)} == {
         (2, "fetched"),
         (3, "fetched"),
     }
     gate.set()
-    assert [(n.kind, n.why) for n in until(tiers, 1)] == [("missed", "late")]
+    assert [(n.kind, n.reason) for n in until(tiers, 1)] == [("missed", "late")]
     assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
         "a row is lost, or used twice"
     )

@@ -19,7 +19,7 @@ short: set[int] = set()  # rows for which memory is never enough
 
 
 def faulty(self: Runner, plan: Plan) -> Any:
-    for row in plan.rows:
+    for row in plan.new_slots:
         if list(row.tokens[:2]) == [13, 13]:
             time.sleep(3600)
         if list(row.tokens[:2]) == [14, 14]:
@@ -30,9 +30,9 @@ def faulty(self: Runner, plan: Plan) -> Any:
 
 
 def lacking(self: Runner, plan: Plan) -> Any:
-    for row in plan.rows:
-        (short.add if list(row.tokens[:2]) == [16, 16] else short.discard)(row.row)
-    if any(item.row in short for item in plan.items):
+    for row in plan.new_slots:
+        (short.add if list(row.tokens[:2]) == [16, 16] else short.discard)(row.slot)
+    if any(item.slot in short for item in plan.items):
         raise torch.OutOfMemoryError("CUDA out of memory at 0x7f0000000000, see /etc/passwd")
     return begin(self, plan)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.runner.runner import Runner
 from octavo.serve import engine_process
-from octavo.types import NewRow, Plan, StepResult
+from octavo.types import NewSlot, Plan, StepResult
 from tests import tiny
 
 END, USER = 258, 259  # of tests/tiny.py's tokenizer
@@ -20,7 +20,7 @@ scripts: dict[int, Iterator[int]] = {}  # by row: what it is to say
 class Parrot:
     def __init__(self, plan: Plan, handle: Any):
         self.handle = handle
-        self.tokens = [[next(scripts[item.row])] if item.sample else [] for item in plan.items]
+        self.tokens = [[next(scripts[item.slot])] if item.sample else [] for item in plan.items]
 
     def wait(self) -> StepResult:
         result: StepResult = self.handle.wait()
@@ -28,7 +28,7 @@ class Parrot:
         return result
 
 
-def script(row: NewRow) -> Iterator[int]:
+def script(row: NewSlot) -> Iterator[int]:
     prompt = list(row.tokens[: row.prompt_len])
     begin = max((i for i, token in enumerate(prompt) if token == USER), default=len(prompt))
     end = prompt.index(END, begin) if END in prompt[begin:] else len(prompt)
@@ -37,7 +37,7 @@ def script(row: NewRow) -> Iterator[int]:
 
 
 def say(self: Runner, plan: Plan) -> Any:
-    scripts.update({row.row: script(row) for row in plan.rows})
+    scripts.update({row.slot: script(row) for row in plan.new_slots})
     return Parrot(plan, launch(self, plan))
 
 

@@ -14,7 +14,7 @@ launch = Runner.launch
 
 
 def slow(self: Runner, plan: Plan) -> Any:
-    if any(list(row.tokens[:2]) == [18, 18] for row in plan.rows):
+    if any(list(row.tokens[:2]) == [18, 18] for row in plan.new_slots):
         time.sleep(4)
     return launch(self, plan)
 

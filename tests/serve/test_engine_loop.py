@@ -255,7 +255,7 @@ def test_bad_parameters_do_not_cross() -> None:
 
 def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     schedule = ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
-    cache = CacheConfig(block_size=4, num_blocks=8, host_slots=20, block_bytes=1000)
+    cache = CacheConfig(block_size=4, num_blocks=8, host_blocks=20, block_bytes=1000)
     scheduler = Scheduler(cache, schedule, vocab_size=1000)
     script: list[Any] = []
     for name, first in (("a", 1), ("b", 100), ("c", 1)):

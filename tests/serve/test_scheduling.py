@@ -33,7 +33,7 @@ def test_the_engine_is_told() -> None:
     loop, _ = run([message])
     (seq,) = loop.engine.scheduler.live.values()
     request = seq.request
-    assert (request.priority, request.deadline, request.key, request.cache_salt) == (
+    assert (request.priority, request.deadline, request.tenant, request.cache_salt) == (
         -3,
         9.5,
         "alice",

@@ -167,7 +167,7 @@ def test_the_picture_of_the_pool_is_the_pool(monkeypatch: pytest.MonkeyPatch, li
             assert used[i] == sum(pool.refs[b] > 0 for b in blocks)
             assert both[i] == sum(pool.refs[b] > 1 for b in blocks)
             assert cached[i] == sum(pool.refs[b] == 0 and pool.hash[b] is not None for b in blocks)
-            owners = {s.id for s in one.scheduler.running for b in s.table if b in blocks}
+            owners = {s.id for s in one.scheduler.running for b in s.block_table if b in blocks}
             assert owner[i] in (owners or {0})
         assert sum(used) + sum(cached) <= pool.num_blocks and sum(cached) == pool.num_cached
         shared += sum(both)
