@@ -53,13 +53,19 @@ from octavo.memory import (
     weight_bytes,
 )
 from octavo.model.base import CausalLM
-from octavo.model.checkpoint import Checkpoint
+from octavo.model.checkpoint import Checkpoint, read_json
 from octavo.model.fingerprint import fingerprint
 from octavo.model.load import load_model
 from octavo.ops import select
 from octavo.ops.kv import LARGEST, dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-from octavo.params import BeamSearchParams, SamplingParams, check_real, check_whole
+from octavo.params import (
+    BeamSearchParams,
+    SamplingParams,
+    check_real,
+    check_whole,
+    recommended_sampling,
+)
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
@@ -86,7 +92,7 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "parse_special"}  # o
 HARMLESS = {
     "trust_remote_code", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
     "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
-    "async_scheduling", "hf_token", "generation_config", "max_logprobs",
+    "async_scheduling", "hf_token", "max_logprobs",
 }  # fmt: skip
 # Others are taken at the value that changes nothing.
 DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
@@ -121,6 +127,8 @@ class LLM:
         tokenizer: str | Path | None = None,
         skip_tokenizer_init: bool = False,
         parse_special: bool = True,
+        generation_config: str | Path = "auto",
+        override_generation_config: dict[str, Any] | None = None,
         dtype: str = "auto",
         seed: int = 0,
         revision: str | None = None,
@@ -200,6 +208,7 @@ class LLM:
         for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
             if value is not None:
                 check_whole(name, value, 2 if name == "max_model_len" else 1)
+        recommended = _read_generation_config(generation_config)
         kv_asked = parse_kv_dtype(kv_cache_dtype)
         self._close: weakref.finalize[[], LLM] | None = None
         self.device = _pick_device(device)
@@ -221,6 +230,11 @@ class LLM:
             seed=seed,
         )
         self.config: ModelConfig = self.model.config
+        if recommended is None:
+            recommended = self.checkpoint.generation_config
+        self.default_sampling = _default_sampling(
+            {**recommended, **(override_generation_config or {})}
+        )
         self.parse_special = parse_special
         self.tokenizer = (
             None if skip_tokenizer_init else _load_tokenizer(tokenizer, self.checkpoint)
@@ -509,7 +523,7 @@ class LLM:
             read: Read = None, self.encode_chat(prompt), ""
         else:
             read = self._read(prompt)  # type: ignore[arg-type]
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         self._check(params)
         if params.ranked:
             name = "use_beam_search" if params.use_beam_search else "best_of"
@@ -607,7 +621,7 @@ class LLM:
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         arrival = time.monotonic()
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(
@@ -747,14 +761,9 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend (generation_config.json), where they say."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        said = {
-            k: v
-            for k, v in self.checkpoint.generation_config.items()
-            if k in names and v is not None
-        }
-        return SamplingParams(**said)
+        """The parameters of calls that give none: what generation_config.json recommends, and for the rest SamplingParams'
+        own defaults."""
+        return SamplingParams(**self.default_sampling)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._need_tokenizer()
@@ -837,6 +846,37 @@ def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint) -> Tokeniz
     raise ModelError(
         f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY, or skip_tokenizer_init=True and token ids"
     )
+
+
+def _read_generation_config(source: str | Path) -> dict[str, Any] | None:
+    """`source` is vllm (no file), a directory with a generation_config.json, or auto (the model's own file: None)."""
+    if source == "auto":
+        return None
+    if source == "vllm":
+        return {}
+    file = Path(source).expanduser() / "generation_config.json"
+    if not file.is_file():
+        raise InvalidRequest(
+            f"generation_config must be auto, vllm or a directory with a generation_config.json, got {str(source)!r}",
+            "generation_config",
+        )
+    return read_json(file)
+
+
+def _default_sampling(config: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of requests that leave them out."""
+    try:
+        found = recommended_sampling(config)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"generation_config.json recommends a value that cannot be used: {error}. Use generation_config=vllm "
+            "(--generation-config vllm), which leaves the file out",
+            "generation_config",
+        ) from None
+    if found:
+        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        log.info("sampling defaults from generation_config.json: %s", shown)
+    return found
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -391,6 +391,29 @@ class SamplingParams:
         )
 
 
+# Fields of a generation_config.json that recommend how to sample, and SamplingParams' names for them.
+RECOMMENDED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def recommended_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The values that a generation_config.json recommends, by SamplingParams' names. Raises
+    InvalidRequest if one of them is out of range."""
+    found = {
+        name: generation_config[field]
+        for field, name in RECOMMENDED.items()
+        if generation_config.get(field) is not None
+    }
+    SamplingParams(**found)
+    return found
+
+
 @dataclass(slots=True)
 class BeamSearchParams:
     """How LLM.beam_search searches. Names and defaults are those of vLLM's class of this name, and early_stopping."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -427,6 +430,46 @@ def test_bad_parameters_are_refused_by_name(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**params)
     assert error.value.param in params
+
+
+@pytest.fixture
+def wise(tmp_path: Path) -> Path:
+    """A model that recommends how to sample."""
+    path = tmp_path / "wise"
+    shutil.copytree(tiny.model_dir(), path)
+    advice = {"temperature": 0.6, "top_k": 1, "max_new_tokens": 5, "do_sample": True, "top_p": None}
+    (path / "generation_config.json").write_text(json.dumps(advice))
+    return path
+
+
+def test_calls_without_parameters_sample_as_the_model_recommends(wise: Path) -> None:
+    options = dict(progress=False, max_num_seqs=4, max_model_len=200, num_gpu_blocks_override=60)
+    llm = LLM(wise, **options)
+    want = SamplingParams(temperature=0.6, top_k=1, max_tokens=5)
+    assert llm.get_default_sampling_params() == want
+    whole = [ids_of(llm.generate(["hello"]))[0] for _ in range(3)]
+    assert whole == [whole[0]] * 3 and len(whole[0]) == 5
+    assert [t for piece in llm.stream("hello") for t in piece.token_ids] == whole[0]
+    chats = [ids_of(llm.chat([{"role": "user", "content": "hi"}]))[0] for _ in range(3)]
+    assert chats == [chats[0]] * 3
+    given = {tuple(ids_of(llm.generate(["hello"], SamplingParams()))[0]) for _ in range(3)}
+    assert len(given) == 3, "parameters that were given stay as they are"
+    plain = LLM(wise, generation_config="vllm", **options)
+    assert plain.get_default_sampling_params() == SamplingParams()
+    elsewhere = LLM(tiny.model_dir(), generation_config=wise, **options)
+    assert elsewhere.get_default_sampling_params() == want
+    changed = LLM(wise, override_generation_config={"top_k": 7}, **options)
+    assert changed.get_default_sampling_params() == replace(want, top_k=7)
+
+
+def test_a_recommendation_that_cannot_be_used_is_refused(wise: Path, tmp_path: Path) -> None:
+    (wise / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(
+        InvalidRequest, match="temperature must be a number.*generation_config=vllm"
+    ):
+        LLM(wise, progress=False)
+    with pytest.raises(InvalidRequest, match="generation_config must be auto, vllm or a directory"):
+        LLM("there/is/no/such-model", generation_config=tmp_path / "nothing")
 
 
 def test_the_error_of_a_logit_bias_names_the_key() -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,8 @@ import typer
 from octavo.cli.chat_backend import Local, Messages, Partner, Prompt
 from octavo.cli.options import (
     EMBEDDED,
+    FALLBACK,
+    NEUTRAL,
     EngineOptions,
     Model,
     SamplingOptions,
@@ -48,10 +50,9 @@ Ctrl-C           while a reply is coming: stop it there
 Alt-Enter        begin a new line in your message"""
 
 
-# For models that recommend nothing themselves. The embedded one rambles at a temperature of 0.7 and repeats itself at 0.2.
-SAMPLING = SamplingOptions(temperature=0.4, top_p=0.9, repetition_penalty=1.05, max_tokens=1024)
+SAMPLING = SamplingOptions(max_tokens=1024)
+CHAT_FALLBACK = FALLBACK | {"repetition_penalty": 1.05}
 ENGINE = EngineOptions(max_num_seqs=1)
-NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @command
@@ -81,29 +82,28 @@ def chat(
     engine: EngineOptions = ENGINE,
 ) -> None:
     """Talk to a model. /help in the conversation lists what else it understands."""
-    sampling.params()  # a bad value is told before the model is loaded
-    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+    sampling.params()  # a bad value is reported before the model is loaded
+    seed = secrets.randbits(32) if sampling.seed in (None, -1) else sampling.seed
     given = {
         name
         for name in context.params
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
     }
     if url is None:
-        talk = Chat(*here(model, engine, sampling, given, seed), system)
+        partner, defaults = here(model, engine, seed)
     else:
-        talk = Chat(there(model, url, api_key, given, seed), sampling, system)
+        partner, defaults = there(model, url, api_key, given, seed)
+    sampling = sampling.with_defaults(defaults, CHAT_FALLBACK)
+    sampling.seed = None  # each reply gets a seed of its own, derived from `seed`
+    talk = Chat(partner, sampling, system)
     ChatSession(talk, show_thinking, seed).run()
 
 
-def here(
-    model: str | None, engine: EngineOptions, sampling: SamplingOptions, given: set[str], seed: int
-) -> tuple[Partner, SamplingOptions]:
-    """The model, loaded, and how to sample from it."""
+def here(model: str | None, engine: EngineOptions, seed: int) -> tuple[Partner, dict[str, Any]]:
+    """The model, loaded, and the sampling parameters that it recommends."""
     from octavo.memory import parameter_count
 
     llm = engine.load(model, seed=seed)
-    sampling = recommended(sampling, llm.checkpoint.generation_config, given)
-    sampling.seed = None  # each reply gets a seed of its own, derived from the engine's
     name = Path(model).name if model else EMBEDDED
     if llm.get_tokenizer().chat_template is None:
         raise InvalidRequest(
@@ -115,11 +115,13 @@ def here(
     note(
         f"{name}, {parameters} parameters, {dtype}, context {tokens(partner.context)}; /help, or Ctrl-D to leave"
     )
-    return partner, sampling
+    return partner, llm.default_sampling
 
 
-def there(model: str | None, url: str, key: str | None, given: set[str], seed: int) -> Partner:
-    """A server's model."""
+def there(
+    model: str | None, url: str, key: str | None, given: set[str], seed: int
+) -> tuple[Partner, dict[str, Any]]:
+    """A server's model, and the sampling parameters that it recommends, if the server tells."""
     from octavo.cli.remote_backend import Remote
 
     useless = sorted(given & {field.name for field in fields(EngineOptions)})
@@ -130,20 +132,7 @@ def there(model: str | None, url: str, key: str | None, given: set[str], seed: i
     partner = Remote(url, key, model, seed)
     context = f", context {tokens(partner.context)}" if partner.context else ""
     note(f"{partner.model} at {partner.url}{context}; /help, or Ctrl-D to leave")
-    return partner
-
-
-def recommended(
-    sampling: SamplingOptions, advice: dict[str, Any], given: set[str]
-) -> SamplingOptions:
-    """With the settings of the model's generation_config.json, if it has any, for all that the user has not `given`."""
-    known = {name: advice[name] for name in NEUTRAL if type(advice.get(name)) in (int, float)}
-    if not known:
-        return sampling
-    return replace(
-        sampling,
-        **{name: known.get(name, value) for name, value in NEUTRAL.items() if name not in given},
-    )
+    return partner, partner.default_sampling
 
 
 # ---- the conversation -------------------------------------------------------------------------------------

@@ -46,8 +46,10 @@ def complete(
 ) -> None:
     """Continue text: [bold]octavo complete -p "Once upon a time"[/bold]"""
     prompts = prompt or [read_stdin()]
-    params = sampling.params(n=n, min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs)
+    more = dict(n=n, min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs)
+    sampling.params(**more)  # a bad value is reported before the model is loaded
     llm = engine.load(model)
+    params = sampling.with_defaults(llm.default_sampling).params(**more)
     if len(prompts) == 1 and n == 1 and not as_json:
         stream(llm, prompts[0], params)
         return

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
@@ -276,6 +276,15 @@ class EngineOptions(SizeOptions):
     no_prefix_caching: Annotated[
         bool, flag("--no-prefix-caching", "Disable the prefix cache.", "Memory")
     ] = False
+    generation_config: Annotated[
+        str,
+        option(
+            "Sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory with such a file.",
+            "Model",
+            "NAME",
+            show_default=True,
+        ),
+    ] = "auto"
     load_format: Annotated[
         str,
         option(
@@ -298,6 +307,7 @@ class EngineOptions(SizeOptions):
             kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             load_format=self.load_format,
+            generation_config=self.generation_config,
             revision=self.revision,
             max_model_len=self.max_model_len,
             gpu_memory_utilization=self.gpu_memory_utilization,
@@ -329,46 +339,55 @@ class EngineOptions(SizeOptions):
         return LLM(model, **self.arguments(), progress=sys.stderr.isatty(), **more)
 
 
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# For a model that recommends nothing. The embedded one rambles at a temperature of 0.7 and repeats itself at 0.2.
+FALLBACK = {"temperature": 0.4, "top_p": 0.9}
+
+
 @dataclass
 class SamplingOptions:
     """How tokens are chosen and when a text ends."""
 
     temperature: Annotated[
-        float,
+        float | None,
         option(
-            "Sampling temperature; 0 means greedy decoding.", "Sampling", "X", show_default=True
+            "Sampling temperature; 0 means greedy decoding. Default: the model's recommendation, else 0.4.",
+            "Sampling",
+            "X",
         ),
-    ] = 1.0
+    ] = None
     top_p: Annotated[
-        float,
+        float | None,
         option(
-            "Sample from the most likely tokens whose probabilities sum to this value.",
+            "Sample from the most likely tokens whose probabilities sum to this value. Default: the model's, else 0.9.",
             "Sampling",
             "X",
-            show_default=True,
         ),
-    ] = 1.0
+    ] = None
     top_k: Annotated[
-        int,
-        option("Sample from this many of the most likely tokens; 0 means all.", "Sampling", "N"),
-    ] = 0
+        int | None,
+        option(
+            "Sample from this many of the most likely tokens; 0 means all. Default: the model's, else 0.",
+            "Sampling",
+            "N",
+        ),
+    ] = None
     min_p: Annotated[
-        float,
+        float | None,
         option(
-            "Drop tokens whose probability is below this fraction of the largest one.",
+            "Drop tokens whose probability is below this fraction of the largest one. Default: the model's, else 0.",
             "Sampling",
             "X",
         ),
-    ] = 0.0
+    ] = None
     repetition_penalty: Annotated[
-        float,
+        float | None,
         option(
-            "Penalty on tokens of the prompt and the reply; above 1 discourages repetition.",
+            "Penalty on tokens of the prompt and the reply; above 1 discourages repetition. Default: the model's, else 1; in a chat 1.05.",
             "Sampling",
             "X",
-            show_default=True,
         ),
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[
         float,
         option("Penalty on tokens that the reply already contains, -2 to 2.", "Sampling", "X"),
@@ -395,9 +414,21 @@ class SamplingOptions:
         option("Stop before this text. May be given several times.", "Sampling", "TEXT"),
     ] = None
 
+    def with_defaults(
+        self, recommended: dict[str, Any], fallback: dict[str, float] = FALLBACK
+    ) -> SamplingOptions:
+        """These options, with the model's recommendation for those that the user left out, or the fallback if the model
+        recommends nothing."""
+        defaults: dict[str, Any] = NEUTRAL | (recommended or fallback)
+        return replace(
+            self, **{name: defaults[name] for name in NEUTRAL if getattr(self, name) is None}
+        )
+
     def params(self, **more: Any) -> SamplingParams:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return SamplingParams(**given | more)
+        return SamplingParams(
+            **{n: value for n, value in given.items() if value is not None} | more
+        )
 
 
 def flag_of(name: str) -> str:

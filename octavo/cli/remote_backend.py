@@ -64,7 +64,10 @@ class Remote:
                 f"{self.url} has no model {model or ''}: it has {', '.join(names) or 'none'}"
             )
         self.model = names[0] if model is None else model
-        self.context = cards[names.index(self.model)].get("max_model_len") or 0
+        card = cards[names.index(self.model)]
+        self.context = card.get("max_model_len") or 0
+        # what generation_config.json recommends, where the server tells
+        self.default_sampling: dict[str, Any] = card.get("default_sampling_params") or {}
 
     # ---- a partner ----------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, body, "max_tokens")
     timeout = validate.check_common(front, caller, body)
-    params = validate.sampling(body, limits)
+    params = validate.sampling(front, body)
     shape = Shape(chat=True, n=1 if body.n is None else body.n)
     shape.stream, shape.usage = _stream(body)
     shape.prompt_logprobs = body.prompt_logprobs is not None
@@ -139,12 +139,20 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
         name = "max_tokens"
     if wanted is not None:
         validate.check_count(name, wanted, 1)
+    else:
+        wanted = default_length(front)
     params = _logprobs(_prompt_logprobs(body, params, limits.top_logprobs), shape.top)
     _check_minimum(params, wanted)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
     return Asked(params, shape, wanted, timeout, headers)
+
+
+def default_length(front: Front) -> int | None:
+    """The longest reply to a chat that names no length: the model's recommendation, if it has one."""
+    length = front.client.model.sampling.get("max_tokens")
+    return None if length is None else int(length)
 
 
 async def chat_ids(front: Front, body: ChatRequest, asked: Asked) -> list[int]:
@@ -182,7 +190,7 @@ async def prepare_completion(
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, body, "max_tokens")
     timeout = validate.check_common(front, caller, body)
-    params = validate.sampling(body, limits)
+    params = validate.sampling(front, body)
     shape = Shape(chat=False, n=1 if body.n is None else body.n, echo=bool(body.echo))
     shape.stream, shape.usage = _stream(body)
     shape.prompt_logprobs = body.prompt_logprobs is not None

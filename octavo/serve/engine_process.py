@@ -455,6 +455,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         gguf,
         str(llm.runner.kv.view.dtype).removeprefix("torch."),
         0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
+        sampling=llm.default_sampling,
     )
 
 

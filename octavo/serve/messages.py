@@ -85,6 +85,8 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     # tokens that a sequence keeps, where its KV is bounded: replies may then go on beyond the
     # context
     kv_budget: int = 0
+    # sampling parameters of requests that leave them out (generation_config.json)
+    sampling: dict[str, int | float] = {}
 
     @property
     def longest(self) -> int:

@@ -36,6 +36,7 @@ def card(front: Front) -> dict[str, Any]:
         "root": front.config.name,
         "parent": None,
         "max_model_len": loaded.max_model_len if loaded else None,
+        "default_sampling_params": loaded.sampling if loaded else None,
     }
 
 
@@ -129,7 +130,7 @@ async def prepare_generate(
     limits = front.config.limits
     timeout = validate.check_common(front, caller, body)
     params = validate.choices(
-        body, validate.sampling(body, limits), 1, len(prompts), stream, limits, headers
+        body, validate.sampling(front, body), 1, len(prompts), stream, limits, headers
     )
     wanted = DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     validate.check_count("max_new_tokens", wanted, 1)

@@ -102,8 +102,10 @@ def check_fields(
     return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
 
 
-def sampling(body: Common, limits: Limits) -> SamplingParams:
-    """The parameters, all but the length. Ranges are SamplingParams' own where the API has no narrower ones."""
+def sampling(front: Front, body: Common) -> SamplingParams:
+    """The parameters of a request, all but the length. The model's recommendation (generation_config.json) applies to fields
+    that the request leaves out. Ranges are SamplingParams' own where the API has no narrower ones."""
+    limits = front.config.limits
     given = {
         name: value
         for name, value in zip(SAMPLING, _sampling(body), strict=True)
@@ -140,7 +142,12 @@ def sampling(body: Common, limits: Limits) -> SamplingParams:
                 "param_out_of_range",
             )
         given["logit_bias"] = body.logit_bias
-    return SamplingParams(**given, max_tokens=None, structured_outputs=structure.read(body, limits))
+    # a beam search draws nothing
+    defaults = {} if body.use_beam_search else front.client.model.sampling
+    return SamplingParams(
+        **{**defaults, **given, "max_tokens": None},
+        structured_outputs=structure.read(body, limits),
+    )
 
 
 def check_common(front: Front, caller: Caller, body: Common) -> float | None:

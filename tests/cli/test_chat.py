@@ -205,6 +205,10 @@ def test_the_models_own_settings_hold_but_for_what_the_user_gives(
         stdin="/stats\n",
     ).stdout
     assert "temperature 0.4, top_k 20, repetition_penalty 1.05, seed 7\n" in given
+    ignored = octavo(
+        "chat", model, "--seed", 7, "--generation-config", "vllm", stdin="/stats\n"
+    ).stdout
+    assert "temperature 0.4, top_p 0.9, repetition_penalty 1.05, seed 7\n" in ignored
 
 
 # ---- a full context ----------------------------------------------------------------------------------

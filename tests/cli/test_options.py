@@ -123,6 +123,15 @@ def test_every_sampling_option_is_a_sampling_parameter() -> None:
     )
 
 
+def test_sampling_options_that_are_left_out_are_the_models_or_the_fallback() -> None:
+    given = SamplingOptions(temperature=0.5)
+    advised = given.with_defaults({"temperature": 0.9, "top_k": 20, "max_tokens": 7})
+    assert (advised.temperature, advised.top_k, advised.top_p) == (0.5, 20, 1.0)
+    assert advised.max_tokens == given.max_tokens, "the command has a length of its own"
+    alone = given.with_defaults({})
+    assert (alone.temperature, alone.top_p, alone.repetition_penalty) == (0.5, 0.9, 1.0)
+
+
 def run(function: Callable[..., None], *args: str) -> Result:
     app = typer.Typer()
     app.command()(command(function))
@@ -141,7 +150,7 @@ def test_a_group_arrives_filled_in_with_the_commands_own_defaults() -> None:
     ) -> None:
         print(word, engine.max_num_seqs, sampling.temperature, sampling.top_p)
 
-    assert run(show).stdout == "w 256 2.0 1.0\n"
+    assert run(show).stdout == "w 256 2.0 None\n"
     assert (
         run(
             show, "--word", "v", "--max-num-seqs", "1K", "--top-p", "0.5", "--temperature", "1"

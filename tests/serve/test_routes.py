@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -299,9 +300,36 @@ def test_logs_hold_no_prompt(running: Running) -> None:
     assert "private" not in running.log.read_text()
 
 
+def check_default_sampling(other: Running) -> None:
+    """The server's model recommends top_k 1 and max_new_tokens 5."""
+    card = other.get("/v1/models").json()["data"][0]
+    assert card["default_sampling_params"] == {"top_k": 1, "max_tokens": 5}
+
+    def texts(path: str, **asked: Any) -> set[str]:
+        body = {"prompt": "hello", "temperature": 2, "ignore_eos": True, **asked}
+        return {other.post(path, body).text.partition('"text":')[2][:40] for _ in range(4)}
+
+    assert len(texts("/v1/completions")) == 1, "the likeliest token each time"
+    assert len(texts("/v1/completions", top_k=0)) == 4, "what a request says wins"
+    greedy = {other.post("/generate", {"prompt": "hello"}).text for _ in range(3)}
+    assert len(greedy) == 1
+    chat = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+    for asked, tokens in (({}, 5), ({"max_tokens": 9}, 9), ({"max_completion_tokens": 3}, 3)):
+        usage = other.post("/v1/chat/completions", {**chat, **asked}).json()["usage"]
+        assert usage["completion_tokens"] == tokens
+    assert other.complete(prompt="x", max_tokens=None)["usage"]["completion_tokens"] == 16
+    beams = other.complete(prompt="x", use_beam_search=True, n=2)
+    assert len({choice["text"] for choice in beams["choices"]}) == 2
+
+
 def test_other_ways_to_run_it(tmp_path: Path) -> None:
-    """Strict fields, templates from requests, vLLM's metric names, an origin that may use it, prompts without control tokens."""
+    """Strict fields, templates from requests, vLLM's metric names, an origin that may use it, prompts without control tokens,
+    a model that recommends how to sample."""
+    model = tmp_path / "wise"
+    shutil.copytree(tiny.model_dir(), model)
+    (model / "generation_config.json").write_text('{"top_k": 1, "max_new_tokens": 5}')
     options = dict(
+        model=str(model),
         strict_params=True,
         parse_special=False,
         request_templates=True,
@@ -315,6 +343,7 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
             "wat",
             "unsupported_parameter",
         )
+        check_default_sampling(other)
         for path in ("/v1/completions", "/generate", "/tokenize"):
             asked = {"prompt": "<|end|>", "parse_special": True}
             check_error(other.post(path, asked), 403, "parse_special", "parse_special_not_allowed")
