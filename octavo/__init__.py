@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
-    from octavo.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from octavo.params import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams",
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RepetitionDetectionParams",
+    "RequestOutput",
+    "SamplingParams",
     "StructuredOutputsParams",
 ]  # fmt: skip
 
@@ -32,6 +43,7 @@ _HOME = {
     "CompletionOutput": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.params",
+    "RepetitionDetectionParams": "octavo.params",
     "StructuredOutputsParams": "octavo.params",
 }
 

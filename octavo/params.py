@@ -16,6 +16,8 @@ from octavo.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_BEAMS = 64
+MAX_PATTERN_SIZE = 256
+MAX_PATTERN_COUNT = 65536
 MAX_BIAS = 100.0
 DIGITS = re.compile(r"[0-9]{1,9}")
 
@@ -195,6 +197,34 @@ StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
 @dataclass(slots=True)
+class RepetitionDetectionParams:
+    """Ends a text that repeats itself: the same tokens, as a pattern of a size within the bounds, so many times in a row. Names and
+    defaults are those of vLLM's class of this name."""
+
+    max_pattern_size: int = 0  # tokens; 0: nothing is detected
+    min_pattern_size: int = 0  # 0: as 1
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        check_whole(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
+        if not self.enabled:
+            return
+        most = self.max_pattern_size
+        check_whole(f"{name}.min_pattern_size", self.min_pattern_size, 0, most)
+        check_whole(f"{name}.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+
+    @property
+    def enabled(self) -> bool:
+        return self.max_pattern_size > 0
+
+
+# For structured outputs that ask for nothing else. A model that is held to a structure is more likely to get stuck in it. 64 zeros in
+# a row are a hash, so the count is larger.
+STRUCTURED_REPETITION = RepetitionDetectionParams(max_pattern_size=32, min_count=100)
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
 
@@ -223,6 +253,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
+    # None: STRUCTURED_REPETITION where there are structured_outputs, elsewhere nothing is detected
+    repetition_detection: RepetitionDetectionParams | None = None
     # the likeliest texts instead of drawn ones: octavo/core/beam_search.py
     use_beam_search: bool = False
     # of beams: a text ranks by the sum of its logprobs / its length ** this
@@ -308,6 +340,10 @@ class SamplingParams:
                     "change one of the two",
                     "logit_bias",
                 )
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            raise InvalidRequest(
+                "repetition_detection must be a RepetitionDetectionParams", "repetition_detection"
+            )
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputs):
                 raise InvalidRequest(
@@ -318,6 +354,14 @@ class SamplingParams:
                     "allowed_token_ids and structured_outputs exclude each other: both say which tokens may come",
                     "allowed_token_ids",
                 )
+
+    @property
+    def repetition(self) -> RepetitionDetectionParams | None:
+        """What ends a text that repeats itself. None: nothing does."""
+        asked = self.repetition_detection
+        if asked is not None:
+            return asked if asked.enabled else None
+        return None if self.structured_outputs is None else STRUCTURED_REPETITION
 
     def _validate_beams(self) -> None:
         """A beam search goes by the model's own logprobs: what would change them is refused, what draws from them is unused."""
@@ -345,6 +389,7 @@ class SamplingParams:
             "logit_bias": bool(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids is not None,
             "structured_outputs": self.structured_outputs is not None,
+            "repetition_detection": self.repetition is not None,
             "stop": bool(self.stop),
         }
         for name in (name for name, given in changed.items() if given):

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo import LLM, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from octavo.errors import InvalidRequest
 from octavo.model import embedded
 from octavo.outputs import RequestOutput
@@ -132,6 +132,49 @@ def test_every_kind(llm: LLM) -> None:
 def test_max_tokens_cuts_it(llm: LLM) -> None:
     found = one(llm, structured_outputs=StructuredOutputsParams(regex="a{100}"), max_tokens=7)
     assert (found.text, found.finish_reason) == ("a" * 7, "length")
+
+
+STUCK = dict(temperature=0, logit_bias={65: 100}, max_tokens=250)  # writes b for ever
+
+
+def test_a_text_that_repeats_itself_is_ended_and_says_so(llm: LLM) -> None:
+    spec = StructuredOutputsParams(regex="[ab]+")
+    found = one(llm, structured_outputs=spec, **STUCK)
+    assert (found.text, found.finish_reason) == ("b" * 100, "length")
+    assert found.stop_reason == "repetition_detected"
+    whole = one(
+        llm, structured_outputs=spec, repetition_detection=RepetitionDetectionParams(), **STUCK
+    )
+    assert (len(whole.text), whole.finish_reason, whole.stop_reason) == (250, "length", None)
+    assert len(one(llm, structured_outputs=spec, min_tokens=120, **STUCK).text) == 120
+
+
+def test_a_free_text_is_ended_where_it_was_asked_for(llm: LLM) -> None:
+    assert len(one(llm, **STUCK).text) == 250
+    asked = RepetitionDetectionParams(max_pattern_size=3, min_count=7)
+    found = one(llm, repetition_detection=asked, **STUCK)
+    assert (found.text, found.stop_reason) == ("b" * 7, "repetition_detected")
+
+
+def test_where_a_text_is_ended_does_not_depend_on_what_runs_beside_it() -> None:
+    asked = [
+        SamplingParams(temperature=1.2, seed=i, max_tokens=60, ignore_eos=True, logit_bias={65: 7, 66: 7},
+                       repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=4))
+        for i in range(8)
+    ]  # fmt: skip
+    prompts = [f"prompt {i}" for i in range(8)]
+    lonely = make(depth=1)
+    alone = [
+        lonely.generate([prompt], each, use_tqdm=False)[0]
+        for prompt, each in zip(prompts, asked, strict=True)
+    ]
+    ended = sum(o.outputs[0].stop_reason == "repetition_detected" for o in alone)
+    assert ended >= 2
+    for options in (
+        dict(depth=3),
+        dict(depth=2, num_gpu_blocks_override=15, block_size=16, max_num_batched_tokens=16),
+    ):
+        assert texts(make(**options).generate(prompts, asked, use_tqdm=False)) == texts(alone)
 
 
 def test_it_goes_with_other_parameters(llm: LLM) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core import repetition
 from octavo.core.admission import new_sequence
 from octavo.core.batching import Batches, Pace, Piggyback
 from octavo.core.beam_search import reported
@@ -499,6 +500,9 @@ class Scheduler:
                     reason = "stop"
                 elif length >= seq.position_limit:
                     reason = "length"
+            stuck = new and reason is None and is_stuck(seq)
+            if stuck:
+                reason = "length"
             if new and seq.guide is not None:
                 try:
                     follow(seq.guide, new[-1], ended=reason is not None)
@@ -518,9 +522,10 @@ class Scheduler:
                     seq.first_token_at = self.clock()
                 if reason is not None:
                     news.cached_tokens = seq.cached_tokens
-                    news.stop_reason = (
-                        new[-1] if reason == "stop" and new[-1] not in self.eos_ids else None
-                    )
+                    if stuck:
+                        news.stop_reason = repetition.STOP_REASON
+                    elif reason == "stop" and new[-1] not in self.eos_ids:
+                        news.stop_reason = new[-1]
                     self._end(seq)
                 out.append(news)
         return out
@@ -563,6 +568,16 @@ def take_prompt_logprobs(seq: Sequence, item: Item, found: list[TokenLogprobs]) 
     for p, logprobs in enumerate(found, item.start + 1):
         if p < seq.prompt_len:
             seq.prompt_logprobs[p] = logprobs
+
+
+def is_stuck(seq: Sequence) -> bool:
+    """Whether the sequence repeats itself and its request wants it ended."""
+    params = seq.params.repetition
+    if params is None or seq.num_generated < seq.params.min_tokens:
+        return False
+    # bounded KV drops tokens from the middle: the last ones stay in a row
+    generated = len(seq.tokens) - seq.kept_prompt_tokens
+    return repetition.repeats(seq.tokens, generated, params)
 
 
 def follow(guide: Guide, token: int, ended: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
+from octavo.params import MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import (
     BatchGenerateRequest,
@@ -126,6 +127,36 @@ TOOL_CHOICE = {
     ]
 }
 OBJECT = {"type": "object"}
+SIZE = {"type": "integer", "minimum": 1, "maximum": MAX_PATTERN_SIZE}
+COUNT = {"type": "integer", "minimum": 2, "maximum": MAX_PATTERN_COUNT}
+REPETITION_DETECTION = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "properties": {"max_pattern_size": {"const": 0}},
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "required": ["max_pattern_size", "min_count"],
+            "properties": {
+                "max_pattern_size": SIZE,
+                "min_pattern_size": {"enum": [None, 0, 1]},
+                "min_count": COUNT,
+            },
+            "additionalProperties": False,
+        },
+    ]
+}
+TYPED_GRAMMAR = {
+    "type": "object",
+    "required": ["type", "value"],
+    "properties": {
+        "type": {"enum": ["regex", "grammar"]},
+        "value": {"type": "string", "minLength": 1},
+    },
+}
 RESPONSE_FORMAT = {
     "anyOf": [
         {"type": "null"},
@@ -150,9 +181,13 @@ RESPONSE_FORMAT = {
 }
 
 
+def text_of(limits: Limits) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": limits.structure_bytes}
+
+
 def structure(limits: Limits) -> dict[str, Any]:
     """structured_outputs: one of these, and nothing else."""
-    text = {"type": "string", "minLength": 1, "maxLength": limits.structure_bytes}
+    text = text_of(limits)
     kinds = {
         "json": {"anyOf": [OBJECT, text]},
         "regex": text,
@@ -220,6 +255,12 @@ def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[
         "guided_regex": {"minLength": 1, "maxLength": limits.structure_bytes},
         "guided_grammar": {"minLength": 1, "maxLength": limits.structure_bytes},
         "guided_choice": {"minItems": 1, "items": {"minLength": 1}},
+        "guided_whitespace_pattern": {"minLength": 1},
+        "json_schema": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "regex": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "ebnf": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "grammar": {"anyOf": [{"type": "null"}, TYPED_GRAMMAR, text_of(limits)]},
+        "repetition_detection": REPETITION_DETECTION,
         "tokens": {"items": id},
         "prompts": {"minItems": 1, "maxItems": limits.prompts},
         "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},

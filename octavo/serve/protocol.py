@@ -15,6 +15,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+
 class Common(msgspec.Struct, kw_only=True):
     """What every way to generate has."""
 
@@ -41,10 +47,16 @@ class Common(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None  # these four: what older clients of vLLM send
+    guided_json: str | dict[str, Any] | None = None  # these five: older clients of vLLM
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: str | dict[str, Any] | None = None  # these four: llama.cpp, SGLang and TGI
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | dict[str, Any] | None = None
+    repetition_detection: RepetitionDetection | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None  # seconds in all

@@ -1,12 +1,15 @@
-"""What a client says its text must match, in OpenAI's words or in vLLM's, as one StructuredOutputs. Compiles nothing.
+"""What a client says its text must match, in the words of several APIs, as one StructuredOutputs. Compiles nothing.
 
-response_format       {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", "strict"}}
-structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
-guided_json, ...      the same, as older clients say it
+response_format       OpenAI's {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", "strict"}}, and how
+                      other servers' clients say it: a schema as `schema` or `value`; the types json, regex and grammar
+structured_outputs    vLLM's {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
+guided_json, ...      the same, as older clients of vLLM say it
+json_schema, ...      the same, as clients of llama.cpp, SGLang and TGI say it
 """
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 from typing import Any
 
@@ -16,21 +19,26 @@ from octavo.serve.errors import bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import Common
 
-FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
-# What vLLM's structured_outputs has besides, at the values that ask for nothing: whitespace is never free here.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "disable_fallback": (True, False),
-    "disable_any_whitespace": (True, False),
-    "disable_additional_properties": (False,),
+# Each field that asks for a structure, and the kind of it. None: the field's value says it.
+FIELDS: dict[str, str | None] = {
+    "response_format": None,
+    "structured_outputs": None,
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
 }
-
+OPTIONS = (
+    "disable_additional_properties",
+    "disable_any_whitespace",
+    "disable_fallback",
+    "whitespace_pattern",
+)
+TYPES = "text, json_object, json_schema, json, regex or grammar"
 
 _values = attrgetter(*FIELDS)
 _NONE = (None,) * len(FIELDS)
@@ -38,9 +46,15 @@ _NONE = (None,) * len(FIELDS)
 
 def field(body: Common) -> str | None:
     """The field that asks for a structure."""
-    if _values(body) == _NONE:  # most
-        return None
-    return next((name for name in FIELDS if _asks(name, getattr(body, name))), None)
+    return next(iter(fields(body)), None)
+
+
+def fields(body: Common) -> list[str]:
+    """The fields that ask for a structure."""
+    values = _values(body)
+    if values == _NONE:  # most requests
+        return []
+    return [name for name, value in zip(FIELDS, values, strict=True) if _asks(name, value)]
 
 
 def _asks(name: str, value: Any) -> bool:
@@ -48,54 +62,101 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def read(body: Common, limits: Limits) -> StructuredOutputs | None:
-    if _values(body) == _NONE:
-        return None
-    given = [name for name in FIELDS if _asks(name, getattr(body, name))]
-    if not given:
-        return None
-    name = given[0]
-    if len(given) > 1:
-        raise bad(given[1], f"{given[1]} and {name} both say what the text must match: give one")
-    value = getattr(body, name)
-    if name == "response_format":
-        found = _response_format(value)
-    elif name == "structured_outputs":
-        found = {key: given for key, given in value.items() if given is not None}
+    """Fields that ask for the same are one. Raises ApiError where they differ."""
+    found: StructuredOutputs | None = None
+    names = fields(body)
+    for name in names:
+        spec = _read(name, getattr(body, name), body.guided_whitespace_pattern, limits)
+        if found is not None and not _same(found, spec):
+            raise bad(
+                name, f"{name} and {names[0]} ask for different things: give one, or both the same"
+            )
+        found = found or spec
+    return found
+
+
+def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> StructuredOutputs:
+    most = limits.structure_bytes
+    if larger_than(value, most):
+        message = f"{name} has more than {most} characters, which is the limit: shorten it"
+        raise bad(name, message, "param_out_of_range")
+    kind = FIELDS[name]
+    if name == "structured_outputs":
+        given = {key: part for key, part in value.items() if part is not None}
+        for key in given:
+            if key not in KINDS and key not in OPTIONS:
+                raise unsupported(f"{name}.{key[:64]}", f"use one of {', '.join(KINDS)}")
+    elif kind is None or (name == "grammar" and isinstance(value, dict)):
+        given = _typed(name, value)
     else:
-        found = {name.removeprefix("guided_"): value}
-    for key in [key for key in found if key not in KINDS]:
-        if found.pop(key) not in HARMLESS.get(key, ()):
-            raise unsupported(f"{name}.{key[:64]}", f"use one of {', '.join(KINDS)}")
+        given = {kind: value}
+    if whitespace is not None and ("json" in given or "json_object" in given):
+        given.setdefault("whitespace_pattern", whitespace)
     try:
-        spec = StructuredOutputs(**found)
+        return StructuredOutputs(**given)
     except InvalidRequest as error:
         raise bad(name, str(error)) from None
-    size = sum(map(len, spec.choice or ())) + sum(
-        len(str(text)) for text in (spec.json, spec.regex, spec.grammar) if text
-    )
-    if size > limits.structure_bytes:
-        raise bad(
-            name,
-            f"{name} has {size} characters, but at most {limits.structure_bytes} are taken",
-            "param_out_of_range",
-        )
-    return spec
 
 
-def _response_format(value: dict[str, Any]) -> dict[str, Any]:
-    """`strict` changes nothing: a schema is always followed, and one that cannot be is refused."""
+def larger_than(value: Any, most: int) -> bool:
+    """Whether a JSON value has more than so many characters, without counting those beyond."""
+    size = 0
+    waiting = [value]
+    while waiting and size <= most:
+        part = waiting.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, dict):
+            size += 2 + sum(map(len, part)) + 3 * len(part)
+            waiting += part.values() if size <= most else ()
+        elif isinstance(part, list):
+            size += 2 + len(part)
+            waiting += part if size <= most else ()
+        else:
+            size += 1
+    return size > most
+
+
+def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """A value with a `type`. `strict` changes nothing: a schema is always followed, and one that cannot be is refused."""
     kind = value.get("type")
+    if kind == "regex":
+        return {"regex": _content(name, value, "regex", "value", "pattern")}
+    if kind == "grammar":
+        return {"grammar": _content(name, value, "grammar", "value")}
     if kind == "json_object":
-        return {"json_object": True}
+        schema = value.get("schema") or value.get("value")
+        return {"json_object": True} if schema is None else {"json": schema}
+    if kind == "json":
+        return {"json": _content(name, value, "schema", "value")}
     if kind != "json_schema":
+        raise bad(f"{name}.type", f"{name}.type must be {TYPES}, got {kind!r:.64}")
+    outer = value.get("json_schema", value.get("value"))
+    inner = outer.get("schema") if isinstance(outer, dict) else None
+    if not isinstance(inner, dict):
+        inner = value.get("schema")
+    if not isinstance(inner, dict):
         raise bad(
-            "response_format.type",
-            f"response_format.type must be text, json_object or json_schema, got {kind!r:.64}",
+            f"{name}.json_schema.schema",
+            f"{name} needs a JSON schema in json_schema.schema: an object",
         )
-    schema = value.get("json_schema")
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
-        raise bad(
-            "response_format.json_schema.schema",
-            "response_format needs a JSON schema in json_schema.schema: an object",
-        )
-    return {"json": schema["schema"]}
+    return {"json": inner}
+
+
+def _content(name: str, value: dict[str, Any], *keys: str) -> Any:
+    found = next((value[key] for key in keys if value.get(key) is not None), None)
+    if found is None:
+        raise bad(f"{name}.{keys[0]}", f"{name} of type {value['type']} needs {' or '.join(keys)}")
+    return found
+
+
+def _same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
+    """Whether two specs ask for the same. Schemas are compared as values, in the order of their keys."""
+    if one.key == other.key:
+        return True
+    if one.json is None or other.json is None or one.key[2:] != other.key[2:]:
+        return False
+    try:
+        return json.dumps(json.loads(str(one.json))) == json.dumps(json.loads(str(other.json)))
+    except (ValueError, RecursionError):
+        return False

@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.collect import Until
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
-from octavo.params import SamplingParams
+from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve import structure
 from octavo.serve.errors import ApiError, bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
-from octavo.serve.protocol import UNSUPPORTED, ChatRequest, Common, CompletionRequest
+from octavo.serve.protocol import (
+    UNSUPPORTED,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    RepetitionDetection,
+)
 from octavo.types import Request
 
 if TYPE_CHECKING:
@@ -142,11 +148,21 @@ def sampling(front: Front, body: Common) -> SamplingParams:
                 "param_out_of_range",
             )
         given["logit_bias"] = body.logit_bias
+    if body.repetition_detection is not None:
+        given["repetition_detection"] = repetition_detection(body.repetition_detection)
     # a beam search draws nothing
     defaults = {} if body.use_beam_search else front.client.model.sampling
     return SamplingParams(
         **{**defaults, **given, "max_tokens": None},
         structured_outputs=structure.read(body, limits),
+    )
+
+
+def repetition_detection(asked: RepetitionDetection) -> RepetitionDetectionParams:
+    return RepetitionDetectionParams(
+        max_pattern_size=asked.max_pattern_size or 0,
+        min_pattern_size=asked.min_pattern_size or 0,
+        min_count=asked.min_count or 0,
     )
 
 

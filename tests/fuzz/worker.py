@@ -24,7 +24,6 @@ import random
 import resource
 import struct
 import sys
-import threading
 import time
 from collections.abc import Collection, Hashable
 from pathlib import Path
@@ -72,7 +71,6 @@ class Coverage:
     def run(self, target: ModuleType, data: bytes) -> bool:
         """Whether the input reached anything new."""
         self._lines = set()
-        threading.settrace(self._enter)
         sys.settrace(self._enter)
         try:
             outcome = target.one_input(data)

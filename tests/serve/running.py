@@ -146,8 +146,7 @@ def server(
             process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True, env=env)
         running = Running(process, port, log, Path(temporary))
         try:
-            # a machine's first start compiles the CPU kernels
-            running.wait("/readyz" if ready else "/livez", seconds=180)
+            running.wait("/readyz" if ready else "/livez")
             yield running
         finally:
             try:

@@ -16,6 +16,11 @@ from pydantic import BaseModel, Field
 
 pytest.importorskip("llguidance")
 
+from octavo.params import StructuredOutputs
+from octavo.serve import structure
+from octavo.serve.errors import ApiError
+from octavo.serve.limits import Limits
+from octavo.serve.protocol import CompletionRequest
 from tests import schemas, tiny
 from tests.serve.running import NAME, Running, check_error, events, server
 
@@ -37,6 +42,88 @@ MONSTER = {
     "type": "object",
     "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(5000)},
 }
+
+
+# ---- how it is said --------------------------------------------------------------------------------------
+
+OTHER = {"type": "object", "properties": {"b": {"type": "null"}}}
+EBNF = 'root ::= "a" | "b"'
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "OpenAI": ({"response_format": FORMAT}, dict(json=SCHEMA)),
+    "OpenAI's any object": ({"response_format": {"type": "json_object"}}, dict(json_object=True)),
+    "llama.cpp and Together": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, dict(json=SCHEMA)),
+    "huggingface_hub": ({"response_format": {"type": "json_object", "value": SCHEMA}}, dict(json=SCHEMA)),
+    "no schema after all": ({"response_format": {"type": "json_object", "schema": None}}, dict(json_object=True)),
+    "without the outer object": ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, dict(json=SCHEMA)),
+    "TGI": ({"response_format": {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}}, dict(json=SCHEMA)),
+    "TGI's json": ({"response_format": {"type": "json", "value": SCHEMA}}, dict(json=SCHEMA)),
+    "TGI's regex": ({"response_format": {"type": "regex", "value": "a+"}}, dict(regex="a+")),
+    "Fireworks' grammar": ({"response_format": {"type": "grammar", "grammar": EBNF}}, dict(grammar=EBNF)),
+    "vLLM's options": ({"structured_outputs": {"json": SCHEMA, "regex": None, "disable_any_whitespace": True,
+                                               "disable_additional_properties": False, "whitespace_pattern": " ?"}},
+                       dict(json=SCHEMA, disable_additional_properties=False, whitespace_pattern=" ?")),
+    "older vLLM's whitespace": ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, dict(json=SCHEMA, whitespace_pattern=" ?")),
+    "whitespace of nothing": ({"guided_regex": "a", "guided_whitespace_pattern": " ?"}, dict(regex="a")),
+    "llama.cpp's schema": ({"json_schema": SCHEMA}, dict(json=SCHEMA)),
+    "llama.cpp's any JSON": ({"json_schema": {}}, dict(json={})),
+    "llama.cpp's grammar": ({"grammar": EBNF}, dict(grammar=EBNF)),
+    "SGLang's schema": ({"json_schema": json.dumps(SCHEMA)}, dict(json=SCHEMA)),
+    "SGLang's regex": ({"regex": "a+"}, dict(regex="a+")),
+    "SGLang's grammar": ({"ebnf": EBNF}, dict(grammar=EBNF)),
+    "TGI's grammar": ({"grammar": {"type": "regex", "value": "a+"}}, dict(regex="a+")),
+    "the same twice": ({"guided_grammar": EBNF, "structured_outputs": {"grammar": EBNF}}, dict(grammar=EBNF)),
+    "the same as text": ({"guided_json": json.dumps(SCHEMA, indent=1), "response_format": FORMAT}, dict(json=SCHEMA)),
+    "text and a structure": ({"response_format": {"type": "text"}, "guided_regex": "a"}, dict(regex="a")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "expected"), READ.values(), ids=READ.keys())
+def test_what_clients_of_other_servers_say_is_understood(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = structure.read(CompletionRequest(**fields), Limits())
+    assert found is not None and structure._same(found, StructuredOutputs(**expected))
+
+
+UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "two schemas": ({"guided_json": SCHEMA, "response_format": {"type": "json_object", "schema": OTHER}}, "guided_json", "different"),
+    "another order": ({"guided_json": SCHEMA, "json_schema": dict(reversed(SCHEMA.items()))}, "json_schema", "different"),
+    "two kinds": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_choice and guided_regex ask for"),
+    "open and closed": ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+                        "guided_json", "different"),
+    "no such type": ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "an object"),
+    "no regex": ({"response_format": {"type": "regex"}}, "response_format.regex", "needs regex or value"),
+    "an unknown option": ({"structured_outputs": {"json": SCHEMA, "structural_tag": {}}}, "structured_outputs.structural_tag", "use one of"),
+    "a wrong option": ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": "no"}}, "structured_outputs", "true or false"),
+    "whitespace of a regex": ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "is for json"),
+    "a large schema": ({"guided_json": {"enum": ["x" * 1000] * 300}}, "guided_json", "more than 262144 characters"),
+    "a large text": ({"regex": "x" * 300_000}, "regex", "more than 262144 characters"),
+    "many choices": ({"guided_choice": ["x"] * 300_000}, "guided_choice", "more than 262144 characters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), UNREAD.values(), ids=UNREAD.keys())
+def test_what_cannot_be_understood_is_refused(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        structure.read(CompletionRequest(**fields), Limits())
+    assert (caught.value.status, caught.value.param) == (
+        400,
+        param,
+    ) and says in caught.value.message
+
+
+def test_large_values_are_not_counted_to_the_end() -> None:
+    huge = {"enum": [["x"]] * 2_000_000}
+    begun = time.process_time()
+    assert structure.larger_than(huge, 1000)
+    assert time.process_time() - begun < 0.05
+    assert not structure.larger_than({"a": [1, None, True, "bc"]}, 100)
+
+
+# ---- what is replied -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +207,11 @@ def test_n_choices_are_guided_each(client: openai.OpenAI) -> None:
         ({"guided_choice": ["one", "two"]}, "one|two"),
         ({"guided_grammar": 'start: "x" "y"'}, "xy"),
         ({"response_format": FORMAT}, None),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, None),
+        (
+            {"ebnf": 'root ::= "<" [a-z]{3} ">"', "guided_grammar": 'root ::= "<" [a-z]{3} ">"'},
+            "<[a-z]{3}>",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -202,6 +294,32 @@ def test_a_grammar_that_becomes_too_complex_ends_alone(running: Running) -> None
         and events(reply.text)[-1]["error"]["code"] == "structured_output_failed"
     )
     assert running.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_a_text_that_repeats_itself_is_ended_and_the_reply_says_so(running: Running) -> None:
+    fields = {
+        "prompt": "hello",
+        "guided_regex": "b+",
+        "max_tokens": 150,
+        "logit_bias": {str(tiny.EOS): -100},
+    }
+    choice = running.post("/v1/completions", fields).json()["choices"][0]
+    assert choice["text"] == "b" * 100
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "repetition_detected")
+    last = events(running.http.post("/v1/completions", json={**fields, "stream": True}).text)[-1]
+    ended = last["choices"][0]
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("length", "repetition_detected")
+    off = {**fields, "repetition_detection": {"max_pattern_size": 0}}
+    assert len(running.post("/v1/completions", off).json()["choices"][0]["text"]) == 150
+    own = {**fields, "repetition_detection": {"max_pattern_size": 2, "min_count": 5}}
+    assert running.post("/v1/completions", own).json()["choices"][0]["text"] == "b" * 5
+    wrong = {**fields, "repetition_detection": {"max_pattern_size": 2}}
+    check_error(
+        running.post("/v1/completions", wrong),
+        400,
+        "repetition_detection.min_count",
+        "param_out_of_range",
+    )
 
 
 def test_compilations_are_counted_and_each_schema_is_compiled_once(running: Running) -> None:
