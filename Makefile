@@ -12,7 +12,7 @@ CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow fuzz test-clients test-gpu lint format tables proto clean
+.PHONY: help setup chat serve test test-slow fuzz soak test-clients test-gpu lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test          set up, then run the tests that need no GPU and little time (ARGS likewise)"
 	@echo "make test-slow     the long tests"
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
+	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
 	@echo "make test-clients  langchain, lm-eval, guidellm and schemathesis against a server, in a virtual environment of their own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "make lint          style, types, import contracts and readability"
@@ -68,6 +69,10 @@ test-slow: $(READY)
 SECONDS ?= 600
 fuzz: $(READY)
 	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
+
+MINUTES ?= 60
+soak: $(READY)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 test-clients: $(CLIENTS_READY)
 	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)

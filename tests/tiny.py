@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-VOCAB, EOS = 300, 256
+from tests.tiny_tokenizer import EOS, VOCAB, write_tokenizer
 
 SMALL = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -43,26 +42,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def write_tokenizer(path: Path) -> None:
-    """Bytes, then the special tokens: no merges, so every byte is a token."""
-    import tokenizers
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    names = ["<|eos|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
-    backend.save(str(path / "tokenizer.json"))
-    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": TEMPLATE}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @cache

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from octavo.serve.worker_pool import ENVIRONMENT
 from tests.fuzz.worker import HEADER, LIMIT_SECONDS, SEEDS, SHARED_BYTES
 
 TARGETS = Path(__file__).parent / "targets"
@@ -62,9 +63,10 @@ class Watched:
         self.errors = folder / f"{name}-{seed}.err"
         argv = [sys.executable, "-m", "tests.fuzz.worker"]
         argv += [name, str(seed), str(seconds), str(path), *left_out]
+        environment = {**os.environ, **ENVIRONMENT}  # memory is used as in a worker process
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+                argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
             )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -26,8 +26,8 @@ from octavo.serve.jobs import Setup
 from octavo.serve.messages import Loaded
 from octavo.serve.wire import BoundedSocket, bounded
 from octavo.text.tokenizer import Tokenizer
-from tests import tiny
 from tests.http_replies import Reply, read_replies
+from tests.tiny_tokenizer import VOCAB, write_tokenizer
 
 ACCEPTED = "accepted_by_the_engine"
 CONTEXT = 1024
@@ -89,13 +89,13 @@ class Transport(asyncio.Transport):
 @cache
 def tokenizer_directory() -> str:
     folder = Path(tempfile.mkdtemp(prefix="octavo-fuzz-"))
-    tiny.write_tokenizer(folder)
+    write_tokenizer(folder)
     return str(folder)
 
 
 def loaded_model() -> Loaded:
     return Loaded(
-        vocab_size=tiny.VOCAB,
+        vocab_size=VOCAB,
         max_model_len=CONTEXT,
         max_num_seqs=64,
         max_batched_tokens=1024,
@@ -166,9 +166,13 @@ class FakeServer:
 
     def send(self, parts: list[bytes], wait: bool = False) -> list[Reply]:
         """The replies on a connection on which these parts arrive. `wait`: there will be a reply."""
-        return read_replies(self.loop.run_until_complete(self._send(parts, wait)))
+        return read_replies(self.write(parts, wait))
 
-    async def _send(self, parts: list[bytes], wait: bool) -> bytes:
+    def write(self, parts: list[bytes], wait: bool = False) -> bytes:
+        """What the server writes to a connection on which these parts arrive."""
+        return self.loop.run_until_complete(self._write(parts, wait))
+
+    async def _write(self, parts: list[bytes], wait: bool) -> bytes:
         state = ServerState()
         protocol = self.uvicorn.http_protocol_class(  # type: ignore[operator]
             config=self.uvicorn, server_state=state, app_state={}

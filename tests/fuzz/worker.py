@@ -24,6 +24,7 @@ import random
 import resource
 import struct
 import sys
+import threading
 import time
 from collections.abc import Collection, Hashable
 from pathlib import Path
@@ -71,6 +72,7 @@ class Coverage:
     def run(self, target: ModuleType, data: bytes) -> bool:
         """Whether the input reached anything new."""
         self._lines = set()
+        threading.settrace(self._enter)
         sys.settrace(self._enter)
         try:
             outcome = target.one_input(data)

@@ -8,6 +8,7 @@ python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_du
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 import time
@@ -65,6 +66,9 @@ def main(port: str, text: str) -> None:
         Tokenizer.encode_many = spoil_many(Tokenizer.encode_many)  # type: ignore[method-assign]
         Collector.take = spoil_text(Collector.take)  # type: ignore[method-assign]
         faulty = True
+    memory_mib = options.pop("memory_limit_mib", None)
+    if memory_mib is not None:  # the engine and the workers inherit the limit
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
     if faulty:

@@ -146,7 +146,8 @@ def server(
             process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True, env=env)
         running = Running(process, port, log, Path(temporary))
         try:
-            running.wait("/readyz" if ready else "/livez")
+            # a machine's first start compiles the CPU kernels
+            running.wait("/readyz" if ready else "/livez", seconds=180)
             yield running
         finally:
             try:

@@ -1,0 +1,34 @@
+"""What the targets for structured output have in common: a spec is compiled, and random texts follow it, as in a worker process."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.params import StructuredOutputs
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.trial import try_spec
+from octavo.text.vocabulary import Vocabulary, make_vocabulary
+from tests.fuzz.front import tokenizer_directory
+from tests.tiny_tokenizer import EOS, VOCAB
+
+MAX_BYTES = 4096
+REASON = 9  # words of a message that tell one reason from another
+WORD = re.compile("[a-z]+")
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return make_vocabulary(Tokenizer.from_directory(tokenizer_directory()), VOCAB, (EOS,))
+
+
+def check(**fields: Any) -> object:
+    """A spec can be followed, or it is refused."""
+    try:
+        try_spec(vocabulary(), StructuredOutputs(**fields))
+    except InvalidRequest as error:
+        assert str(error)
+        return tuple(WORD.findall(str(error))[:REASON])  # what is quoted from the input comes later
+    return "followed"
