@@ -263,8 +263,8 @@ inline u32 __float_as_uint(float x) {
 }
 inline float low(u32 x) { return __uint_as_float(x << 16); }
 inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-inline float wide(bf16 x) { return __uint_as_float((u32)x << 16); }
-inline bf16 narrow(float x) {
+inline float to_float(bf16 x) { return __uint_as_float((u32)x << 16); }
+inline bf16 to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
@@ -273,25 +273,25 @@ inline int thread() { return threadIdx.x; }
 
 // ---- memory that all multiprocessors see ------------------------------------------------------------
 
-inline uint4 fresh(const void *p) {
+inline uint4 load_l2(const void *p) {
     if ((u64)p % 16) emulated::fail("16 bytes are read from where they cannot be");
     return *(const uint4 *)p;
 }
-inline float fresh_one(const bf16 *p) { return wide(*p); }
-inline float fresh_float(const float *p) { return *p; }
-inline void count_up(u32 *p) {
+inline float load_l2_bf16(const bf16 *p) { return to_float(*p); }
+inline float load_l2_float(const float *p) { return *p; }
+inline void grid_arrive(u32 *p) {
     ++*p;
     emulated::wake(p);
 }
-inline void wait_for_count(const u32 *p, u32 count) {
+inline void grid_wait(const u32 *p, u32 count) {
     while (*p < count) emulated::wait_at(p);
 }
-inline void fetch(const void *) {}
+inline void prefetch_l2(const void *) {}
 
 // ---- a block's threads and its memory ---------------------------------------------------------------
 
 template <int COUNT>
-void meet() {
+void named_barrier() {
     emulated::Meeting &meeting = emulated::block().meetings[1];
     meeting.count = COUNT;
     emulated::come_to(meeting);
@@ -304,23 +304,23 @@ inline float __shfl_xor_sync(u32, float x, int mask) {
 inline int __shfl_sync(u32, int x, int lane) { return emulated::told(x)[lane % 32][0]; }
 
 inline u32 shared(const void *p) { return (const char *)p - emulated::memory(0); }
-inline void barrier_begin(u32 barrier, u32 count) {
+inline void mbarrier_init(u32 barrier, u32 count) {
     emulated::Barrier &b = emulated::barrier(blockIdx.x, barrier);
     b.count = b.left = count, b.bytes = 0, b.parity = 0;
 }
-inline void barriers_begun() {}
-inline void arrive(u32 barrier) {
+inline void mbarrier_fence() {}
+inline void mbarrier_arrive(u32 barrier) {
     emulated::Barrier &b = emulated::barrier(blockIdx.x, barrier);
     if (!b.left) emulated::fail("more have arrived at a barrier than it was made for");
     b.left--;
     emulated::settle(b);
 }
 template <int BYTES>
-void arrive_and_expect(u32 barrier) {
+void mbarrier_expect(u32 barrier) {
     emulated::barrier(blockIdx.x, barrier).bytes += BYTES;
-    arrive(barrier);
+    mbarrier_arrive(barrier);
 }
-inline void wait(u32 barrier, u32 parity) {  // until the phase of that parity is over
+inline void mbarrier_wait(u32 barrier, u32 parity) {  // until the phase of that parity is over
     emulated::Barrier &b = emulated::barrier(blockIdx.x, barrier);
     while (b.parity == parity) emulated::wait_at(&b);
 }
@@ -331,7 +331,7 @@ struct alignas(64) Map {  // a matrix [outputs, inputs] of `halves`, copied so m
     const char *matrix;
     u64 outputs, inputs, halves, columns, unused[11];
 };
-inline void fetch_map(const Map *) {}
+inline void prefetch_map(const Map *) {}
 
 inline void copy(u32 to, const Map *map, int output, int column, u32 barrier) {
     emulated::Copy copy{emulated::memory(to), std::vector<char>(map->columns * 1024), blockIdx.x, barrier};
@@ -351,7 +351,7 @@ inline void copy(u32 to, const Map *map, int output, int column, u32 barrier) {
 
 // ---- tensor cores -----------------------------------------------------------------------------------
 
-inline void load4(u32 (&r)[4], u32 at) {
+inline void ldmatrix_x4(u32 (&r)[4], u32 at) {
     if (at % 16) emulated::fail("a matrix is loaded from where it cannot be");
     const emulated::Words *lines = emulated::told(at);
     for (u32 i = 0; i < 4; i++) memcpy(&r[i], emulated::memory(lines[i * 8 + threadIdx.x % 32 / 4][0]) + threadIdx.x % 4 * 4, 4);

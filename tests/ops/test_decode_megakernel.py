@@ -279,8 +279,12 @@ class Emulation:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
         patch.setattr(decode_megakernel, "available", lambda _: True)
         patch.setattr(decode_megakernel, "tensor_map", emulated_map)
-        room = decode_megakernel.room
-        patch.setattr(decode_megakernel, "room", lambda *arguments: (*room(*arguments)[:2], parts))
+        room = decode_megakernel.shared_memory_layout
+        patch.setattr(
+            decode_megakernel,
+            "shared_memory_layout",
+            lambda *arguments: (*room(*arguments)[:2], parts),
+        )
         patch.setattr(
             decode_megakernel, "compile_source", lambda source, constants, arch: constants
         )
@@ -321,28 +325,37 @@ def test_in_one_part_or_two_the_bits_are_the_same(
         assert torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
-MEETS = "block_meets();"
+BLOCK_BARRIER = "block_barrier();"
 MISTAKES = {  # what the kernel's text says, and what it says then
-    "x is read before all of it is there": (f"= v[row];\n    }}\n    {MEETS}", "= v[row];\n    }"),
+    "x is read before all of it is there": (
+        f"= v[row];\n    }}\n    {BLOCK_BARRIER}",
+        "= v[row];\n    }",
+    ),
     "what follows of x comes too early": (
-        "        block_meets();  // what is there was used\n",
+        "        block_barrier();  // the previous contents are no longer needed\n",
         "",
     ),
     "the rest of x stays in registers": (
         "if (tid + j * THREADS < (END - BEGIN) * 8) *",
         "if (false) *",
     ),
-    "blocks do not wait for each other": ("            wait_for_count(met, times);\n", ""),
+    "blocks do not wait for each other": ("            grid_wait(barrier_count, expected);\n", ""),
     "weights are read before they came": (
-        "            wait(ring.full + ring.at * 8, ring.parity);\n",
+        "            mbarrier_wait(ring.full + ring.at * 8, ring.parity);\n",
         "",
     ),
-    "weights are overwritten": ("        wait(ring.empty + ring.at * 8, ring.parity ^ 1);\n", ""),
-    "weights are never given back": ("if (lane == 0) arrive(ring.empty + ring.at * 8);", ""),
+    "weights are overwritten": (
+        "        mbarrier_wait(ring.empty + ring.at * 8, ring.parity ^ 1);\n",
+        "",
+    ),
+    "weights are never given back": (
+        "if (lane == 0) mbarrier_arrive(ring.empty + ring.at * 8);",
+        "",
+    ),
     "a unit too many is copied": ("unit >= units_of(phase)) {", "unit > units_of(phase)) {"),
     "scores are weighed too early": (
-        f"peak[g] = top;\n        }}\n        {MEETS}",
-        "peak[g] = top;\n        }",
+        f"running_max[g] = top;\n        }}\n        {BLOCK_BARRIER}",
+        "running_max[g] = top;\n        }",
     ),
 }
 
@@ -402,8 +415,8 @@ def test_it_compiles_and_fits(name: str, rows: int) -> None:
     except driver.CudaError as error:
         pytest.skip(str(error))
     decoder = spec(name)
-    slots, shared, parts = decode_megakernel.room(decoder, rows, 132, SHARED)
-    if slots < decode_megakernel.LEAST_SLOTS:
+    slots, shared, parts = decode_megakernel.shared_memory_layout(decoder, rows, 132, SHARED)
+    if slots < decode_megakernel.MIN_STAGES:
         assert (name, rows) == ("llama-8b", 8)
         return
     assert shared <= SHARED
@@ -436,14 +449,14 @@ def test_a_mistake_in_a_kernel_is_shown() -> None:
 
 def test_other_decoders_are_computed_op_by_op() -> None:
     good = spec("qwen3-0.6b")
-    assert decode_megakernel.computes(good)
+    assert decode_megakernel.supports(good)
     assert decode_megakernel.fuse(good) is None  # on no GPU
     layer = good.layers[0]
-    assert not decode_megakernel.computes(
+    assert not decode_megakernel.supports(
         spec("qwen3-0.6b", torch.float16)
-    ) and not decode_megakernel.computes(spec("qwen3-0.6b", torch.float32))
-    assert not decode_megakernel.computes(spec("qwen3-0.6b", dim=96))
-    assert not decode_megakernel.computes(
+    ) and not decode_megakernel.supports(spec("qwen3-0.6b", torch.float32))
+    assert not decode_megakernel.supports(spec("qwen3-0.6b", dim=96))
+    assert not decode_megakernel.supports(
         spec("qwen3-0.6b", heads=22, kv_heads=2)
     )  # eleven share a key
     for changes in (
@@ -452,10 +465,10 @@ def test_other_decoders_are_computed_op_by_op() -> None:
         dict(down=layer.down[:, :3000]),
         dict(down=layer.down[:, :3000].contiguous()),
     ):
-        assert not decode_megakernel.computes(
+        assert not decode_megakernel.supports(
             spec("qwen3-0.6b", layers=[replace(layer, **changes)])
         ), changes.keys()
-    assert not decode_megakernel.computes(
+    assert not decode_megakernel.supports(
         spec("qwen3-0.6b", layers=[layer, replace(layer, q_norm=layer.attn_norm)])
     )
     assert ReferenceOps().fuse(good) is None
@@ -488,7 +501,7 @@ def test_a_kernel_that_does_not_compile_is_done_without(
     )
     monkeypatch.setattr(decode_megakernel, "compile_source", fails)
     assert kernels.kernel(2, 64) is None and kernels.kernel(2, 64) is None
-    assert caplog.text.count("kernel by kernel, more slowly: no compiler") == 1
+    assert caplog.text.count("so they decode more slowly: no compiler") == 1
 
 
 def test_compiled_code_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""A decode step of a few rows as one kernel: all layers, from the embeddings to the last norm and the logits (decode_megakernel.cu).
+"""The decode megakernel: a decode step of up to eight rows as one CUDA kernel (decode_megakernel.cu).
 
-With up to eight rows a step is bound by reading weights, and they could be read at any time: they depend on nothing. Kernel by
-kernel they are not. A layer is nine kernels, each begins when the one before has ended, and asks for its first weights then;
-between two products memory does nothing for microseconds. One kernel that stays on all multiprocessors lets a warp of each read
-on, up to 190 KB ahead, while the others compute and wait for each other.
+With few rows a decode step is bound by reading weights, and weights can be read at any time because
+they depend on nothing. Separate kernels cannot use this freedom: a layer is nine kernels, each starts
+when the previous one has ended, and memory is idle for microseconds between two products. One
+persistent kernel on all multiprocessors lets a producer warp read up to 190 KB ahead while the other
+warps compute and wait for each other.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ from octavo.ops.kv import KV
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode_megakernel.cu")
-MOST_ROWS = 8  # that a tensor core instruction takes without waste
-WARPS = 8  # that compute, beside one that orders weights
-# of the ring: bytes, and columns of 64 inputs; as decode_megakernel.cu has them
+MAX_ROWS = 8  # rows of one tensor core instruction
+WARPS = 8  # warps that compute, besides the producer warp
+# A chunk of the ring in bytes, and in columns of 64 inputs; decode_megakernel.cu has the same.
 CHUNK = 16384
 COLUMNS = 16
-LEAST_SLOTS = 4  # chunks: with less the ring is no help
-# Copies on their way at once, and while the others meet: more would come no sooner, and what the others ask memory for would wait
-# behind them. Layers of so many bytes are read for longer than others wait.
-FLYING = (3, 4)
-MEETING = (1, 2)
-LARGE = 2**28
-KEPT = 7  # heads that share a key: more would not fit the registers together
+MIN_STAGES = 4  # with fewer chunks the ring does not help
+# Copies in flight, and while the block waits at a grid barrier, for small and large layers. More copies
+# would not arrive sooner, and the loads of the other warps would queue behind them. A layer is large if
+# reading its weights takes longer than the other warps wait.
+COPIES_IN_FLIGHT = (3, 4)
+COPIES_AT_BARRIER = (1, 2)
+LARGE_LAYER_BYTES = 2**28
+MAX_HEADS_PER_BLOCK = 7  # more query heads do not fit in registers
 
 
 class Batch(ctypes.Structure):
-    """As in decode_megakernel.cu."""
+    """The kernel's argument, as decode_megakernel.cu declares it."""
 
     _fields_ = [
         *(
@@ -61,25 +63,28 @@ class Batch(ctypes.Structure):
                 "head",
                 "norm",
                 "h",
-                "weighed",
+                "scaled_hidden",
                 "squares",
                 "last",
                 "logits",
             )
         ),
-        *((name, c_void_p) for name in ("qkv", "attended", "inner", "parts", "kv")),
+        *(
+            (name, c_void_p)
+            for name in ("qkv", "attention_out", "mlp_inner", "split_results", "kv")
+        ),
         *((name, c_uint64) for name in ("s_block", "s_layer", "s_kind", "s_head")),
         ("table", c_void_p),
         ("s_table", c_uint64),
-        *((name, c_void_p) for name in ("rows", "lengths", "slots", "positions", "met")),
+        *((name, c_void_p) for name in ("rows", "lengths", "slots", "positions", "barrier_count")),
         ("num_layers", c_int),
         ("eps", c_float),
         ("scale", c_float),
     ]
 
 
-def computes(spec: DecoderSpec) -> bool:
-    """Whether the kernel computes such a decoder: plain bfloat16 weights, and sizes that its tiles divide."""
+def supports(spec: DecoderSpec) -> bool:
+    """Whether the kernel supports a decoder: plain bfloat16 weights and sizes that its tiles divide."""
     layer = spec.layers[0]
     matrices = [[each.qkv, each.out, each.gate_up, each.down] for each in spec.layers]
     if not all(
@@ -101,12 +106,12 @@ def computes(spec: DecoderSpec) -> bool:
         not posts
         and spec.dim in (64, 128)
         and all(n % 64 == 0 for n in inputs)
-        and together(spec) <= KEPT
+        and heads_per_block(spec) <= MAX_HEADS_PER_BLOCK
     )
 
 
 def available(device: torch.device) -> bool:
-    """A Hopper GPU or a later one, of NVIDIA's, and nobody said OCTAVO_MEGAKERNEL=none."""
+    """Whether the device is an NVIDIA Hopper GPU or later. OCTAVO_MEGAKERNEL=none disables the kernel."""
     if os.environ.get("OCTAVO_MEGAKERNEL") == "none":
         return False
     return (
@@ -116,24 +121,26 @@ def available(device: torch.device) -> bool:
     )
 
 
-def together(spec: DecoderSpec) -> int:
-    """How many heads of those that share a key a block attends to, where contexts are long."""
+def heads_per_block(spec: DecoderSpec) -> int:
+    """Query heads per attention task for long contexts; they share a KV head."""
     group = spec.heads // spec.kv_heads
     return 4 if group % 4 == 0 else group
 
 
 def fuse(spec: DecoderSpec) -> DecodeMegakernel | None:
-    if not computes(spec) or not available(spec.layers[0].qkv.device):
+    if not supports(spec) or not available(spec.layers[0].qkv.device):
         return None
     try:
         return DecodeMegakernel(spec)
     except CudaError as error:
-        log.warning("decoding of few rows goes on kernel by kernel, more slowly: %s", error)
+        log.warning(
+            "the decode megakernel is not available, so small batches decode more slowly: %s", error
+        )
         return None
 
 
 class DecodeMegakernel:
-    """Takes decode steps of up to eight rows over plain KV; None for anything else."""
+    """Runs decode steps of up to eight rows over uncompressed KV. Returns None for any other step."""
 
     def __init__(self, spec: DecoderSpec):
         self.spec = spec
@@ -141,10 +148,10 @@ class DecodeMegakernel:
         self.hidden = layer.qkv.shape[1]
         self.width = layer.out.shape[1]
         self.inter = layer.down.shape[1]
-        self.kernels: dict[tuple[int, int], Kernel | None] = {}  # by rows and positions a block
+        self.kernels: dict[tuple[int, int], Kernel | None] = {}  # by rows and KV block size
         properties = torch.cuda.get_device_properties(layer.qkv.device)
         self.blocks = properties.multi_processor_count
-        # none said: no kernel
+        # 0 if torch does not say: then the kernel is not used
         self.shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
         self.arch = f"sm_{properties.major}{properties.minor}"
         maps = (
@@ -158,7 +165,9 @@ class DecodeMegakernel:
             layer.qkv.device
         )
         self.layers = torch.tensor(
-            [described(each) for each in spec.layers], dtype=torch.int64, device=layer.qkv.device
+            [layer_descriptor(each) for each in spec.layers],
+            dtype=torch.int64,
+            device=layer.qkv.device,
         )
 
     def __call__(
@@ -167,7 +176,7 @@ class DecodeMegakernel:
         rows = hidden.shape[0]
         spec = self.spec
         if (
-            rows > MOST_ROWS
+            rows > MAX_ROWS
             or not isinstance(kv, Tensor)
             or kv.dtype != hidden.dtype
             or batch.watched is not None
@@ -182,19 +191,30 @@ class DecodeMegakernel:
         parts = torch.empty(
             rows * spec.heads * splits * (spec.dim + 2), dtype=torch.float32, device=hidden.device
         )
-        met = torch.zeros(1, dtype=torch.int32, device=hidden.device)
-        qkv, attended, inner = (
+        barrier_count = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+        qkv, attention_out, mlp_inner = (
             hidden.new_empty(rows, n)
             for n in (self.width + 2 * spec.kv_heads * spec.dim, self.width, self.inter)
         )
-        weighed = torch.empty_like(hidden)
+        scaled_hidden = torch.empty_like(hidden)
         last = torch.empty_like(hidden)
         logits = hidden.new_empty(rows, self.vocab)
         squares = torch.empty(rows * self.hidden // 8, dtype=torch.float32, device=hidden.device)
         head = self.maps[4 * MAP_BYTES * len(spec.layers) :]
         given = (self.layers, self.maps, head, spec.norm, hidden)
-        tensors = (*given, weighed, squares, last, logits, qkv, attended, inner, parts, kv)
-        lists = (batch.rows, batch.seq_lens, batch.kv_slots, batch.positions, met)
+        tensors = (
+            *given,
+            scaled_hidden,
+            squares,
+            last,
+            logits,
+            qkv,
+            attention_out,
+            mlp_inner,
+            parts,
+            kv,
+        )
+        lists = (batch.rows, batch.seq_lens, batch.kv_slots, batch.positions, barrier_count)
         argument = Batch(
             *(tensor.data_ptr() for tensor in tensors),
             *kv.stride()[:4],
@@ -209,42 +229,44 @@ class DecodeMegakernel:
             kernel.launch(self.blocks, (WARPS + 1) * 32, argument, hidden.device)
         except (
             CudaError
-        ) as error:  # refused, say because some multiprocessors are not ours: nothing has run
-            self._do_without(rows, kv.shape[4], error)
+        ) as error:  # for example, another process holds some multiprocessors; nothing has run
+            self._disable(rows, kv.shape[4], error)
             return None
         if batch.last is not None:
             return last[batch.logit_rows]
         return (last, logits) if self.vocab else last
 
     def kernel(self, rows: int, block: int) -> Kernel | None:
-        """For so many rows; None where it cannot be: then the layers are computed op by op."""
+        """The kernel for a number of rows. None: the layers run operator by operator."""
         if (rows, block) not in self.kernels:
             try:
                 self.kernels[rows, block] = self._compile(rows, block)
             except CudaError as error:
-                self._do_without(rows, block, error)
+                self._disable(rows, block, error)
         return self.kernels[rows, block]
 
-    def _do_without(self, rows: int, block: int, error: CudaError) -> None:
-        log.warning("decoding of %d rows goes on kernel by kernel, more slowly: %s", rows, error)
+    def _disable(self, rows: int, block: int, error: CudaError) -> None:
+        log.warning(
+            "the decode megakernel cannot run %d rows, so they decode more slowly: %s", rows, error
+        )
         self.kernels[rows, block] = None
 
     def _compile(self, rows: int, block: int) -> Kernel | None:
-        slots, shared, parts = room(self.spec, rows, self.blocks, self.shared)
-        if slots < LEAST_SLOTS:
-            return None  # the inputs of that many rows leave the ring too little
-        constants = constants_of(self.spec, rows, block, slots, shared, parts, self.blocks)
+        stages, shared, parts = shared_memory_layout(self.spec, rows, self.blocks, self.shared)
+        if stages < MIN_STAGES:
+            return None  # the activations leave too little shared memory for the ring
+        constants = constants_of(self.spec, rows, block, stages, shared, parts, self.blocks)
         source = with_header(SOURCE)
         try:
             return Kernel(compile_source(source, constants, self.arch), "decode_megakernel", shared)
-        except CudaError:  # what was kept may be damaged
+        except CudaError:  # the cached binary may be damaged
             return Kernel(
                 compile_source(source, constants, self.arch, anew=True), "decode_megakernel", shared
             )
 
 
 def vocabulary(spec: DecoderSpec) -> int:
-    """Logits that the kernel computes: all or none."""
+    """Number of logits that the kernel computes: the whole vocabulary or 0."""
     head = spec.head
     plain = (
         isinstance(head, Tensor)
@@ -255,38 +277,44 @@ def vocabulary(spec: DecoderSpec) -> int:
     return head.shape[0] if plain else 0
 
 
-def room(spec: DecoderSpec, rows: int, blocks: int, shared: int) -> tuple[int, int, int]:
-    """How many chunks the ring holds, the bytes of shared memory in all, and in how many parts x comes to W_down: in two if the
-    ring then holds more. As decode_megakernel.cu divides it."""
+def shared_memory_layout(
+    spec: DecoderSpec, rows: int, blocks: int, shared: int
+) -> tuple[int, int, int]:
+    """(chunks in the ring, bytes of shared memory, parts in which W_down's activations are loaded).
+
+    Two parts if the ring then holds more chunks. decode_megakernel.cu divides the memory likewise."""
     layer = spec.layers[0]
-    group = together(spec)
+    group = heads_per_block(spec)
     attend = (spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4) * 4
-    inner = -(-layer.down.shape[1] // 64 // COLUMNS)  # chunks of a unit
-    fold = min(-(-2 * inner // 3) * COLUMNS * 64, layer.down.shape[1])
+    chunks_per_unit = -(-layer.down.shape[1] // 64 // COLUMNS)
+    split = min(-(-2 * chunks_per_unit // 3) * COLUMNS * 64, layer.down.shape[1])
 
     def holds(most: int) -> tuple[int, int]:
-        """Where no more than so many inputs of W_down are there at a time."""
+        """Stages and bytes if at most this many inputs of W_down are loaded at a time."""
         inputs = ((layer.qkv, 0), (layer.out, 0), (layer.gate_up, 0), (layer.down, most))
         products = (
-            # x, and what the warps sum up
+            # activations and partial sums
             rows * (n or w.shape[1]) * 2 + WARPS * -(-w.shape[0] // 8 // blocks) * rows * 32
             for w, n in inputs
         )
         other = max(*products, attend) + 1024  # barriers
-        slots = min(32, (shared - other) // CHUNK)
-        return slots, slots * CHUNK + other
+        stages = min(32, (shared - other) // CHUNK)
+        return stages, stages * CHUNK + other
 
     whole = holds(layer.down.shape[1])
-    apart = holds(fold)
+    apart = holds(split)
     return (*apart, 2) if apart[0] > whole[0] else (*whole, 1)
 
 
 def constants_of(
-    spec: DecoderSpec, rows: int, block: int, slots: int, shared: int, parts: int, blocks: int
+    spec: DecoderSpec, rows: int, block: int, stages: int, shared: int, parts: int, blocks: int
 ) -> dict[str, int]:
-    """The constants of decode_megakernel.cu."""
+    """The compile-time constants of decode_megakernel.cu."""
     layer = spec.layers[0]
-    large = sum(w.numel() for w in (layer.qkv, layer.out, layer.gate_up, layer.down)) * 2 > LARGE
+    large = (
+        sum(w.numel() for w in (layer.qkv, layer.out, layer.gate_up, layer.down)) * 2
+        > LARGE_LAYER_BYTES
+    )
     return {
         "WARPS": WARPS,
         "ROWS": rows,
@@ -298,12 +326,12 @@ def constants_of(
         "DIM": spec.dim,
         "BLOCK": block,
         "BLOCKS": blocks,
-        "SLOTS": slots,
+        "STAGES": stages,
         "SHARED": shared,
         "PARTS": parts,
-        "FLYING": min(FLYING[large], slots - 1),
-        "MEETING": min(MEETING[large], slots - 1),
-        "TOGETHER": together(spec),
+        "COPIES_IN_FLIGHT": min(COPIES_IN_FLIGHT[large], stages - 1),
+        "COPIES_AT_BARRIER": min(COPIES_AT_BARRIER[large], stages - 1),
+        "HEADS_PER_BLOCK": heads_per_block(spec),
         "GELU": int(spec.gelu),
         "QK_NORM": int(layer.q_norm is not None),
         "WINDOWS": int(any(each.window for each in spec.layers)),
@@ -311,8 +339,8 @@ def constants_of(
     }
 
 
-def described(layer: DecoderLayer) -> list[int]:
-    """A layer as decode_megakernel.cu knows it."""
+def layer_descriptor(layer: DecoderLayer) -> list[int]:
+    """The struct Layer of decode_megakernel.cu as integers."""
     tensors: list[Any] = [
         layer.attn_norm,
         layer.mlp_norm,
