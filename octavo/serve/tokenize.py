@@ -83,6 +83,7 @@ class Texts:
         context: int,
         template: str | None,
         tools: list[dict[str, Any]] | None = None,
+        /,
         **options: Any,
     ) -> list[int]:
         """The tokens of a conversation. `template` is the client's own; None: the model's."""

@@ -27,6 +27,7 @@ from octavo.serve.protocol import (
     CompletionRequest,
     RepetitionDetection,
 )
+from octavo.text.chat import check_options, select_template
 from octavo.types import Request
 
 if TYPE_CHECKING:
@@ -301,6 +302,25 @@ def longest(front: Front, truncated: int | None) -> int:
     return front.client.model.max_model_len if truncated is None else sys.maxsize
 
 
+def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
+    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header those that the server's
+    template does not use. A template that came with the request is the client's own, and it is not compiled for this."""
+    options = body.chat_template_kwargs
+    if not options:
+        return
+    check_options(options, front.tokenizer.specials)
+    if body.chat_template is not None or not front.tokenizer.chat_templates:
+        return
+    unused = select_template(front.tokenizer, tools=bool(body.tools)).unused(options)
+    names = [f"chat_template_kwargs.{name[:64]}" for name in unused if LABEL.fullmatch(name)]
+    if unused and front.config.strict_params:
+        raise unsupported(
+            names[0] if names else "chat_template_kwargs",
+            "the chat template does not use it, and this server refuses what it does not know (--strict-params)",
+        )
+    ignore(headers, *names[:20])
+
+
 async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
     """The tokens of a conversation."""
     messages = check_messages(body.messages, front.config.limits)
@@ -312,17 +332,12 @@ async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) ->
             longest(front, body.truncate_prompt_tokens),
             body.chat_template,
             tools.tools if tools else None,
-            add_generation_prompt=body.add_generation_prompt is not False
-            and not body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             **(body.chat_template_kwargs or {}),
         )
     except ContextLengthExceeded as error:
         raise bad("messages", str(error), error.code) from None
-    except TypeError:  # an option by the name of an argument
-        raise bad(
-            "chat_template_kwargs", "chat_template_kwargs may not name what the request sets itself"
-        ) from None
 
 
 def parse_special(front: Front, asked: bool | None) -> bool:

@@ -12,6 +12,7 @@ from octavo.text.tools import HERMES, Format
 
 # keywords by which a schema names an object's properties
 DESCRIBING = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+RESULT_ROLES = ("tool", "function")  # of messages that hold the result of a call
 _INTRODUCTION = """\
 You can call functions. These are the ones there are, as JSON:
 <tools>
@@ -23,42 +24,64 @@ To call one, write its name and its arguments as JSON between these tags, once f
 {close}"""
 
 
+def mentions_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+    """Whether there are tools, or calls of tools or their results in the conversation."""
+    return bool(tools) or any(
+        message["role"] in RESULT_ROLES or "tool_calls" in message for message in messages
+    )
+
+
 def spell_out(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, takes_system: bool = True
 ) -> list[dict[str, Any]]:
-    """A conversation with tools for a template that knows nothing of them: the tools are described in the system message, calls
-    and their results are written as models of the hermes kind write them."""
+    """A conversation with tools for a template that knows nothing of them. Calls and results are written as models of the
+    hermes kind write them. The tools are described in the system message, or in the first user message where the template
+    takes no system message."""
     spelled: list[dict[str, Any]] = []
-    before = None  # the role of the message before
+    before = ""  # the role of the message before
     for message in messages:
-        if message["role"] == "assistant" and message.get("tool_calls"):
-            text = HERMES.between.join(map(_written, message["tool_calls"]))
-            spelled.append(
-                {
-                    "role": "assistant",
-                    "content": "\n".join(filter(None, (message.get("content"), text))),
-                }
-            )
-        elif message["role"] in ("tool", "function"):
-            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-            if before in ("tool", "function"):
-                spelled[-1]["content"] += f"\n{text}"  # templates may insist that roles alternate
-            else:
-                spelled.append({"role": "user", "content": text})
+        role = message["role"]
+        if role == "assistant" and "tool_calls" in message:
+            calls = HERMES.between.join(map(_written, message["tool_calls"]))
+            content = "\n".join(filter(None, (message["content"], calls)))
+            spelled.append({"role": "assistant", "content": content})
+        elif role in RESULT_ROLES:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            _add_user_text(spelled, text, joined=before in RESULT_ROLES)
+        elif role == "user" and before in RESULT_ROLES:
+            # templates may insist that user and assistant take turns, and a result is a user's turn
+            _add_user_text(spelled, message["content"], joined=True)
         else:
             spelled.append(message)
-        before = message["role"]
+        before = role
     if tools:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        text = _INTRODUCTION.format(tools=lines, open=HERMES.open, close=HERMES.close)
-        if spelled[0]["role"] in ("system", "developer"):
-            spelled[0] = {
-                **spelled[0],
-                "content": "\n\n".join(filter(None, (spelled[0].get("content"), text))),
-            }
-        else:
-            spelled.insert(0, {"role": "system", "content": text})
+        _introduce(spelled, tools, takes_system)
     return spelled
+
+
+def _add_user_text(messages: list[dict[str, Any]], text: str, joined: bool) -> None:
+    if joined:
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{text}"}
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+def _introduce(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], takes_system: bool
+) -> None:
+    """Describe the tools at the start of the conversation."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _INTRODUCTION.format(tools=lines, open=HERMES.open, close=HERMES.close)
+    first = messages[0]
+    if first["role"] in ("system", "developer"):
+        content = "\n\n".join(filter(None, (first["content"], text)))
+        messages[0] = {**first, "content": content}
+    elif takes_system:
+        messages.insert(0, {"role": "system", "content": text})
+    elif first["role"] == "user":
+        messages[0] = {**first, "content": f"{text}\n\n{first['content']}"}
+    else:
+        messages.insert(0, {"role": "user", "content": text})
 
 
 def _written(call: dict[str, Any]) -> str:

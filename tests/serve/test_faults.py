@@ -101,7 +101,7 @@ def test_roles_in_an_order_that_the_template_rejects(trusting: Running) -> None:
 )
 def test_a_malicious_template(trusting: Running, template: str) -> None:
     reply = trusting.post(CHAT, {"messages": HI, "chat_template": template, "max_tokens": 1})
-    assert reply.status_code in (200, 400, 500), reply.text
+    assert reply.status_code in (200, 400), reply.text
     assert "passwd" not in reply.text and "<class" not in reply.text and "uid=" not in reply.text
     if reply.status_code != 200:
         check_error(reply, reply.status_code)
@@ -111,7 +111,7 @@ def test_a_malicious_template(trusting: Running, template: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenize", "messages", "tools", "add_generation_prompt", "template", "raise_exception"],
+    ["tokenize", "messages", "tools", "add_generation_prompt", "chat_template", "raise_exception"],
 )
 def test_template_options_that_are_the_servers_own(running: Running, name: str) -> None:
     check_error(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import ChatTemplateError, InvalidRequest
 from octavo.text import ChatTemplate, Tokenizer, chat, encode_chat, select_template
 from octavo.text.gguf_tokenizer import LLAMA3
 from tests.text.builders import byte_level, sentencepiece
@@ -174,16 +174,170 @@ def test_the_embedded_models_chat_is_the_one_that_transformers_makes(
         )
 
 
-def test_content_in_parts_is_joined_and_call_arguments_are_parsed() -> None:
+def test_content_in_parts_is_joined() -> None:
     template = ChatTemplate(CHATML)
     parts = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+        {"type": "text", "text": "a"},
+        {"type": "input_text", "text": "b"},
+        {"type": "refusal", "refusal": "c"},
+        "d",
     ]
-    assert template.render(parts) == template.render([{"role": "user", "content": "ab"}])
-    as_text = {**CALL, "function": {"name": "f", "arguments": '{"x": "é"}'}}
-    assert '<call>f {"x": "é"}</call>' in template.render(
-        [*USER, {"role": "assistant", "tool_calls": [as_text]}]
+    joined = template.render([{"role": "user", "content": "abcd"}])
+    assert template.render([{"role": "user", "content": parts}]) == joined
+
+
+def test_text_becomes_parts_for_a_template_that_needs_them() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
     )
+    template = ChatTemplate(source)
+    assert not template.takes_text and template.takes_system
+    assert template.render(SYSTEM[:2]) == "system:Be brief.;user:Hello there, how are you?;"
+    open_ended = template.render([*USER, TURNS[1]], continue_final_message=True)
+    assert open_ended == "user:Hello there, how are you?;assistant:Fine  "
+    with_tools = template.render(USER, [TOOL])
+    assert with_tools.startswith("system:You can call functions.")
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": ""}])
+def test_a_message_without_content_has_empty_text(message: dict[str, Any]) -> None:
+    """Most templates cannot add None to a string, or search it for a tag."""
+    source = "{% for m in messages %}{{ m.role + ':' + m.content }}{% if '<' in m.content %}{% endif %};{% endfor %}"
+    template = ChatTemplate(source)
+    assert template.render([*USER, {"role": "assistant", **message}])[-11:] == "assistant:;"
+    called = {"role": "assistant", "tool_calls": [CALL], **message}
+    known = ChatTemplate(source + "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}")
+    assert known.render([*USER, called])[-11:] == "assistant:;"
+    assert known.render([*USER, {"role": "tool", **message}])[-6:] == "tool:;"
+
+
+def test_members_that_are_null_and_empty_calls_are_left_out() -> None:
+    source = "{% for m in messages %}{{ m.keys() | sort | join(',') }};{% endfor %}{{ tools }}"
+    spare = {"name": None, "refusal": None, "reasoning_content": None, "tool_calls": []}
+    message = {"role": "assistant", "content": "x", **spare}
+    assert ChatTemplate(source).render([message]) == "content,role;None"
+    assert ChatTemplate(source).render([{**message, "tool_calls": None}]) == "content,role;None"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_is_there_under_the_names_that_templates_read(name: str, theirs: Any) -> None:
+    source = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }}\n{% endfor %}"
+    messages = [*USER, {"role": "assistant", "content": "x", name: "hmm"}]
+    text = theirs.apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert ChatTemplate(source).render(messages) == text
+    assert "hmm|hmm|" in text
+
+
+def test_each_name_of_reasoning_keeps_its_own_text(theirs: Any) -> None:
+    source = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }}{% endfor %}"
+    message = {"role": "assistant", "content": "x", "thinking": "a", "reasoning": "b"}
+    text = theirs.apply_chat_template([message], chat_template=source, tokenize=False)
+    assert ChatTemplate(source).render([message]) == text == "a|a|b"
+
+
+def test_any_role_that_the_template_takes_is_taken() -> None:
+    wizard = [{"role": "wizard", "content": "Abracadabra"}]
+    assert "<|im_start|>wizard\nAbracadabra<|im_end|>" in ChatTemplate(CHATML).render(wizard)
+    choosy = ChatTemplate("{{ raise_exception('no ' + messages[0].role + 's') }}")
+    with pytest.raises(ChatTemplateError, match="refuses these messages: no wizards"):
+        choosy.render(wizard)
+
+
+def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer() -> None:
+    messages = [{"role": "developer", "content": "Be kind."}, SYSTEM[0], *USER]
+    merged = [{"role": "system", "content": "Be kind.\n\nBe brief."}, *USER]
+    assert ChatTemplate(CHATML).render(messages) == ChatTemplate(CHATML).render(merged)
+    knowing = ChatTemplate("{% if messages[0].role == 'developer' %}D{% endif %}")
+    assert knowing.render(messages) == "D"
+
+
+# ---- calls in the conversation ---------------------------------------------------------------------------
+
+# Templates that know tools and write the arguments of a call each in its own way.
+WRITERS = {
+    "as JSON": "{{ c.function.arguments | tojson }}",
+    "text as it is": "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+    "one by one": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
+    "as text alone": "{{ '' + c.function.arguments }}",
+    "refusing text": "{% if c.function.arguments is string %}{{ raise_exception('no text') }}{% endif %}ok",
+}
+
+
+def writer(arguments: str) -> ChatTemplate:
+    return ChatTemplate(
+        "{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls or [] %}<{{ c.function.name }} "
+        + arguments
+        + ">{% endfor %}{{ m.content }}{% endfor %}"
+    )
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("as JSON", '<f {"x": "é"}>'),
+        ("text as it is", '<f {"x": "é"}>'),
+        ("one by one", "<f x=é>"),
+        ("as text alone", '<f {"x": "é"}>'),
+        ("refusing text", "<f ok>"),
+    ],
+)
+def test_arguments_are_objects_unless_the_template_takes_only_text(way: str, text: str) -> None:
+    assert text in writer(WRITERS[way]).render(calling('{"x": "é"}'))
+    assert text in writer(WRITERS[way]).render(calling({"x": "é"}))
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"x": "é', "oops", "[1, 2]", "null", "7", "[" * 5000, "{" * 5000]
+)
+@pytest.mark.parametrize("way", WRITERS)
+def test_broken_arguments_in_the_conversation_are_rendered(way: str, broken: str) -> None:
+    """An earlier reply may have been cut. The text is shown as it is, or not at all if the template needs an object."""
+    text = writer(WRITERS[way]).render(calling(broken))
+    shown = {
+        "as JSON": json.dumps(broken, ensure_ascii=False),
+        "text as it is": broken,
+        "one by one": "",
+        "as text alone": broken,
+        "refusing text": "ok",
+    }
+    assert f"<f {shown[way]}>" in text
+
+
+@pytest.mark.parametrize("nothing", [None, "", "{}", {}])
+def test_a_call_may_have_no_arguments(nothing: Any) -> None:
+    assert "<f {}>" in writer(WRITERS["as JSON"]).render(calling(nothing))
+
+
+def test_arguments_nested_too_deeply_for_templates_stay_text() -> None:
+    deep = '{"a": ' * 300 + "1" + "}" * 300
+    assert f"<f {deep}>" in writer(WRITERS["text as it is"]).render(calling(deep))
+
+
+def test_tools_go_into_the_first_user_message_where_there_is_no_system_role() -> None:
+    template = ChatTemplate(GEMMA)
+    assert not template.knows_tools and not template.takes_system
+    text = template.render([*USER, {"role": "assistant", "content": "x"}, *USER], [TOOL])
+    assert text.startswith("<|im_start|>user\nYou can call functions.")
+    assert text.count("Hello there, how are you?") == 2 and text.count("You can call") == 1
+    loop = [*USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "42"}, {"role": "tool", "content": "43"}, *USER]  # fmt: skip
+    text = template.render(loop, [TOOL])
+    assert "42\n</tool_response>\n<tool_response>\n43\n</tool_response>\nHello there" in text
+    with pytest.raises(ChatTemplateError, match="System role not supported"):
+        template.render(SYSTEM, [TOOL])
+
+
+def test_a_template_that_mentions_tools_and_does_not_show_them_gets_them_in_words() -> None:
+    source = "{% if tools %}{{ messages[0].role }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source)
+    assert not template.knows_tools
+    assert template.render(USER, [TOOL]).startswith("You can call functions.")
 
 
 def test_the_template_for_tools_is_used_when_there_are_tools() -> None:
@@ -347,17 +501,17 @@ def test_a_space_before_a_text_is_added_as_if_nothing_had_to_be_protected(prefix
         ("hi", "messages"),
         (None, "messages"),
         (["hi"], "messages.0"),
-        ([*USER, {"role": "wizard", "content": "x"}], "messages.1.role"),
+        ([*USER, {"role": "<|im_start|>", "content": "x"}], "messages.1.role"),
+        ([*USER, {"role": "", "content": "x"}], "messages.1.role"),
+        ([*USER, {"role": ["user"], "content": "x"}], "messages.1.role"),
         ([{"content": "x"}], "messages.0.role"),
         ([{"role": "user"}], "messages.0.content"),
         ([{"role": "user", "content": 7}], "messages.0.content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0"),
         ([{"role": "user", "content": "x", "name": object()}], "messages.0"),
         ([{"role": "assistant", "content": None, "tool_calls": "x"}], "messages.0.tool_calls"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "messages.0.tool_calls",
-        ),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "messages.0.tool_calls"),
+        ([{"role": "assistant", "tool_calls": [7]}], "messages.0.tool_calls"),
     ],
 )
 def test_a_bad_message_is_named(messages: Any, param: str) -> None:
@@ -380,12 +534,32 @@ def test_the_templates_own_refusal_reaches_the_caller() -> None:
     assert error.value.param == "messages"
 
 
-@pytest.mark.parametrize("name", ["bos_token", "range", "raise_exception", "unheard_of"])
+@pytest.mark.parametrize(
+    "name", ["messages", "chat_template", "tokenize", "bos_token", "own_token", "range", "raise_exception"]
+)  # fmt: skip
 def test_options_cannot_replace_what_a_template_is_given(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="it has: enable_thinking"):
-        ChatTemplate(CHATML, {"bos_token": "<s>"}).render(
-            USER, **{"enable_thinking": True, name: "x"}
-        )
+    template = ChatTemplate(CHATML, {"own_token": "<s>"})
+    with pytest.raises(InvalidRequest, match=f"may not set '{name}'") as error:
+        template.render(USER, **{"enable_thinking": True, name: "x"})
+    assert error.value.param == "chat_template_kwargs"
+
+
+def test_options_that_a_template_does_not_use_have_no_effect() -> None:
+    template = ChatTemplate(CHATML)
+    options = {"enable_thinking": False, "unheard_of": 1, "template": 2}
+    assert template.render(USER, **options) == template.render(USER, enable_thinking=False)
+    assert template.unused(options) == ["unheard_of", "template"]
+    ids = encode_chat(TOKENIZER, select_template(TOKENIZER), USER, tokenizer=1, template=2)
+    assert ids == encode_chat(TOKENIZER, select_template(TOKENIZER), USER)
+
+
+def test_a_prompt_cannot_both_continue_a_message_and_begin_one() -> None:
+    template = ChatTemplate(CHATML)
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    with pytest.raises(InvalidRequest, match="exclude each other") as error:
+        template.render(TURNS, **both)
+    assert error.value.param == "continue_final_message"
+    assert template.render(TURNS, continue_final_message=True).endswith(TURNS[-1]["content"])
 
 
 def test_continuing_needs_something_to_continue() -> None:
@@ -419,7 +593,7 @@ def test_continuing_needs_something_to_continue() -> None:
 )
 def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises((InvalidRequest, ModelError)):
+    with pytest.raises(ChatTemplateError):
         ChatTemplate(source).render(messages)
     assert messages == [{"role": "user", "content": "x"}]
 
@@ -435,9 +609,44 @@ def test_formatting_reaches_nothing_either(source: str) -> None:
     assert ChatTemplate(source).render(USER) == ""
 
 
-def test_a_syntax_error_is_the_models_fault() -> None:
-    with pytest.raises(ModelError, match="syntax error in line 2"):
-        ChatTemplate("ok\n{% if %}")
+FAILING = {
+    "a syntax error": ("ok\n{% if %}", "syntax error in line 2"),
+    "an unknown filter": ("{{ messages | fromjson }}", "No filter named 'fromjson'"),
+    "blocks nested too deeply": (
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "cannot be compiled",
+    ),
+    "brackets nested too deeply": ("{{ " + "(" * 3000 + ")" * 3000 + " }}", "cannot be compiled"),
+    "TypeError": ("{{ messages + 1 }}", "cannot render"),
+    "UndefinedError": ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    "ZeroDivisionError": ("{{ 1 / 0 }}", "division by zero"),
+    "RecursionError": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "OverflowError": ("{{ 1e300 ** 64 }}", "cannot render"),
+    "a refusal": ("{{ raise_exception('only\ncats') }}", "refuses these messages: only cats"),
+    "a refusal without end": ("{{ raise_exception('x' * 100000) }}", "x{500}\\.\\.\\.$"),
+    "an escape": ("{{ messages.__class__.mro() }}", "may not do"),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), FAILING.values(), ids=FAILING.keys())
+def test_whatever_fails_in_a_template_is_a_refused_request(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message) as error:
+        ChatTemplate(source).render(USER)
+    assert isinstance(error.value, InvalidRequest) and error.value.code == "chat_template_error"
+    assert error.value.param in ("messages", "chat_template")
+
+
+def test_a_template_that_runs_out_of_memory_is_a_refused_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate("{{ range(3) }}")
+
+    def fail(*args: int) -> range:
+        raise MemoryError
+
+    monkeypatch.setattr(chat, "counted_range", lambda: fail)
+    with pytest.raises(ChatTemplateError, match="cannot render these messages: MemoryError"):
+        template.render(USER)
 
 
 def test_a_template_cannot_write_or_loop_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,11 +668,13 @@ def test_a_template_cannot_write_or_loop_without_end(monkeypatch: pytest.MonkeyP
     "source",
     ["{{ 'x' * 10000000000 }}", "{{ 10000000000 * [1] }}", "{{ 9 ** 9 ** 9 ** 9 }}", "{{ 'x'.ljust(10000000000) }}",
      "{{ 'x' | center(10000000000) }}", "{{ '%10000000000d' % 1 }}", "{{ 'x\ny' | indent(10000000000) }}",
-     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"],
+     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+     "{{ '{:>999999999}'.format(1) }}", "{{ '{:>{}}'.format(1, 999999999) }}", "{{ '%999999999d' | format(1) }}",
+     "{{ messages | tojson(indent=999999999) }}"],
 )  # fmt: skip
 def test_one_operation_cannot_take_all_memory(source: str) -> None:
     begun = time.monotonic()
-    with pytest.raises((InvalidRequest, ModelError)):
+    with pytest.raises(ChatTemplateError):
         ChatTemplate(source).render(USER)
     assert time.monotonic() - begun < 1
 
@@ -480,6 +691,12 @@ def test_small_operations_are_what_they_are() -> None:
             USER
         )
         == " x x 3[1, 2]"
+    )
+    assert (
+        ChatTemplate(
+            "{{ '{{\"a\": {}, {:>3}}}'.format(12345, 7) }}{{ '%s %5d' | format(12345, 7) }}{{ [1] | tojson(indent=2) }}"
+        ).render(USER)
+        == '{"a": 12345,   7}12345     7[\n  1\n]'
     )
 
 
