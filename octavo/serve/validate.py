@@ -303,8 +303,9 @@ def longest(front: Front, truncated: int | None) -> int:
 
 
 def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
-    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header those that the server's
-    template does not use. A template that came with the request is the client's own, and it is not compiled for this."""
+    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header
+    those that the server's template does not use. A template that came with the request is not
+    looked at: it runs in a worker process alone."""
     options = body.chat_template_kwargs
     if not options:
         return
@@ -316,7 +317,8 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
     if unused and front.config.strict_params:
         raise unsupported(
             names[0] if names else "chat_template_kwargs",
-            "the chat template does not use it, and this server refuses what it does not know (--strict-params)",
+            "the chat template does not use it, and this server refuses what it does not know "
+            "(--strict-params)",
         )
     ignore(headers, *names[:20])
 

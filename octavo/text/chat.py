@@ -1,8 +1,9 @@
 """Turns chat messages into a prompt, by the model's own template.
 
-A template runs in a sandbox (octavo.text.sandbox), bounded in time and output. Whatever goes wrong in it is a
-ChatTemplateError. What a user wrote can never become a control token: see `encode_chat`. Templates differ in what they take;
-a `ChatTemplate` finds out by rendering short conversations. Knows nothing of HTTP or of any model's format.
+A template runs in a sandbox (octavo.text.sandbox), bounded in time and output. Whatever goes wrong
+in it is a ChatTemplateError. What a user wrote can never become a control token: see `encode_chat`.
+Templates differ in what they take; a `ChatTemplate` finds out by rendering short conversations.
+Knows nothing of HTTP or of any model's format.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SecurityError
 
 from octavo.errors import ChatTemplateError, InvalidRequest
-from octavo.text.messages import argument_forms, check_messages, to_plain
+from octavo.text.conversation import argument_forms, check_messages, to_plain
 from octavo.text.sandbox import MAX_CHARS, Refused, counted_range, make_environment
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import mentions_tools, spell_out
@@ -31,7 +32,8 @@ RESERVED = frozenset(
     | {"mask_token", "additional_special_tokens"}
     | set(make_environment().globals)
 )
-# Unicode keeps these characters out of interchange. They mark places in a text, and those that the text has are not used.
+# Unicode keeps these characters out of interchange. They mark places in a text, and those that the
+# text has are not used.
 _NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 _PROBE = "probe7"  # a text that no template contains
 _PROBE_TOOL = {
@@ -49,7 +51,8 @@ _PROBE_TOOL = {
 
 
 class ChatTemplate:
-    """A compiled template. `specials` are the tokenizer's named special tokens, which templates write by name."""
+    """A compiled template. `specials` are the tokenizer's named special tokens, which templates
+    write by name."""
 
     def __init__(self, source: str, specials: dict[str, str] | None = None):
         environment = make_environment()
@@ -78,7 +81,8 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """The template shows the model the tools it is given, perhaps only where there is a system message."""
+        """The template shows the model the tools it is given, perhaps only where there is a system
+        message."""
         if "tools" not in self._variables:
             return False
         user = {"role": "user", "content": "u"}
@@ -95,7 +99,8 @@ class ChatTemplate:
 
     @cached_property
     def takes_text(self) -> bool:
-        """The template shows content that is a string. Templates of models for images may need a list of parts."""
+        """The template shows content that is a string. Templates of models for images may need a
+        list of parts."""
         text = {"role": "user", "content": _PROBE}
         parts = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
         return self._shows([text]) or not self._shows([parts])
@@ -118,7 +123,7 @@ class ChatTemplate:
         except ChatTemplateError:
             return False
 
-    # ---- rendering --------------------------------------------------------------------------------
+    # ---- rendering -------------------------------------------------------------------------------
 
     def render(
         self,
@@ -130,13 +135,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt. It ends with the opening of the assistant's turn, unless `add_generation_prompt` is false.
-        `continue_final_message` leaves the last message open instead, for the model to continue. `options` are further
-        variables for the template; those that it does not use have no effect."""
+        """The prompt. It ends with the opening of the assistant's turn, unless
+        `add_generation_prompt` is false. `continue_final_message` leaves the last message open
+        instead, for the model to continue. `options` are further variables for the template; those
+        that it does not use have no effect."""
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other: the model either continues the last "
-                "message or begins a new one. Set one of them",
+                "continue_final_message and add_generation_prompt exclude each other: the model "
+                "either continues the last message or begins a new one. Set one of them",
                 "continue_final_message",
             )
         opened = not continue_final_message and add_generation_prompt is not False
@@ -160,8 +166,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt up to the end of the last message's content.
 
-        A tag after the content shows where it ends in the prompt. The space after the tag shows whether the template trims
-        the content: then white space before the tag, which the tag kept from being trimmed, is trimmed here.
+        A tag after the content shows where it ends in the prompt. The space after the tag shows
+        whether the template trims the content: then white space before the tag, which the tag kept
+        from being trimmed, is trimmed here.
         """
         last = messages[-1]
         if not last["content"] and "tool_calls" in last:
@@ -173,7 +180,8 @@ class ChatTemplate:
         before, found, after = self._render(messages, tools, False, options).rpartition(end)
         if not found:
             raise InvalidRequest(
-                "the chat template does not write the last message as it is, so it cannot be continued",
+                "the chat template does not write the last message as it is, so it cannot be "
+                "continued: leave continue_final_message out",
                 "continue_final_message",
             )
         return before if after.startswith(" ") else before.rstrip()
@@ -185,7 +193,8 @@ class ChatTemplate:
         opened: bool,
         options: dict[str, Any],
     ) -> str:
-        """The prompt from messages in the form that this template takes: the first that it can render."""
+        """The prompt from messages in the form that this template takes: the first that it can
+        render."""
         first: ChatTemplateError | None = None
         for form in argument_forms(self._in_parts(messages)):
             try:
@@ -196,8 +205,9 @@ class ChatTemplate:
         raise first
 
     def _system_for_developer(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`developer` is OpenAI's newer name for `system`. For a template that does not know it, it becomes `system`, and all
-        system messages become one: templates want one, and at the start."""
+        """`developer` is OpenAI's newer name for `system`. For a template that does not know it, it
+        becomes `system`, and all system messages become one: templates want one, and at the start.
+        """
         known = "'developer'" in self.source or '"developer"' in self.source
         if known or all(message["role"] != "developer" for message in messages):
             return messages
@@ -259,7 +269,8 @@ def check_options(options: dict[str, Any], specials: dict[str, str] | None = Non
     for name in options:
         if name in RESERVED or name in (specials or {}):
             raise InvalidRequest(
-                f"chat_template_kwargs may not set {name[:64]!r}, which the request or the model sets itself: leave it out",
+                f"chat_template_kwargs may not set {name[:64]!r}, which the request or the model "
+                "sets itself: leave it out",
                 "chat_template_kwargs",
             )
 
@@ -267,14 +278,16 @@ def check_options(options: dict[str, Any], specials: dict[str, str] | None = Non
 def select_template(
     tokenizer: Tokenizer, source: str | None = None, tools: bool = False
 ) -> ChatTemplate:
-    """The given template, or the model's own: the one for tools where tools are used and the model has one."""
+    """The given template, or the model's own: the one for tools where tools are used and the model
+    has one."""
     if source is None and tools:
         source = tokenizer.chat_templates.get("tool_use")
     if source is None:
         source = tokenizer.chat_template
     if source is None:
         raise InvalidRequest(
-            "this model has no chat template: pass chat_template=..., or use completions, which take a plain prompt",
+            "this model has no chat template: pass chat_template=..., or use completions, which "
+            "take a plain prompt",
             "messages",
         )
     return _compiled(source, tuple(tokenizer.specials.items()))
@@ -293,8 +306,9 @@ def encode_chat(
     tools: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> list[int]:
-    """The prompt's tokens. Special tokens that the template wrote are special tokens; the same characters in a message, a
-    tool or an option are only characters. `options` are those of `ChatTemplate.render`."""
+    """The prompt's tokens. Special tokens that the template wrote are special tokens; the same
+    characters in a message, a tool or an option are only characters. `options` are those of
+    `ChatTemplate.render`."""
     text, mark = render_marked(tokenizer, template, messages, tools, **options)
     if mark is None:
         return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
@@ -309,11 +323,12 @@ def render_marked(
     tools: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> tuple[str, str | None]:
-    """The rendered text, and the mark before each special token in it that the template did not write. The mark is None if
-    there is no such token.
+    """The rendered text, and the mark before each special token in it that the template did not
+    write. The mark is None if there is no such token.
 
-    To tell the tokens apart after rendering, a mark goes before each special token in what the caller sent. A mark is not
-    white space and stands before the first character of a token, so a template that trims, splits or compares still works.
+    To tell the tokens apart after rendering, a mark goes before each special token in what the
+    caller sent. A mark is not white space and stands before the first character of a token, so a
+    template that trims, splits or compares still works.
     """
     given = [
         check_messages(messages),
@@ -333,7 +348,7 @@ def render_marked(
     return text, mark if mark in text else None
 
 
-# ---- texts inside a structure ----------------------------------------------------------------------
+# ---- texts inside a structure --------------------------------------------------------------------
 
 
 def map_text(value: Any, change: Callable[[str], str]) -> Any:

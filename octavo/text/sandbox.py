@@ -1,7 +1,8 @@
-"""The Jinja environment in which chat templates run: sandboxed, and bounded in the size of what one operation makes.
+"""The Jinja environment in which chat templates run: sandboxed, and bounded in the size of what one
+operation makes.
 
-A template is a program that somebody else wrote. It may compute text and nothing else. Time and output are bounded where
-the template is run (octavo.text.chat).
+A template is a program that somebody else wrote. It may compute text and nothing else. Time and
+output are bounded where the template is run (octavo.text.chat).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def _check_size(*values: Any) -> None:
 
 
 def _check_width(pattern: str, percent: bool) -> None:
-    """Refuse a format string that pads to a great width: its result is larger than it and its arguments."""
+    """Refuse a format string that pads to a great width: its result is larger than it and its
+    arguments."""
     if percent:
         wide = _WIDE_PERCENT.search(pattern) is not None
     else:

@@ -1,4 +1,5 @@
-"""What a model is told of tools, and what it is held to where it must call one. What it writes is read by tools.py.
+"""What a model is told of tools, and what it is held to where it must call one. What it writes is
+read by tools.py.
 
 Knows text alone: messages in, messages out; tools in, a grammar out.
 """
@@ -34,9 +35,9 @@ def mentions_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
 def spell_out(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, takes_system: bool = True
 ) -> list[dict[str, Any]]:
-    """A conversation with tools for a template that knows nothing of them. Calls and results are written as models of the
-    hermes kind write them. The tools are described in the system message, or in the first user message where the template
-    takes no system message."""
+    """A conversation with tools for a template that knows nothing of them. Calls and results are
+    written as models of the hermes kind write them. The tools are described in the system message,
+    or in the first user message where the template takes no system message."""
     spelled: list[dict[str, Any]] = []
     before = ""  # the role of the message before
     for message in messages:
@@ -98,12 +99,14 @@ def call_grammar(
     answer: str | None = None,
     free: bool = False,
 ) -> str:
-    """A grammar in llguidance's dialect of Lark for calls of these tools: one, or with `parallel` one or more. Instead of calls
-    there may be an `answer` that matches a JSON schema; or, with `free`, any text around them, and perhaps no call at all: then
-    only tools that are `strict` are held to their parameters.
+    """A grammar in llguidance's dialect of Lark for calls of these tools: one, or with `parallel`
+    one or more. Instead of calls there may be an `answer` that matches a JSON schema; or, with
+    `free`, any text around them, and perhaps no call at all: then only tools that are `strict` are
+    held to their parameters.
 
-    `special_ids`: which of the format's tags are special tokens, and so must be named by id. Each tool's parameters stand as a
-    schema of their own, so that references within them (#/$defs/...) mean what they meant.
+    `special_ids`: which of the format's tags are special tokens, and so must be named by id. Each
+    tool's parameters stand as a schema of their own, so that references within them (#/$defs/...)
+    mean what they meant.
     """
 
     def tag(text: str) -> str:
@@ -147,8 +150,9 @@ def _literal(schema: Any) -> str:
 
 
 def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments, with one way to set whitespace. A tool that describes no parameters has none. Objects whose
-    properties it names are closed when the schema is compiled (octavo/text/schema.py)."""
+    """The schema of a tool's arguments, with one way to set whitespace. A tool that describes no
+    parameters has none. Objects whose properties it names are closed when the schema is compiled
+    (octavo/text/schema.py)."""
     style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     schema = {"type": "object", **(parameters or {}), "x-guidance": style}
     if not any(key in schema for key in DESCRIBING):

