@@ -13,8 +13,8 @@ import pytest
 from octavo.errors import ChatTemplateError
 from octavo.text import ChatTemplate, Tokenizer
 from octavo.text.chat import render_marked
-from octavo.text.gguf_tokenizer import LLAMA3
 from octavo.text.conversation import argument_forms, check_messages
+from octavo.text.gguf_tokenizer import LLAMA3
 from octavo.text.tool_prompt import mentions_tools, spell_out
 from tests.text.builders import byte_level
 from tests.text.templates import collect_templates
