@@ -44,6 +44,7 @@ from octavo.serve.messages import (
 from octavo.serve.metrics import Metrics
 from octavo.serve.supervisor import Supervisor
 from octavo.serve.suspects import Suspects, fingerprint
+from octavo.serve.trials import Trials
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request
 
@@ -104,7 +105,8 @@ class Call:
         self.arrival = requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
         self.told = False  # the engine has been
-        self._follow = follow
+        self.trial: asyncio.Task[None] | None = None  # of its structured output, while it is tried
+        self.follow = follow
         self._closed = False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -117,7 +119,7 @@ class Call:
             Collector(r, text, tokenizer, self.until)
             for r, text in zip(self.requests, self.texts, strict=True)
         ]
-        if self._follow:
+        if self.follow:
             for collector in found:
                 collector.news = []
         return found
@@ -215,12 +217,12 @@ class Call:
                 self.fail(errors.step_failed())
             return None
         stop = collector.take(out)
-        if self._follow and collector.news:
+        if self.follow and collector.news:
             self._pieces += [(which, piece) for piece in collector.news]
             collector.news.clear()
         if collector.finished:
             self.unfinished -= 1
-        if self._follow or not self.unfinished:
+        if self.follow or not self.unfinished:
             self.wake()
         return out.index if stop else None
 
@@ -239,6 +241,7 @@ class EngineClient:
         self.full = False  # the engine has no room for who waits: as it last said
         self.view: View | None = None  # the engine's last one, until watch.py takes it
         self.suspects = Suspects()
+        self.trials: Trials | None = None  # None: specs of structured output are not tried
         self.supervisor = supervisor or Supervisor(
             config, self.receive, self.lost, lambda: self.open_requests
         )
@@ -286,8 +289,27 @@ class EngineClient:
         structure: str | None = None,
         until: Until | None = None,
     ) -> Call:
-        """Send requests to the engine. `follow`: the caller wants pieces as they come. `key`: whose they are, and who hears
-        when they are over; `structure`: see Call; `until`: Collector."""
+        """Open a call and send its requests to the engine; a new spec of structured output is tried first. `follow`: the caller
+        wants pieces as they come. `key`: whose they are, and who hears when they are over; `structure`: see Call; `until`:
+        Collector."""
+        self._check_room(requests, key)
+        spec = requests[0].params.structured_outputs
+        untried = (
+            spec is not None and self.trials is not None and not self.trials.passed(spec, structure)
+        )
+        for i, request in enumerate(requests):
+            request.id = f"{id}-{i}"
+        call = Call(self, id, requests, texts, until, follow, key)
+        call.structure = structure
+        self.calls[id] = call
+        if untried:
+            call.trial = asyncio.create_task(self._send_after_trial(call, timeout))
+        else:
+            self._send(call, timeout)
+        return call
+
+    def _check_room(self, requests: list[Request], key: Key | None) -> None:
+        """Raise ApiError where the requests may not be sent now."""
         rows = self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting)
         free = 0 if self.full else max(rows, 0)
         self.queue.check(
@@ -297,15 +319,15 @@ class EngineClient:
             free,
         )
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
-        for i, request in enumerate(requests):
-            request.id = f"{id}-{i}"
-        call = Call(self, id, requests, texts, until, follow, key)
-        call.structure = structure
+
+    def _send(self, call: Call, timeout: float | None) -> None:
+        if not self.open_requests:
+            self.supervisor.progress = time.monotonic()  # from now on there is work
         told: Callable[[], None] | None = None
-        for i, request in enumerate(requests):
+        for i, request in enumerate(call.requests):
             self.open_requests[request.id] = Place(call, i)
             self.queue.enter(request.id, call, len(request.prompt))
-            if i == len(requests) - 1:
+            if i == len(call.requests) - 1:
                 told = partial(self._told, call, timeout)
             self.supervisor.send(
                 Add(
@@ -317,14 +339,26 @@ class EngineClient:
                     request.priority,
                     request.deadline,
                     request.tenant,
-                    whole=not follow and made_later(request.params, until),
+                    whole=not call.follow and made_later(request.params, call.until),
                 ),
                 told,
             )
-        if not self.calls:
-            self.supervisor.progress = time.monotonic()  # from now on there is work
-        self.calls[id] = call
-        return call
+
+    async def _send_after_trial(self, call: Call, timeout: float | None) -> None:
+        """The engine does not know of the call meanwhile: it is not at work, and cannot be stalled."""
+        spec = call.requests[0].params.structured_outputs
+        assert spec is not None and self.trials is not None
+        total = min(timeout or self.config.request_timeout, self.config.request_timeout)
+        try:
+            async with asyncio.timeout(max(call.arrival + total - time.monotonic(), 0)):
+                await self.trials.run(spec, call.structure)
+            if call.error is None:
+                self._check_room(call.requests, call.key)
+                self._send(call, timeout)
+        except TimeoutError:
+            call.fail(errors.deadline_exceeded(total))
+        except ApiError as error:
+            call.fail(error)
 
     def _told(self, call: Call, timeout: float | None) -> None:
         """The engine knows of it: now what it need not wait for. One timer: until the request should have begun, and then until
@@ -362,6 +396,8 @@ class EngineClient:
     def forget(self, call: Call) -> None:
         if call.timer is not None:
             call.timer.cancel()
+        if call.trial is not None:
+            call.trial.cancel()
         self.abandon(call)
         if self.calls.pop(call.id, None):
             self.ended[call.id] = call.owner

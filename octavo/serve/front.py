@@ -14,6 +14,7 @@ from octavo.serve.keys import Key, Keys
 from octavo.serve.messages import Loaded
 from octavo.serve.metrics import Metrics
 from octavo.serve.tokenize import Texts
+from octavo.serve.trials import Trials
 from octavo.serve.worker_pool import WorkerPool
 from octavo.text.tokenizer import Tokenizer
 
@@ -26,6 +27,7 @@ class Front:
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
         self.pool = WorkerPool(config.text_workers, config.limits.text_seconds)
+        self.client.trials = Trials(self.pool, config.limits.structure_seconds)
         self.text = Texts(self.pool, lambda: self.idle)
         self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())

@@ -32,6 +32,7 @@ class Limits:
     stop_chars: int = 1024
     logit_bias: int = 1024
     structure_bytes: int = 256 * 2**10  # of a schema, a grammar or all choices
+    structure_seconds: float = 5.0  # for a worker process to compile one of them on trial
     token_ids: int = 4096  # entries of stop_token_ids
     top_logprobs: int = 20
     completion_logprobs: int = 20  # OpenAI allows 5; clients of vLLM ask for more

@@ -27,7 +27,7 @@ from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
 from octavo.serve.limits import Limits
 from octavo.serve.proto import octavo_pb2 as pb
-from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest
+from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest, RepetitionDetection
 from octavo.serve.routes import check_prompts, prepare_generate
 from octavo.serve.validate import Prepared
 
@@ -334,6 +334,11 @@ def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any
         given["structured_outputs"] = {
             field.name: plain(value) for field, value in asked.structured_outputs.ListFields()
         }
+    if "repetition_detection" in given:
+        parts = asked.repetition_detection.ListFields()
+        given["repetition_detection"] = RepetitionDetection(
+            **{field.name: value for field, value in parts}
+        )
     if "logit_bias" in given:
         given["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
     if asked.early_stopping in ("true", "false"):

@@ -1,5 +1,5 @@
 """Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, a loop
-that a SIGUSR2 blocks, worker processes with faults (faulty_worker.py), and a tokenizer that panics over a text that begins with
+that a SIGUSR2 blocks, worker processes with faults (faulty_worker.py, unlimited_worker.py), and a tokenizer that panics over a text that begins with
 PANIC and over the fourth token after a prompt that begins with the token 17 twice.
 
 python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_dump": 0.5}'
@@ -60,6 +60,7 @@ def spoil_text(take: Any) -> Any:
 def main(port: str, text: str) -> None:
     options: dict[str, Any] = json.loads(text)
     program = options.pop("program", None)
+    worker_program = options.pop("worker_program", None)
     faulty = False
     if options.pop("faulty_text", False):
         Tokenizer.encode = spoil(Tokenizer.encode)  # type: ignore[method-assign]
@@ -72,7 +73,9 @@ def main(port: str, text: str) -> None:
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
     if faulty:
-        found.front.pool.command = (sys.executable, "-m", "tests.serve.faulty_worker")
+        worker_program = "tests.serve.faulty_worker"
+    if worker_program is not None:
+        found.front.pool.command = (sys.executable, "-m", worker_program)
     if program is not None:
         found.front.client.supervisor.command = (sys.executable, "-m", program)
     # in the loop's thread: it stands still

@@ -212,6 +212,11 @@ ASKED: dict[str, dict[str, Any]] = {
     "json": {"structured_outputs": {"json": '{"type": "boolean"}'}, "seed": 3},
     "grammar": {"structured_outputs": {"grammar": 'start: "a" | "bc"'}, "seed": 3},
     "any object": {"structured_outputs": {"json_object": True}, "seed": 3},
+    "a repetition": {
+        "structured_outputs": {"regex": "[ab]{50}"},
+        "seed": 3,
+        "repetition_detection": {"max_pattern_size": 2, "min_count": 2},
+    },
     "labels": {
         "model": NAME,
         "cache_salt": "s",
@@ -256,6 +261,11 @@ def test_no_field_of_http_is_missing() -> None:
         "guided_regex",
         "guided_choice",
         "guided_grammar",
+        "guided_whitespace_pattern",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "grammar",
         "user",
     }
     for message, struct in (

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import openai
@@ -22,7 +20,7 @@ from octavo.serve.errors import ApiError
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import CompletionRequest
 from tests import schemas, tiny
-from tests.serve.running import NAME, Running, check_error, events, server
+from tests.serve.running import NAME, Running, check_error, events
 
 HI = [{"role": "user", "content": "hi"}]
 TAGS = {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 0, "maxItems": 3}
@@ -37,12 +35,6 @@ FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True},
 }
-# Takes some seconds to compile, in 0.2 MB.
-MONSTER = {
-    "type": "object",
-    "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(5000)},
-}
-
 
 # ---- how it is said --------------------------------------------------------------------------------------
 
@@ -335,47 +327,3 @@ def test_compilations_are_counted_and_each_schema_is_compiled_once(running: Runn
     time.sleep(0.6)  # two beats
     after = counts()
     assert after[0] - before[0] == 1 and after[1] - before[1] == 2 and after[2] > before[2]
-
-
-@pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder: Path = tmp_path_factory.mktemp("impatient")
-    with server(folder, program="tests.serve.impatient_engine") as found:
-        yield found
-
-
-def test_a_monster_is_refused_in_time_and_holds_up_nobody(impatient: Running) -> None:
-    arrived: list[float] = []
-
-    def follow() -> None:
-        body = {"prompt": "hello", "max_tokens": 600, "ignore_eos": True, "stream": True}
-        with impatient.http.stream("POST", "/v1/completions", json=body) as reply:
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    arrived.append(time.monotonic())
-
-    neighbour = threading.Thread(target=follow)
-    neighbour.start()
-    while len(arrived) < 5:
-        time.sleep(0.005)
-    begun = time.monotonic()
-    reply = impatient.post(
-        "/v1/completions", {"prompt": "hi", "structured_outputs": {"json": MONSTER}}
-    )
-    refused = time.monotonic()
-    check_error(reply, 400, "structured_outputs", "structured_output_timeout")
-    small = impatient.post("/v1/completions", {"prompt": "hi", "guided_choice": ["fine"]})
-    assert small.json()["choices"][0]["text"] == "fine", "the other thread compiles on"
-    neighbour.join()
-    assert refused - begun < 3
-    assert sum(begun < t < refused for t in arrived) > 20, (
-        "the neighbour's stream went on meanwhile"
-    )
-
-
-def test_an_abandoned_compilation_leaves_nothing_behind(impatient: Running) -> None:
-    other = {**MONSTER, "title": "another one"}
-    body = {"prompt": "hi", "structured_outputs": {"json": other}, "timeout": 0.1}
-    check_error(impatient.post("/v1/completions", body), 504)
-    assert impatient.complete()["usage"]["completion_tokens"] == 4
-    assert impatient.metrics()["octavo:num_requests_open"] == 0
