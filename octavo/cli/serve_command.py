@@ -28,6 +28,28 @@ Origins = Annotated[
     list[str] | None,
     option("Allow web pages from this origin. May be given several times.", "Safety", "URL"),
 ]
+Proxies = Annotated[
+    list[str] | None,
+    option(
+        "Take client addresses from this proxy's X-Forwarded-For. May be given several times.",
+        "Safety",
+        "ADDRESS",
+    ),
+]
+MaxConnections = Annotated[
+    int,
+    option("Maximum number of open connections.", "Load", "N", parser=size, show_default="4K"),
+]
+MaxAddressConnections = Annotated[
+    int,
+    option(
+        "Maximum number of open connections from one address, such as a reverse proxy.",
+        "Load",
+        "N",
+        parser=size,
+        show_default="1K",
+    ),
+]
 TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
 
@@ -71,6 +93,7 @@ def serve(
     ] = False,
     allowed_host: Names = None,
     allowed_origin: Origins = None,
+    trusted_proxy: Proxies = None,
     strict_params: Annotated[
         bool, flag("--strict-params", "Refuse requests that contain unknown fields.", "Safety")
     ] = False,
@@ -117,6 +140,8 @@ def serve(
             show_default="256K",
         ),
     ] = 262_144,
+    max_connections: MaxConnections = 4096,
+    max_connections_per_address: MaxAddressConnections = 1024,
     max_watchers: Annotated[
         int,
         option(
@@ -176,7 +201,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
     try:
-        from octavo.serve.config import ServeConfig
+        from octavo.serve.config import LOOPBACK, ServeConfig
         from octavo.serve.limits import Limits
         from octavo.serve.server import run
         from octavo.text.tools import FORMATS
@@ -203,6 +228,7 @@ def serve(
         allow_unauthenticated=allow_unauthenticated,
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
+        trusted_proxies=(*LOOPBACK, *(trusted_proxy or ())),
         strict_params=strict_params,
         parse_special=not no_parse_special,
         chat_template=None if chat_template is None else read_template(chat_template),
@@ -211,7 +237,11 @@ def serve(
         metrics_prefix=metrics_prefix,
         max_queue=max_queue,
         max_queue_tokens=max_queue_tokens,
-        limits=Limits(watchers=max_watchers),
+        limits=Limits(
+            connections=max_connections,
+            connections_per_address=max_connections_per_address,
+            watchers=max_watchers,
+        ),
         queue_timeout=queue_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,

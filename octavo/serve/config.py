@@ -7,6 +7,8 @@ from typing import Any
 
 from octavo.serve.limits import Limits
 
+LOOPBACK = ("127.0.0.1", "::1")
+
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -20,6 +22,7 @@ class ServeConfig:
     keys_file: str | None = None
     allow_unauthenticated: bool = False  # on an address that others can reach
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides those of the loopback
+    trusted_proxies: tuple[str, ...] = LOOPBACK  # their X-Forwarded-For is believed
     allowed_origins: tuple[str, ...] = ()  # web pages that may use the server from a browser
     strict_params: bool = False  # refuse fields that are not known
     # control tokens such as <|im_start|> in a text prompt are tokens; False: always characters

@@ -16,7 +16,8 @@ from octavo.serve import body
 from octavo.serve.client import Call
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Caller, Front
-from octavo.serve.wire import Line
+from octavo.serve.http_request import HttpRequest
+from octavo.serve.replies import KEEP_ALIVE
 
 T = TypeVar("T", bound=msgspec.Struct)
 Headers = dict[str, str]
@@ -35,13 +36,13 @@ class Exchange:
         self.path: dict[str, str] = scope.get("path_params", {})
         self._receive = receive
         self._send = send
-        self._line: Line = scope["octavo.line"]  # wire.py puts it there
+        self._request: HttpRequest = scope["octavo.request"]
 
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
         """See octavo.serve.body.read."""
         headers = self.scope["octavo.headers"]
         return await body.read(
-            headers, self._receive, self._line.body(), kind, self.front.config.limits
+            headers, self._receive, self._request.whole_body(), kind, self.front.config.limits
         )
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
@@ -61,6 +62,7 @@ class Exchange:
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
+        self._request.heartbeat = KEEP_ALIVE
         await self._start(200, {**fixed, **headers})
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -71,12 +73,12 @@ class Exchange:
 
     async def write(self, data: bytes, last: bool = False) -> None:
         """Waits while the client is slow to read, but not for ever: then the connection is cut."""
-        if not self._line.paused:
+        if not self._request.write_paused:
             return await self._send(
                 {"type": "http.response.body", "body": data, "more_body": not last}
             )
         timer = asyncio.get_running_loop().call_later(
-            self.front.config.limits.send_seconds, self._line.abort
+            self.front.config.limits.send_seconds, self._request.abort
         )
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
@@ -85,7 +87,7 @@ class Exchange:
 
     def watch(self, call: Call) -> None:
         """From now on the client's leaving ends the call."""
-        self._line.watch(lambda: call.fail(client_gone()))
+        self._request.on_disconnect(lambda: call.fail(client_gone()))
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

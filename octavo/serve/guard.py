@@ -1,7 +1,10 @@
-"""What stands before every route, HTTP and WebSocket alike: ids, the Host and Origin checks, keys, and errors in one shape.
+"""Runs before every route, HTTP and WebSocket alike: ids, the Host and Origin checks, keys, and
+errors in one shape.
 
-Pure ASGI. Denies by default: with keys configured, only the probes are open, and the files of the live page, which show nothing
-without a key. A browser cannot send a key's header with a WebSocket: there it comes as a subprotocol, never in the URL.
+It is plain ASGI and denies by default: with keys configured, only the probes are open, and the
+files of the live page, which show nothing without a key. A browser cannot send an Authorization
+header with a WebSocket: it sends the key as a subprotocol, never in the URL. Neither keys nor query
+strings are logged.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import base64
 import binascii
 import ipaddress
 import logging
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +23,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.serve.connections import Connection
 from octavo.serve.errors import ApiError, api_error, bad
 from octavo.serve.front import Caller, Front
 from octavo.serve.page import PAGE
@@ -27,7 +32,9 @@ from octavo.serve.validate import LABEL
 log = logging.getLogger(__name__)
 OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
 KEY_PROTOCOL = "octavo-key."  # and the key in base64url, without padding
-NOT_COUNTED = frozenset({401, 404, 405})
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+# names of this machine that are no addresses of the loopback, though clients use them as such
+LOCAL_NAMES = frozenset({"localhost", "0.0.0.0", "::"})
 
 
 class Guard:
@@ -35,14 +42,15 @@ class Guard:
         self.app = app
         self.front = front
         self.local = is_loopback(front.config.host)
-        self.host_allowed = lru_cache(64)(self._host_allowed)  # the same few, again and again
+        self.host_allowed = lru_cache(64)(self._host_allowed)  # clients send the same few names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        line = scope.get("octavo.line")  # a WebSocket has none
-        caller = scope["octavo.caller"] = Caller() if line is None else Caller(arrival=line.arrival)
-        # of two by one name the first
+        request = scope.get("octavo.request")  # a WebSocket has none
+        caller = Caller() if request is None else Caller(arrival=request.arrival)
+        scope["octavo.caller"] = caller
+        # The first of several headers of one name counts.
         headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))
         status = 0
 
@@ -50,24 +58,14 @@ class Guard:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
-                found = message["headers"] = [
-                    *message["headers"],
-                    (b"x-request-id", caller.id.encode()),
-                ]
-                label = text(headers, b"x-request-id")
-                if (
-                    label
-                    and len(label) <= self.front.config.limits.label_chars
-                    and LABEL.fullmatch(label)
-                ):
-                    found.append((b"x-client-request-id", label.encode()))
+                message["headers"] = [*message["headers"], *self.id_headers(headers, caller)]
             elif message["type"] == "websocket.accept":
                 status = 101
             await send(message)
 
         try:
             self.check(scope, headers, caller)
-            scope["app"] = self.app  # so that the router raises what it finds wrong
+            scope["app"] = self.app  # the router then raises its errors instead of answering
             await self.app(scope, receive, send_on)
         except Exception as e:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
@@ -81,12 +79,28 @@ class Guard:
             else:
                 raise
         finally:
-            # which knows the scope: they would wait for each other, and for the collector
-            scope.pop("octavo.line", None)
-            if line is not None:
-                line.answered()
-            log.info("%s %s %s %d %.1f ms%s", caller.id, scope.get("method", "WS"), known_path(scope), status,
-                     (time.monotonic() - caller.arrival) * 1000, f" {caller.owner}" if caller.owner else "")  # fmt: skip
+            if request is not None:
+                request.on_disconnect(None)
+            log.info(
+                "%s %s %s %d %.1f ms%s",
+                caller.id,
+                scope.get("method", "WS"),
+                known_path(scope),
+                status,
+                (time.monotonic() - caller.arrival) * 1000,
+                f" {caller.owner}" if caller.owner else "",
+            )
+
+    def id_headers(
+        self, headers: Mapping[bytes, bytes], caller: Caller
+    ) -> list[tuple[bytes, bytes]]:
+        """The client's own id under the name that it came by, if it is a valid one, and ours."""
+        ours = caller.id.encode()
+        given = headers.get(b"x-request-id", b"")
+        valid = len(given) <= self.front.config.limits.label_chars and LABEL.fullmatch(
+            given.decode("latin-1")
+        )
+        return [(b"x-request-id", given if valid else ours), (b"x-octavo-request-id", ours)]
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:
         host = text(headers, b"host") or ""
@@ -103,16 +117,21 @@ class Guard:
             caller.key = self.front.keys.check(
                 text(headers, b"authorization") or offered_key(scope), address
             )
-        if (timeout := text(headers, b"x-request-timeout")) is not None:
-            try:
-                caller.timeout = float(timeout)
-            except ValueError:
+            if caller.key is not None:
+                connection: Connection = scope["octavo.connection"]
+                connection.table.claim(connection, caller.key)
+        timeout = text(headers, b"x-request-timeout")
+        if timeout is not None:
+            if not SECONDS.fullmatch(timeout):
                 raise bad(
-                    "timeout", "the header x-request-timeout must be a number of seconds"
-                ) from None
+                    "timeout",
+                    "the header x-request-timeout must be a number of seconds, such as 30 or 0.5",
+                )
+            caller.timeout = float(timeout)
 
     def _host_allowed(self, host: str) -> bool:
-        """A web page can make a browser send requests here under a name of its own: only ours are answered."""
+        """A web page can make a browser send requests to this machine under a name of the page's
+        own choice. So only known names are answered."""
         allowed = self.front.config.allowed_hosts
         name = None
         with suppress(ValueError):  # brackets that do not fit
@@ -123,7 +142,7 @@ class Guard:
             return False
         return (
             name in allowed
-            or (self.local and (name == "localhost" or is_loopback(name)))
+            or (self.local and (name in LOCAL_NAMES or is_loopback(name)))
             or not (allowed or self.local)
         )
 

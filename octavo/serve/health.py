@@ -1,29 +1,32 @@
-"""/livez on a port and in threads of its own: it answers whatever the event loop does. Standard library only.
+"""/livez on a port of its own, answered by threads: it works whatever the event loop does. Standard
+library only.
 
-200 while the loop was seen running of late; 503 once it has stood still for so long that a new process is better.
+The answer is 200 while the event loop runs, and 503 once it has been blocked for so long that a new
+process is better.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from octavo.serve.lag import Seen
+from octavo.serve.loop_watchdog import LoopWatchdog
 
 STUCK = 60.0  # seconds
-PATIENCE = 1.0  # seconds that a client has for its request
-CLIENTS = 64  # at a time
+REQUEST_SECONDS = 1.0  # that a client has to send its request
+CLIENTS = 64  # that are answered at a time
 
 
 class HealthServer(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # the library's 5 let a crowd of connections cost a probe a second
+    request_queue_size = (
+        128  # with the library's 5, a crowd of connections delays a probe by a second
+    )
 
-    def __init__(self, address: tuple[str, int], seen: Seen):
-        self.seen = seen
+    def __init__(self, address: tuple[str, int], watchdog: LoopWatchdog):
+        self.watchdog = watchdog
         self.room = threading.BoundedSemaphore(CLIENTS)
         super().__init__(address, Handler)
 
@@ -43,23 +46,23 @@ class HealthServer(ThreadingHTTPServer):
             self.room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is none of ours."""
+        """A client that leaves is no error of the server."""
 
 
 class Handler(BaseHTTPRequestHandler):
     server: HealthServer
-    timeout = PATIENCE
+    timeout = REQUEST_SECONDS
     server_version = "octavo"
     sys_version = ""
 
     def do_GET(self) -> None:
-        late = time.monotonic() - self.server.seen.last
+        late = self.server.watchdog.late
         known = self.path == "/livez"
         state = {
             "state": "stuck" if late > STUCK else "alive",
-            "loop_late_s": round(max(late, 0.0), 3),
+            "loop_late_s": round(late, 3),
         }
-        body = json.dumps(state if known else {"error": "only /livez is here"}).encode()
+        body = json.dumps(state if known else {"error": "this port answers /livez alone"}).encode()
         self.send_response(404 if not known else 503 if late > STUCK else 200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
@@ -67,4 +70,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes are not worth a line."""
+        """Probes are not logged."""

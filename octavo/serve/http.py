@@ -46,7 +46,9 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Table:
-    """Finds a route. Plain paths are looked up; the rest is starlette's router's, and so is what to say when there is none."""
+    """Finds a route. Plain paths are looked up in a dictionary. Paths with parameters go to
+    starlette's router, which also answers when there is no such route. A slash at the end of a path
+    makes no difference."""
 
     def __init__(self, front: Front):
         routes = [
@@ -70,6 +72,9 @@ class Table:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.endswith("/") and path != "/":
+            scope["path"] = path[:-1]  # the same route
         route = self.plain.get((scope.get("method", ""), scope["path"]))
         if route is None:
             return await self.router(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Who may use the server, and how much: API keys with a name, a priority and limits, from one TOML file.
+"""API keys, from one TOML file: each has a name, a priority and limits.
 
     [[keys]]
     name = "alice"
@@ -9,7 +9,7 @@
     max_concurrency = 8
     admin = true                    # may see the engine's dumps
 
-Only digests are kept, and every one is compared each time, in constant time.
+Only digests are kept. Every one is compared each time, in constant time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from octavo.serve.limits import Limits
 MINUTE = 60.0
 MIN_LENGTH = 16
 MAX_ADDRESSES = 10_000  # remembered for failed logins
+SPACE = " \t"  # around a header's value, as HTTP defines it
 
 
 class KeysError(OctavoError):
@@ -50,17 +51,19 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """So much a minute, with bursts of as much: `level` is what is left. May go into debt, which then has to be waited for."""
+    """A token bucket: `per_minute` tokens flow in, and it holds `burst` of them, as many by
+    default. `level` is what is left. It may go into debt, which then has to be waited for."""
 
-    def __init__(self, per_minute: int):
+    def __init__(self, per_minute: int, burst: int | None = None):
         self.per_minute = per_minute
-        self.level = float(per_minute)
+        self.burst = per_minute if burst is None else burst
+        self.level = float(self.burst)
         self.last = time.monotonic()
 
     def wait(self) -> float:
         """Seconds until something is left; 0: now."""
         now = time.monotonic()
-        self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.per_minute)
+        self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.burst)
         self.last = now
         return max(0.0, (1 - self.level) * MINUTE / self.per_minute) if self.level < 1 else 0.0
 
@@ -99,7 +102,8 @@ class Key:
 
 
 def network(address: str) -> str:
-    """Who has one IPv6 address has a whole network of them: all count as one."""
+    """What counts as one address: with IPv6, a network of 64 bits, because a client usually has all
+    of its addresses."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -135,36 +139,40 @@ class Keys:
         return cls(_distinct([_key(entry, file) for entry in entries], file), limits)
 
     def check(self, header: str | None, address: str) -> Key | None:
-        """Whose key it is. Raises 401, or 429 after many failures from one address."""
+        """The key in an Authorization header. Raises 401, or 429 after many wrong keys from one
+        address. A valid key is never refused: many users may share an address, and one of them may
+        send wrong keys."""
         if not self.found:
             return None
-        address = network(address)
-        failed = self._failed.get(address)
-        if failed is not None and (wait := failed.wait()):
+        scheme, _, key = (header or "").strip(SPACE).partition(" ")
+        digest = hashlib.sha256(key.strip(SPACE).encode("utf-8", "surrogateescape")).digest()
+        match: Key | None = None
+        for one in self.found:  # every key is compared, whichever matches
+            if hmac.compare_digest(one.digest, digest):
+                match = one
+        if match is not None and scheme.lower() == "bearer":
+            return match
+        if not header:
+            raise ApiError(
+                401, "an API key is needed: send Authorization: Bearer KEY", "invalid_api_key"
+            )
+        self._count_failure(network(address))
+        raise ApiError(401, "the API key is not valid", "invalid_api_key")
+
+    def _count_failure(self, address: str) -> None:
+        """Raises if the address has sent too many wrong keys of late."""
+        if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
+            self._failed.pop(next(iter(self._failed)))
+        failed = self._failed.setdefault(address, Bucket(self.limits.failed_logins))
+        wait = failed.wait()
+        if wait > 0:
             raise ApiError(
                 429,
-                "too many wrong keys from this address: try again later",
+                "too many wrong API keys came from this address: try again later, with a valid key",
                 "too_many_failures",
                 retry_after=wait,
             )
-        scheme, _, key = (header or "").partition(" ")
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        match: Key | None = None
-        for one in self.found:  # all of them, whichever matches
-            if hmac.compare_digest(one.digest, digest):
-                match = one
-        if match is None or scheme.lower() != "bearer":
-            if header:
-                if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
-                    self._failed.pop(next(iter(self._failed)))
-                self._failed.setdefault(address, Bucket(self.limits.failed_logins)).take()
-            what = (
-                "the API key is not valid"
-                if header
-                else "an API key is needed: Authorization: Bearer KEY"
-            )
-            raise ApiError(401, what, "invalid_api_key")
-        return match
+        failed.take()
 
 
 def _distinct(keys: list[Key], file: str) -> list[Key]:

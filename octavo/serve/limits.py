@@ -1,4 +1,4 @@
-"""Everything a client sends is bounded, and here are all the bounds. `/v1/limits` shows them."""
+"""All bounds on what a client may send. `/v1/limits` shows them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ class Limits:
     body_seconds: float = 30.0
     text_seconds: float = 10.0  # for a worker process to read one input: parse, tokenise, render
     text_memory_bytes: int = 2**30  # that a worker process may take for one input
-    send_seconds: float = 20.0  # a client that reads nothing for so long is left
-    connections: int = 4096  # of gRPC as many again, and calls in all
-    watchers: int = 8  # of the live page (--max-watchers)
+    idle_seconds: float = 30.0  # until a connection without a request is closed
+    send_seconds: float = 20.0  # until the connection of a client that reads nothing is closed
+    connections: int = 4096  # HTTP and WebSocket; as many gRPC connections, and gRPC calls
+    connections_per_address: int = 1024  # or IPv6 network of 64 bits; also gRPC calls
+    connections_per_key: int = 1024
+    # pings, pongs and fragments below 1 KiB, per minute and connection
+    websocket_small_frames: int = 1200
+    websocket_errors: int = 60  # invalid messages, per minute and connection
+    watchers: int = 8  # live pages that are open at once (--max-watchers)
     messages: int = 4096
     parts: int = 4096  # of all messages together
     tools: int = 128

@@ -1,15 +1,18 @@
-"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's loop and on the same path as HTTP.
+"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's event loop.
 
-On the wire a unary call is a stream of one message each way, so every method here is a stream handler on bytes: the key is
-checked before the message is read, reading has a time limit, and what cannot be parsed gets our error. Knows nothing of HTTP.
+Generation takes the same path as over HTTP. In gRPC's protocol a unary call is a stream of one
+message each way, so every method here is a stream handler on bytes: the key is checked before the
+message is read, reading has a time limit, and a message that cannot be parsed gets our own error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -25,6 +28,7 @@ from octavo.serve.completions import open_call
 from octavo.serve.errors import ApiError, api_error, bad, deadline_exceeded
 from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
+from octavo.serve.keys import network
 from octavo.serve.limits import Limits
 from octavo.serve.proto import octavo_pb2 as pb
 from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest, RepetitionDetection
@@ -54,22 +58,30 @@ CODES = {
 }
 NOT_IN_METADATA = ("connection", "www-authenticate")
 POLL = 0.05  # seconds between looks at the front's readiness
+MIN_PING_MS = 500  # half of what is documented, so that jitter does no harm
+IDLE_SECONDS = 300.0  # until a connection without calls is closed
+HEALTH_WATCHERS = 256  # they need no key, and each holds one of the calls that are allowed
 
 
 def options(limits: Limits) -> list[tuple[str, int]]:
     return [
-        # a second server on the port is an error, not a silent half of the clients
+        # With it, a second server on the port would silently take half of the clients.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.body_bytes),
-        # none: sizes are checked before decompression
+        # No compression: gRPC checks the size of a message before it decompresses it.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_metadata_size", limits.header_bytes),
         ("grpc.absolute_max_metadata_size", limits.header_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.server_handshake_timeout_ms", int(limits.header_seconds * 1000)),
-        # who vanished without a word is noticed
+        # The server's own pings find clients that vanished without closing the connection.
         ("grpc.keepalive_time_ms", int(limits.send_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(limits.send_seconds * 1000)),
+        # Clients may ping every second, with or without calls. gRPC's default is five minutes.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_MS),
+        # A client reconnects by itself when it makes its next call.
+        ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
     ]
 
 
@@ -77,11 +89,12 @@ class RpcServer:
     def __init__(self, front: Front, address: str):
         """`address`: host:port. Raises RuntimeError where it cannot be listened on."""
         self.front = front
-        self.service = Service(front)
-        self.health = Health(front)
+        guard = CallGuard(front)
+        self.service = Service(front, guard)
+        self.health = Health(front, guard)
         limits = front.config.limits
         self._server = grpc.aio.server(
-            interceptors=[Gate(front)],
+            interceptors=[Gate(guard)],
             options=options(limits),
             maximum_concurrent_rpcs=limits.connections,
         )
@@ -97,7 +110,7 @@ class RpcServer:
         self._following = asyncio.create_task(self.health.follow())
 
     async def stop(self, grace: float) -> None:
-        """Who watches is told first; open calls have so many seconds."""
+        """Tell watchers of the health first; open calls then have `grace` seconds."""
         self._following.cancel()
         self.health.close()
         await self._server.stop(grace)
@@ -106,41 +119,77 @@ class RpcServer:
 # ---- before and after every method --------------------------------------------------------------------
 
 
-def guarded(
-    front: Front, name: str, method: Method, needs_key: bool = True
-) -> Callable[[Any, Context], Awaitable[None]]:
-    """The method behind the key check, its errors as a status, the request's id in the trailing metadata."""
+class CallGuard:
+    """Runs before and after every method: keys, limits, errors as a status, the request's id."""
 
-    async def run(_: Any, context: Context) -> None:
-        caller = Caller()
-        code = "OK"
-        id = ("x-request-id", caller.id)
-        context.set_trailing_metadata((id,))
+    def __init__(self, front: Front):
+        self.front = front
+        self._open: Counter[str] = Counter()  # calls, by address
+
+    @contextlib.contextmanager
+    def count(self, context: Context) -> Iterator[None]:
+        """Count a call while it is open. Raises if its address has too many."""
+        address = network(_address(context.peer()))
+        most = self.front.config.limits.connections_per_address
+        if self._open[address] >= most:
+            raise ApiError(
+                429,
+                f"an address may have {most} calls open at a time: wait for some of them to end",
+                "too_many_connections",
+                retry_after=1.0,
+            )
+        self._open[address] += 1
         try:
-            if needs_key:
-                caller.key = front.keys.check(_authorization(context), _address(context.peer()))
-            remaining = context.time_remaining()
-            if remaining is not None:
-                if remaining <= 0:
-                    raise deadline_exceeded(0)
-                caller.timeout = min(remaining, front.config.limits.timeout_seconds)
-            await method(caller, context)
-        except asyncio.CancelledError:
-            code = "CANCELLED"  # or the client's deadline: either way nobody listens any more
-            raise
-        except Exception as e:
-            error = api_error(e)
-            if error.status == 500 and not isinstance(e, ApiError):
-                log.exception("request %s failed", caller.id)
-            if error.code != "client_gone":
-                front.metrics.rejections.labels(error.code or error.type).inc()
-            code = CODES[error.status].name
-            await context.abort(CODES[error.status], error.message, (id, *error_metadata(error)))
+            yield
         finally:
-            log.info("%s gRPC %s %s %.1f ms%s", caller.id, name, code, (time.monotonic() - caller.arrival) * 1000,
-                     f" {caller.owner}" if caller.owner else "")  # fmt: skip
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
 
-    return run
+    def wrap(
+        self, name: str, method: Method, needs_key: bool = True
+    ) -> Callable[[Any, Context], Awaitable[None]]:
+        async def run(_: Any, context: Context) -> None:
+            caller = Caller()
+            code = "OK"
+            request_id = ("x-request-id", caller.id)
+            context.set_trailing_metadata((request_id,))
+            try:
+                with self.count(context):
+                    self._check(caller, context, needs_key)
+                    await method(caller, context)
+            except asyncio.CancelledError:
+                code = "CANCELLED"  # by the client, or its deadline has passed
+                raise
+            except Exception as e:
+                error = api_error(e)
+                if error.status == 500 and not isinstance(e, ApiError):
+                    log.exception("request %s failed", caller.id)
+                if error.code != "client_gone":
+                    self.front.metrics.rejections.labels(error.code or error.type).inc()
+                code = CODES[error.status].name
+                metadata = (request_id, *error_metadata(error))
+                await context.abort(CODES[error.status], error.message, metadata)
+            finally:
+                log.info(
+                    "%s gRPC %s %s %.1f ms%s",
+                    caller.id,
+                    name,
+                    code,
+                    (time.monotonic() - caller.arrival) * 1000,
+                    f" {caller.owner}" if caller.owner else "",
+                )
+
+        return run
+
+    def _check(self, caller: Caller, context: Context, needs_key: bool) -> None:
+        if needs_key:
+            caller.key = self.front.keys.check(_authorization(context), _address(context.peer()))
+        remaining = context.time_remaining()
+        if remaining is not None:
+            if remaining <= 0:
+                raise deadline_exceeded(0)
+            caller.timeout = min(remaining, self.front.config.limits.timeout_seconds)
 
 
 def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
@@ -166,24 +215,25 @@ def _address(peer: str) -> str:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Denies by default what the service does not guard itself: all but the health check, unknown methods too."""
+    """Denies by default what the service does not guard itself: everything but the health check,
+    unknown methods as well."""
 
-    def __init__(self, front: Front):
-        self.front = front
+    def __init__(self, guard: CallGuard):
+        self.guard = guard
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
         if handler is not None and details.method.startswith((f"/{SERVICE}/", f"/{HEALTH}/")):
             return handler
         if handler is None:
-            return grpc.stream_stream_rpc_method_handler(guarded(self.front, "-", unknown))
+            return grpc.stream_stream_rpc_method_handler(self.guard.wrap("-", unknown))
 
         async def relay(requests: AsyncIterator[Any], context: Context) -> None:
             async def method(caller: Caller, context: Context) -> None:
                 async for reply in handler.stream_stream(requests, context):
                     await context.write(reply)
 
-            await guarded(self.front, details.method, method)(requests, context)
+            await self.guard.wrap(details.method, method)(requests, context)
 
         return grpc.stream_stream_rpc_method_handler(
             relay, handler.request_deserializer, handler.response_serializer
@@ -203,8 +253,9 @@ async def unknown(caller: Caller, context: Context) -> None:
 
 
 class Service:
-    def __init__(self, front: Front):
+    def __init__(self, front: Front, guard: CallGuard):
         self.front = front
+        self.guard = guard
 
     def handlers(self) -> Any:
         methods = {
@@ -215,7 +266,7 @@ class Service:
         }
         handlers = {
             name: grpc.stream_stream_rpc_method_handler(
-                guarded(self.front, name, method, needs_key=name != "Health")
+                self.guard.wrap(name, method, needs_key=name != "Health")
             )
             for name, method in methods.items()
         }
@@ -364,10 +415,13 @@ def elapsed(caller: Caller) -> float:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The standard check. Open to all, as the probes are. (grpc_health's own forgets watchers when one of them leaves.)"""
+    """The standard health check. It is open to all, as the probes are. (The one in grpc_health
+    forgets its watchers when one of them leaves.)"""
 
-    def __init__(self, front: Front):
+    def __init__(self, front: Front, guard: CallGuard):
         self.front = front
+        self.guard = guard
+        self._watchers = 0
         self._told = front.client.ready
         self._closed = False
         self._changed = asyncio.Event()
@@ -389,6 +443,21 @@ class Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=found)
 
     async def Watch(self, request: Any, context: Context) -> None:
+        if self._watchers >= HEALTH_WATCHERS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{HEALTH_WATCHERS} clients watch the health already: use Check",
+            )
+        self._watchers += 1
+        try:
+            with self.guard.count(context):
+                await self._watch(request, context)
+        except ApiError as error:
+            await context.abort(CODES[error.status], error.message)
+        finally:
+            self._watchers -= 1
+
+    async def _watch(self, request: Any, context: Context) -> None:
         last = None
         while True:
             changed = self._changed

@@ -1,7 +1,9 @@
-"""Runs the front: opens the port, starts the engine, serves, drains, ends. The only place that handles signals.
+"""Runs the front: opens the port, starts the engine, serves, drains, ends. The only place that
+handles signals.
 
-first SIGTERM or SIGINT   no longer ready; open requests have `drain_timeout` seconds to end; then the rest is cut off
-second                    the rest is cut off now
+first SIGTERM or SIGINT   the server is no longer ready; open requests have `drain_timeout` seconds
+                          to end, then they are aborted
+second                    open requests are aborted now
 """
 
 from __future__ import annotations
@@ -21,31 +23,56 @@ import uvicorn
 
 from octavo.errors import OctavoError
 from octavo.serve import errors
+from octavo.serve.acceptor import Acceptor, raise_descriptor_limit
 from octavo.serve.config import ServeConfig
+from octavo.serve.connections import ConnectionTable
 from octavo.serve.front import Front
 from octavo.serve.guard import is_loopback
 from octavo.serve.health import HealthServer
 from octavo.serve.http import application
-from octavo.serve.lag import Seen, watch_loop
-from octavo.serve.wire import BoundedSocket, bounded, drop_unread
+from octavo.serve.http_protocol import HttpProtocol, ServerContext
+from octavo.serve.loop_watchdog import LoopWatchdog
+from octavo.serve.turn_queue import TurnQueue
 
 if TYPE_CHECKING:
     from octavo.serve.rpc import RpcServer
 
 log = logging.getLogger(__name__)
-LAST_WORDS = 5.0  # seconds that connections have to take in how their requests ended
+CLOSE_SECONDS = 5.0  # that clients have to read how their requests ended
+OTHER_DESCRIPTORS = 256  # open files that are no connections of clients
 
 
 class ServeError(OctavoError):
     """The server cannot start as it was asked to."""
 
 
-class Quiet(uvicorn.Server):
-    """Signals are handled here, not there."""
+class HttpServer(uvicorn.Server):
+    """uvicorn with our own way to accept connections, and without its signal handlers."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, table: ConnectionTable):
+        super().__init__(config)
+        self.listener = listener
+        self.table = table
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        context = ServerContext(
+            app=self.config.loaded_app,
+            limits=self.table.limits,
+            table=self.table,
+            turns=TurnQueue(),
+            uvicorn=self.config,
+            state=self.server_state,
+        )
+        acceptor = Acceptor(
+            self.listener, self.table, lambda connection: HttpProtocol(context, connection)
+        )
+        acceptor.start()
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -100,10 +127,10 @@ def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
         ) from None
 
 
-def listen_health(address: tuple[str, int], port: int, seen: Seen) -> HealthServer:
+def listen_health(address: tuple[str, int], port: int, watchdog: LoopWatchdog) -> HealthServer:
     """On the same address as HTTP."""
     try:
-        return HealthServer((address[0], port), seen)
+        return HealthServer((address[0], port), watchdog)
     except OSError as error:
         raise ServeError(
             f"cannot listen on port {port} for /livez ({error.strerror}): give another --health-port"
@@ -119,10 +146,13 @@ class Server:
         self.say = say
         self.front = Front(config)
         self.rpc: RpcServer | None = None
-        self.seen = Seen()
+        self.table = ConnectionTable(config.limits)
+        self.watchdog = LoopWatchdog(lambda: len(self.table))
         self.health: HealthServer | None = None
         if config.health_port is not None:
-            self.health = listen_health(self.socket.getsockname(), config.health_port, self.seen)
+            self.health = listen_health(
+                self.socket.getsockname(), config.health_port, self.watchdog
+            )
         self._stop: asyncio.Event = asyncio.Event()
         self._cut: asyncio.Event = asyncio.Event()
 
@@ -138,42 +168,50 @@ class Server:
             self._cut.set()
         self._stop.set()
 
-    async def serve(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _http_server(self) -> HttpServer:
         limits = self.config.limits
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signal)
-        http = Quiet(
+        return HttpServer(
             uvicorn.Config(
                 application(self.front),
-                http=bounded(limits),
-                ws=BoundedSocket,
                 ws_max_size=limits.body_bytes,
-                # a millisecond a frame of the live page, for each who watches
+                # Compressing would cost a millisecond for each frame of the live page and each of
+                # its watchers.
                 ws_per_message_deflate=False,
                 lifespan="off",
+                forwarded_allow_ips=list(self.config.trusted_proxies),
                 log_config=None,
+                # At info, uvicorn logs query strings; at debug, websockets logs headers and
+                # messages.
+                log_level="warning",
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=int(LAST_WORDS),
-                backlog=2048,
-            )
+                timeout_graceful_shutdown=int(CLOSE_SECONDS),
+            ),
+            self.socket,
+            self.table,
         )
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+        servers = 1 if self.config.grpc_port is None else 2
+        raise_descriptor_limit(servers * self.config.limits.connections + OTHER_DESCRIPTORS)
+        http = self._http_server()
         client = self.front.client
         if self.health is not None:
             self.health.begin()
         if self.config.grpc_port is not None:
             self.rpc = listen_rpc(self.front, self.socket.getsockname()[0], self.config.grpc_port)
             await self.rpc.start()
-        serving = asyncio.create_task(http.serve([self.socket]))
+        serving = asyncio.create_task(http.serve())
         engine = asyncio.create_task(client.supervisor.run())
-        lag = asyncio.create_task(watch_loop(self.front.metrics, self.seen))
-        unread = asyncio.create_task(
-            drop_unread(http.server_state.connections, limits.send_seconds)
-        )
-        told = asyncio.create_task(self._tell())
         stop = asyncio.create_task(self._stop.wait())
+        helpers = [
+            asyncio.create_task(self.watchdog.run(self.front.metrics)),
+            asyncio.create_task(self.table.sweep_forever()),
+            asyncio.create_task(self._tell()),
+        ]
         try:
             await asyncio.wait({serving, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
             if engine.done() and engine.exception() is not None:
@@ -181,11 +219,11 @@ class Server:
                 raise engine.exception()  # type: ignore[misc]
             await self._drain()
         finally:
-            for task in (lag, unread, told, stop):
+            for task in (stop, *helpers):
                 task.cancel()
             http.should_exit = True
             if self.rpc is not None:
-                await self.rpc.stop(LAST_WORDS)
+                await self.rpc.stop(CLOSE_SECONDS)
             await client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
             await self.front.pool.close()
@@ -200,7 +238,7 @@ class Server:
             self.say(self.front, self.port)
 
     async def _drain(self) -> None:
-        """Readiness goes first; who is here may finish."""
+        """The server is no longer ready; open requests may finish."""
         client = self.front.client
         client.draining = True
         if client.calls:

@@ -435,6 +435,10 @@ def fit(
         )
         raise bad(param, str(error), error.code)
     room = model.longest - count
+    by_pool = model.longest < model.max_model_len and not model.kv_budget
+    if by_pool and (wanted is None or wanted > room):
+        headers["x-max-tokens"] = str(room)
+        headers["x-max-tokens-limit"] = "kv_pool"
     if model.kv_budget and wanted is not None:
         return wanted
     if wanted is not None and wanted > room:

@@ -2,12 +2,13 @@
 
 <- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "beat": {...}, "view": {...} or null}
 
-Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the latest when it is ready for one,
-and `gap` says how many it missed. `server` is what /readyz says. `model` is null until one is loaded. `numbers` are the front's
-counters, `beat` and `view` the engine's (messages.py says what each field is); `view` is null while the engine has not answered.
+Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the
+latest when it is ready for one, and `gap` says how many it missed. `server` is what /readyz says.
+`model` is null until one is loaded. `numbers` are the front's counters, `beat` and `view` the
+engine's (messages.py says what each field is); `view` is null while the engine has not answered.
 
-The front asks the engine (Look), and not again before it has answered. While nobody watches nothing is asked, kept or sent.
-Ids, lengths and states go out here, never a text or a token.
+The front asks the engine (Look), and not again before it has answered. While nobody watches nothing
+is asked, kept or sent. Ids, lengths and states go out here, never a text or a token.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from octavo import __version__
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Front
+from octavo.serve.keys import Bucket
 from octavo.serve.messages import Look
 
 # what the server chooses of a browser's subprotocols, of which another may be a key
 PROTOCOL = "octavo-watch"
 INTERVAL = 0.2  # seconds
 FORBIDDEN = 4403  # a WebSocket's own 403
+POLICY_VIOLATION = 1008
 SHARE = 0.02  # of the engine's time, at most, goes into views
 MODEL = (
     "architecture",
@@ -95,7 +98,7 @@ class WatchEndpoint:
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._run())
             sending = asyncio.create_task(self._send(socket, watcher))
-            listening = asyncio.create_task(_until_gone(socket))
+            listening = asyncio.create_task(self._listen(socket))
             done, rest = await asyncio.wait(
                 {sending, listening}, return_when=asyncio.FIRST_COMPLETED
             )
@@ -104,7 +107,7 @@ class WatchEndpoint:
             for task in done:
                 task.result()
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
-            pass  # it left, or read nothing for too long: then wire.py cuts the connection
+            pass  # the watcher left, or it read nothing for too long and its connection is closed
         finally:
             self.watchers.discard(watcher)
 
@@ -113,6 +116,16 @@ class WatchEndpoint:
             text = await watcher.take()
             async with asyncio.timeout(self.front.config.limits.send_seconds):
                 await socket.send_text(text)
+
+    async def _listen(self, socket: WebSocket) -> None:
+        """Wait until the watcher leaves. Its messages are ignored, and many of them end the
+        connection."""
+        messages = Bucket(self.front.config.limits.websocket_errors)
+        while (await socket.receive())["type"] != "websocket.disconnect":
+            messages.take()
+            if messages.wait() > 0:
+                await socket.close(POLICY_VIOLATION, "this connection takes no messages")
+                return
 
     async def _run(self) -> None:
         """While somebody watches: a frame, a look, a pause."""
@@ -160,9 +173,3 @@ class WatchEndpoint:
             if view is None
             else {name: getattr(view, name) for name in view.__struct_fields__},
         }
-
-
-async def _until_gone(socket: WebSocket) -> None:
-    """What a watcher says is not listened to; that it leaves is."""
-    while (await socket.receive())["type"] != "websocket.disconnect":
-        pass

@@ -1,13 +1,16 @@
-"""/ws/generate: text as it comes, over a WebSocket. One generation at a time; the connection may be used again.
+"""/ws/generate: text as it is generated, over a WebSocket. One generation at a time, any number in
+a row.
 
 -> {"prompt": "...", "max_new_tokens": 64, ...}      as for /generate
-<- {"type": "text", "text": "..."}                   as it comes
+<- {"type": "text", "text": "..."}                   as it is generated
 <- {"type": "done", "id": "req_...", "finish_reason": "stop", "usage": {...}, "headers": {...}}
-                                                     headers: what HTTP says in them, such as x-ignored-params
+                                                     headers: those that an HTTP reply has
 <- {"error": {...}}                                  instead of done
--> {"type": "cancel"}                                ends a generation half-way
+-> {"type": "cancel"}                                ends the generation in progress
 
-What the client sends is JSON as text; bytes are taken for the text that they are.
+A client sends JSON, in text or binary messages. A message that is wrong is answered with an error,
+and the connection stays open. A client that keeps sending such messages is disconnected with the
+code 1008: `websocket_errors` a minute are allowed.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from octavo.serve import body, replies, validate
 from octavo.serve.client import Call
 from octavo.serve.completions import open_call
+from octavo.serve.connections import Connection, ConnectionState
 from octavo.serve.errors import ApiError, api_error, bad, cancelled
 from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
+from octavo.serve.keys import Bucket
 from octavo.serve.protocol import GenerateRequest
 from octavo.serve.routes import prepare_generate
 
+POLICY_VIOLATION = 1008
 _encode = msgspec.json.Encoder().encode
 
 
@@ -45,13 +51,15 @@ class Session:
         self.front = front
         self.socket = socket
         self.caller = caller
+        self.connection: Connection = socket.scope["octavo.connection"]
         self.inbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)  # None: the client left
         self.call: Call | None = None
+        self.errors = Bucket(front.config.limits.websocket_errors)
 
     async def run(self) -> None:
         reader = asyncio.create_task(self._read())
         try:
-            while (text := await self.inbox.get()) is not None:
+            while (text := await self._next()) is not None:
                 try:
                     await self._generate(text)
                 except Exception as e:
@@ -60,11 +68,26 @@ class Session:
                         return
                     self.front.metrics.rejections.labels(error.code or error.type).inc()
                     await self._send(error.encode())
+                    if error.status == 400 and not self._may_err():
+                        await self.socket.close(POLICY_VIOLATION, "too many invalid messages")
+                        return
         finally:
             reader.cancel()
 
+    async def _next(self) -> str | None:
+        """The next message. While none is there, a full server may close the connection."""
+        if self.inbox.empty():
+            self.connection.enter(ConnectionState.IDLE)
+        text = await self.inbox.get()
+        self.connection.enter(ConnectionState.BUSY)
+        return text
+
+    def _may_err(self) -> bool:
+        self.errors.take()
+        return self.errors.wait() == 0
+
     async def _read(self) -> None:
-        """Listens while a generation runs, so that leaving and cancelling are noticed at once."""
+        """Listen while a generation runs, so that leaving and cancelling are noticed at once."""
         try:
             while True:
                 text = await self._message()
@@ -78,7 +101,7 @@ class Session:
             await self.inbox.put(None)
 
     async def _message(self) -> str:
-        """Text; of bytes, the text that they are."""
+        """The next message as text. A binary one is decoded."""
         message = await self.socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
@@ -90,10 +113,13 @@ class Session:
             raise body.too_large(self.front.config.limits)
         value = body.parse(text.encode("utf-8", "replace"))
         if value.get("type") == "cancel":
-            return  # nothing runs
+            self.errors.take()  # nothing runs: no error, but it may not go on for ever
+            if self.errors.wait():
+                raise bad("type", "there is nothing to cancel")
+            return
         value.pop("type", None)
         if value.get("stream") is True:
-            del value["stream"]  # which it is
+            del value["stream"]  # a WebSocket always streams
         asked, unknown = body.convert(value, GenerateRequest)
         headers = validate.check_fields(self.front, unknown, asked, "max_new_tokens")
         if asked.prompt is None:

@@ -19,12 +19,14 @@ from uvicorn.server import ServerState
 
 from octavo.serve import jobs, worker
 from octavo.serve.config import ServeConfig
+from octavo.serve.connections import ConnectionTable
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Front, worker_setup
 from octavo.serve.http import application
+from octavo.serve.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.jobs import Setup
 from octavo.serve.messages import Loaded
-from octavo.serve.wire import BoundedSocket, bounded
+from octavo.serve.turn_queue import TurnQueue
 from octavo.text.tokenizer import Tokenizer
 from tests.http_replies import Reply, read_replies
 from tests.tiny_tokenizer import VOCAB, write_tokenizer
@@ -63,6 +65,9 @@ class Transport(asyncio.Transport):
         self.changed.set()
 
     abort = close
+
+    def write_eof(self) -> None:
+        self.close()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self.protocol = protocol
@@ -146,8 +151,6 @@ class FakeServer:
         self.front.pool = self.front.text.pool
         self.uvicorn = uvicorn.Config(
             application(self.front),
-            http=bounded(self.config.limits),
-            ws=BoundedSocket,
             ws_max_size=self.config.limits.body_bytes,
             ws_per_message_deflate=False,
             lifespan="off",
@@ -174,9 +177,18 @@ class FakeServer:
 
     async def _write(self, parts: list[bytes], wait: bool) -> bytes:
         state = ServerState()
-        protocol = self.uvicorn.http_protocol_class(  # type: ignore[operator]
-            config=self.uvicorn, server_state=state, app_state={}
+        table = ConnectionTable(self.config.limits)
+        context = ServerContext(
+            app=self.uvicorn.loaded_app,
+            limits=self.config.limits,
+            table=table,
+            turns=TurnQueue(),
+            uvicorn=self.uvicorn,
+            state=state,
         )
+        connection = table.admit("127.0.0.1")
+        assert connection is not None
+        protocol = HttpProtocol(context, connection)
         transport = Transport()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
@@ -193,6 +205,7 @@ class FakeServer:
             await asyncio.sleep(0)
         transport.closed = True
         transport.get_protocol().connection_lost(None)
+        assert not table.connections, "a connection was not forgotten"
         if state.tasks:
             _, unfinished = await asyncio.wait(state.tasks, timeout=SECONDS)
             assert not unfinished, "a request goes on after its client left"

@@ -1,5 +1,6 @@
-"""Runs a server with what the command line does not offer: tight limits, quick watchdogs, another engine program, a loop
-that a SIGUSR2 blocks, worker processes with faults (faulty_worker.py, unlimited_worker.py), and a tokenizer that panics over a text that begins with
+"""Runs a server with what the command line does not offer: tight limits, few file descriptors,
+quick watchdogs, another engine program, a loop that a SIGUSR2 blocks, worker processes with faults
+(faulty_worker.py, unlimited_worker.py), and a tokenizer that panics over a text that begins with
 PANIC and over the fourth token after a prompt that begins with the token 17 twice.
 
 python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_dump": 0.5}'
@@ -70,6 +71,9 @@ def main(port: str, text: str) -> None:
     memory_mib = options.pop("memory_limit_mib", None)
     if memory_mib is not None:  # the engine and the workers inherit the limit
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))
+    descriptors = options.pop("descriptors", None)
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     limits = Limits(**options.pop("limits", {}))
     found = Server(ServeConfig(port=int(port), limits=limits, **options))
     if faulty:

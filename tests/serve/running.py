@@ -71,7 +71,7 @@ class Running:
         """What it put where temporary files go."""
         return list(self.temporary.glob("octavo-*"))
 
-    def wait(self, path: str = "/readyz", seconds: float = 60) -> float:
+    def wait(self, path: str = "/readyz", seconds: float = 120) -> float:
         """Seconds until the probe says yes."""
         begun = time.monotonic()
         while time.monotonic() - begun < seconds:

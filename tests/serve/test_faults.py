@@ -17,7 +17,7 @@ import httpx2 as httpx
 import pytest
 
 from octavo.serve.health import STUCK, HealthServer
-from octavo.serve.lag import Seen
+from octavo.serve.loop_watchdog import LoopWatchdog
 from tests.serve.running import Running, check_error, events, free_port, server
 from tests.serve.test_streams import leave, settled
 
@@ -299,13 +299,13 @@ def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_p
 
 
 def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
-    seen = Seen()
-    found = HealthServer(("127.0.0.1", 0), seen)
+    watchdog = LoopWatchdog(lambda: 0)
+    found = HealthServer(("127.0.0.1", 0), watchdog)
     found.begin()
     try:
         url = f"http://127.0.0.1:{found.server_address[1]}/livez"
         assert httpx.get(url).status_code == 200
-        seen.last -= STUCK + 1
+        watchdog.last_beat -= STUCK + 1
         assert httpx.get(url).status_code == 503 and httpx.get(url).json()["state"] == "stuck"
     finally:
         found.shutdown()
@@ -362,7 +362,7 @@ def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Runn
             stack.enter_context(http.stream("POST", TEXT, json={**body, "prompt": p}))
             for p in prompts
         ]
-        ids = [reply.headers["x-request-id"] for reply in open_]
+        ids = [reply.headers["x-octavo-request-id"] for reply in open_]
         assert len(set(ids)) == 3
         with ThreadPoolExecutor(8) as pool:
             replies = list(

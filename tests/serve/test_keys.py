@@ -125,7 +125,6 @@ WRONG = {
     "Basic": "Basic YWxpY2U6cHc=",
     "Basic with the key": f"Basic {ALICE}",
     "bare": ALICE,
-    "two spaces": f"Bearer  {ALICE}",
     "longer": f"Bearer {ALICE}x",
     "shorter": f"Bearer {ALICE[:-1]}",
     "upper case": f"Bearer {ALICE.upper()}",
@@ -211,7 +210,7 @@ def test_cancelling_is_for_the_owner(locked: Running) -> None:
     with httpx.Client(base_url=locked.url) as http:
         body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
         with http.stream("POST", "/v1/completions", json=body, headers=bearer(ALICE)) as stream:
-            id = stream.headers["x-request-id"]
+            id = stream.headers["x-octavo-request-id"]
             check_error(locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ROOT)), 404)
             assert (
                 locked.post(f"/v1/requests/{id}/cancel", None, headers=bearer(ALICE)).json()[
@@ -226,15 +225,26 @@ def test_cancelling_is_for_the_owner(locked: Running) -> None:
 def test_guessing_is_slowed_down() -> None:
     keys = Keys.read(None, Limits())
     assert keys.check(None, "1.2.3.4") is None, "no keys: everybody may"
-    entry = [k for k in _keys(FILE) if k.name == "alice"]
-    keys = Keys(entry, Limits(failed_logins=3))
-    for _ in range(3):
-        with pytest.raises(ApiError, match="not valid"):
-            keys.check("Bearer no", "1.2.3.4")
+    keys = Keys(_keys(FILE), Limits(failed_logins=3))
+    assert guesses(keys, "1.2.3.4") == 3
     with pytest.raises(ApiError) as caught:
-        keys.check(f"Bearer {ALICE}", "1.2.3.4")
+        keys.check("Bearer no", "1.2.3.4")
     assert caught.value.status == 429 and caught.value.retry_after
-    assert keys.check(f"Bearer {ALICE}", "5.6.7.8") is entry[0]
+
+
+def test_wrong_keys_never_lock_out_a_valid_one() -> None:
+    """Many users may share an address: behind a proxy, or a router that translates addresses."""
+    keys = Keys(_keys(FILE), Limits(failed_logins=3))
+    for _ in range(10):
+        assert guesses(keys, "1.2.3.4") <= 3
+        found = keys.check(f"Bearer {ALICE}", "1.2.3.4")
+        assert found is not None and found.name == "alice"
+
+
+@pytest.mark.parametrize("header", ["Bearer  {}", "Bearer {} ", " Bearer {}", "bearer   {}\t"])
+def test_whitespace_around_a_key_makes_no_difference(header: str) -> None:
+    found = Keys(_keys(FILE), Limits()).check(header.format(ALICE), "1.2.3.4")
+    assert found is not None and found.name == "alice"
 
 
 def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_too_long_in_all(small: Running) -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "0", "1e9"])
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "0", "1e9", "1_0", "+1", "1e1"])
 def test_a_bad_timeout_header(small: Running, value: str) -> None:
     check_error(
         small.post("/v1/completions", BUSY, headers={"x-request-timeout": value}), 400, "timeout"
@@ -226,6 +226,26 @@ def test_what_can_never_fit_is_refused_at_once(small: Running) -> None:
     assert (
         reply.json()["usage"]["completion_tokens"] == 41 and reply.headers["x-max-tokens"] == "41"
     )
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 1000}])
+def test_a_reply_that_the_pool_limits_says_so(small: Running, fields: dict[str, Any]) -> None:
+    """It ends with `length` in any case: the headers tell the pool's limit from the client's."""
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "ignore_eos": True, **fields}
+    reply = small.post("/v1/chat/completions", body)
+    count = reply.json()["usage"]["completion_tokens"]
+    assert reply.json()["choices"][0]["finish_reason"] == "length" and count < 1000
+    assert reply.headers["x-max-tokens"] == str(count)
+    assert reply.headers["x-max-tokens-limit"] == "kv_pool"
+    limited = small.post("/v1/chat/completions", {**body, "max_tokens": 5})
+    assert "x-max-tokens" not in limited.headers
+
+
+def test_where_the_context_is_the_limit_the_pool_is_not_named(running: Running) -> None:
+    body = {"prompt": [5] * 1000, "max_tokens": 100, "ignore_eos": True}
+    reply = running.post("/v1/completions", body)
+    assert reply.headers["x-max-tokens"] == "24" and "x-max-tokens-limit" not in reply.headers
 
 
 def test_a_full_pool_goes_on(small: Running) -> None:

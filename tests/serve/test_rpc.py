@@ -73,7 +73,8 @@ class Rpc:
 @pytest.fixture(scope="module")
 def rpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rpc]:
     """Watched from its start on, by `rpc.watch`."""
-    port, limits = free_port(), {"send_seconds": 0.5, "body_seconds": 0.5}
+    port = free_port()
+    limits = {"send_seconds": 0.5, "body_seconds": 0.5, "connections_per_address": 20}
     with server(
         tmp_path_factory.mktemp("rpc"), ready=False, grpc_port=port, limits=limits
     ) as running:
@@ -554,6 +555,47 @@ def test_watchers_hear_of_a_start_and_of_the_engines_death(rpc: Rpc) -> None:
     refused(lambda: list(stream), Code.UNAVAILABLE, "engine_restarting")
     assert [next(rpc.watch).status, next(rpc.watch).status] == [NOT_SERVING, SERVING]
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1
+
+
+def test_an_address_has_so_many_open_calls(rpc: Rpc) -> None:
+    watches = []
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in range(20):
+            watches.append(rpc.health.Watch(health_pb2.HealthCheckRequest()))
+            next(watches[-1])
+    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+    assert len(watches) == 20, "one more was open already"
+    found = refused(
+        lambda: rpc.stub.Generate(SHORT), Code.RESOURCE_EXHAUSTED, "too_many_connections"
+    )
+    assert int(found["metadata"]["retry-after-ms"]) > 0
+    for watch in watches:
+        watch.cancel()
+    begun = time.monotonic()
+    while True:
+        try:
+            assert rpc.stub.Generate(SHORT).tokens_generated > 0
+            return
+        except grpc.RpcError:
+            assert time.monotonic() - begun < 5
+            time.sleep(0.05)
+
+
+def test_a_client_may_ping_an_idle_connection_every_second(rpc: Rpc) -> None:
+    """gRPC's defaults end the connection after the third ping, with GOAWAY too_many_pings."""
+    states: list[grpc.ChannelConnectivity] = []
+    options = [
+        ("grpc.keepalive_time_ms", 600),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    with grpc.insecure_channel(f"127.0.0.1:{rpc.port}", options=options) as channel:
+        channel.subscribe(states.append)
+        assert InferenceServiceStub(channel).Health(pb.HealthRequest()).ready
+        time.sleep(3.5)
+        assert states[-1] is grpc.ChannelConnectivity.READY, states
+        assert states.count(grpc.ChannelConnectivity.READY) == 1, states
 
 
 def test_a_port_that_is_taken(rpc: Rpc) -> None:

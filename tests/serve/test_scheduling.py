@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
+from octavo.core.policy import Priority
 from octavo.params import SamplingParams
 from octavo.serve.messages import Add, decode_to_engine, encode
 from tests.serve.running import Running, check_error, server
@@ -87,6 +88,46 @@ def test_an_urgent_request_does_not_wait_for_a_long_one(urgent: tuple[Running, P
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert {(e["prompt"], e["output"], e["priority"]) for e in lines} >= {(8, 2, -1), (8, 150, 0)}
     assert all(e["arrival"] > 0 for e in lines), "the canary is no request"
+
+
+class QuickAgeing(Priority):
+    """A level is worth a twentieth of a second, in place of ten."""
+
+    ageing = 0.05
+
+
+@pytest.mark.parametrize(("level", "status"), [(4, 200), (200, 429)])
+def test_a_later_level_is_served_if_ageing_takes_less_than_the_queue_timeout(
+    tmp_path: Path, level: int, status: int
+) -> None:
+    """Against an endless stream of earlier ones: 4 levels are 0.2 s, 200 levels are 10 s."""
+    engine = {"scheduling_policy": f"{__name__}:QuickAgeing", "max_num_seqs": 1}
+    with server(tmp_path, engine=engine, queue_timeout=3.0) as running:
+
+        async def run() -> httpx.Response:
+            async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
+                over = False
+
+                async def ask(priority: int) -> httpx.Response:
+                    body = {"prompt": [9] * 8, "max_tokens": 4, "ignore_eos": True}
+                    return await http.post("/v1/completions", json={**body, "priority": priority})
+
+                async def stream() -> None:
+                    while not over:
+                        await ask(0)
+
+                streams = [asyncio.create_task(stream()) for _ in range(3)]
+                await asyncio.sleep(0.1)
+                try:
+                    return await ask(level)
+                finally:
+                    over = True
+                    await asyncio.gather(*streams)
+
+        reply = asyncio.run(run())
+        assert reply.status_code == status, reply.text
+        if status == 429:
+            check_error(reply, 429, code="queue_timeout")
 
 
 def test_a_key_decides_who_comes_sooner_and_a_request_may_only_come_later(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Streams and WebSockets: clients that leave, that read slowly, that cancel; blocks always come back."""
+"""Streams and WebSockets: clients that leave, that read slowly, that cancel; blocks always come
+back."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ async def leave(port: int, body: dict[str, Any], after: float, bytes_read: int |
 
 
 def test_200_clients_leave_at_random_and_every_block_comes_back(running: Running) -> None:
-    """Before the first token, in the middle of a long prompt, while tokens come; streaming or not. One who stays gets the
-    same tokens as alone."""
+    """Before the first token, in the middle of a long prompt, while tokens come; streaming or not.
+    One who stays gets the same tokens as alone."""
     alone = running.complete(**LONG)["choices"][0]["text"]
     before = settled(running)
     g = random.Random(0)
@@ -117,7 +118,8 @@ def test_200_clients_leave_at_random_and_every_block_comes_back(running: Running
 
 @pytest.mark.parametrize(("stream", "size"), [(False, 1), (True, 1), (False, 200_000)])
 def test_who_leaves_is_noticed_at_once(running: Running, stream: bool, size: int) -> None:
-    """Whatever was asked: of a large body no more is read than is wanted, and who does not read sees nobody leave."""
+    """Whatever was asked: of a large body no more is read than is wanted, and who does not read
+    sees nobody leave."""
     before = settled(running)["octavo:engine_steps_total"]
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(
@@ -149,11 +151,30 @@ def test_leaving_between_the_last_token_and_the_end(running: Running) -> None:
     settled(running)
 
 
-def test_a_half_closed_connection_is_a_client_that_left(running: Running) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])
+def test_a_client_that_closes_its_own_direction_gets_its_reply(
+    running: Running, stream: bool, version: bytes
+) -> None:
+    body = json.dumps({**LONG, "max_tokens": 400, "stream": stream}).encode()
+    request = http_request("/v1/completions", body).replace(b"HTTP/1.1", version, 1)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        reply = b""
+        while part := connection.recv(65536):
+            reply += part
+    assert b"HTTP/1.1 200 OK" in reply
+    assert b"[DONE]" in reply if stream else b'"completion_tokens":400' in reply
+
+
+def test_a_client_that_leaves_after_it_closed_its_own_direction_is_noticed(
+    running: Running,
+) -> None:
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(http_request("/v1/completions", json.dumps(LONG).encode()))
         connection.shutdown(socket.SHUT_WR)
-        settled(running)
+    settled(running, 0.5)
 
 
 def test_cancelling_by_id(running: Running) -> None:
@@ -161,7 +182,7 @@ def test_cancelling_by_id(running: Running) -> None:
         httpx.Client(base_url=running.url) as http,
         http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
     ):
-        id = stream.headers["x-request-id"]
+        id = stream.headers["x-octavo-request-id"]
         assert running.post(f"/v1/requests/{id}/cancel", None).json() == {
             "id": id,
             "cancelled": True,

@@ -1,16 +1,13 @@
-"""Clients that do not read: their connections are cut, and what waits for them does not grow."""
+"""Clients that do not read are disconnected, and what waits for them in memory does not grow."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import json
 import socket
 import time
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
-from octavo.serve.wire import drop_unread
-from tests.serve.running import Running, http_request, raw
+from tests.serve.running import Running, http_request, raw, server
 
 UPGRADE = (
     "Connection: Upgrade",
@@ -19,48 +16,6 @@ UPGRADE = (
     "Sec-WebSocket-Key: " + "A" * 22 + "==",
 )
 PING = b"\x89\xfd\0\0\0\0" + b"x" * 125
-
-
-class Transport:
-    """`unread` bytes, of which the client takes `reads` each time that somebody looks."""
-
-    def __init__(self, closing: bool, unread: int, reads: int = 0):
-        self.closing, self.unread, self.reads, self.aborted = closing, unread, reads, False
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def get_write_buffer_size(self) -> int:
-        self.unread -= self.reads
-        return max(self.unread, 0)
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-def test_what_is_closed_and_never_read_is_cut() -> None:
-    """uvicorn closes a connection, and the socket then waits until all is read: for ever, if nobody does."""
-    unread, slow, at_work, done = (
-        Transport(True, 5),
-        Transport(True, 5000, 1),
-        Transport(False, 5),
-        Transport(True, 0),
-    )
-
-    async def run() -> None:
-        connections: set[Any] = {_Connection(t) for t in (unread, slow, at_work, done)}
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(drop_unread(connections, 0.1), 0.5)
-
-    asyncio.run(run())
-    assert [t.aborted for t in (unread, slow, at_work, done)] == [True, False, False, False]
-
-
-class _Connection(SimpleNamespace):
-    def __init__(self, transport: Transport):
-        super().__init__(transport=transport)
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def memory(running: Running) -> int:
@@ -87,3 +42,19 @@ def test_pings_whose_answers_nobody_reads_end_the_connection(running: Running) -
     assert b"200 OK" in raw(
         running.port, http_request("/livez", b"", "Connection: close", method="GET")
     )
+
+
+def test_a_complete_reply_that_nobody_reads_is_dropped_in_time(tmp_path: Path) -> None:
+    """The connection could be used again, and stays open for that; the reply in memory does not."""
+    fields = {"prompt": [[5] * 500] * 40, "max_tokens": 1, "echo": True, "logprobs": 20}
+    request = http_request("/v1/completions", json.dumps(fields).encode())
+    with server(tmp_path, limits={"send_seconds": 0.5}) as quick, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", quick.port))
+        connection.sendall(request)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        begun = time.monotonic()
+        files = quick.open_files()
+        while quick.open_files() >= files:
+            assert time.monotonic() - begun < 5, "the reply is still kept"
+            time.sleep(0.05)

@@ -1,0 +1,162 @@
+"""WebSockets whose clients send what costs the server much and themselves little."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+
+from tests.serve.running import Running, alive, http_request, server
+from tests.serve.test_streams import read_all, ws
+from tests.serve.test_unread import UPGRADE
+
+TEXT, PING, PONG, CONTINUATION, CLOSE = 1, 9, 10, 0, 8
+
+
+def frame(opcode: int, data: bytes = b"", fin: bool = True) -> bytes:
+    """Masked with zeros."""
+    head = bytes([(0x80 if fin else 0) | opcode])
+    if len(data) < 126:
+        head += bytes([0x80 | len(data)])
+    else:
+        head += bytes([0x80 | 127]) + struct.pack(">Q", len(data))
+    return head + b"\0\0\0\0" + data
+
+
+@contextlib.contextmanager
+def opened(port: int, path: str = "/ws/generate") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(http_request(path, b"", *UPGRADE, method="GET"))
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += connection.recv(1)
+        assert head.startswith(b"HTTP/1.1 101"), head
+        yield connection
+
+
+def read_frames(connection: socket.socket) -> list[tuple[int, bytes]]:
+    """All frames up to the end of the connection."""
+    data = b""
+    with contextlib.suppress(OSError):
+        while part := connection.recv(65536):
+            data += part
+    found = []
+    while data:
+        size = data[1] & 0x7F
+        start = 2
+        if size == 126:
+            size = int.from_bytes(data[2:4], "big")
+            start = 4
+        found.append((data[0] & 0x0F, data[start : start + size]))
+        data = data[start + size :]
+    return found
+
+
+FLOODS = {
+    "pings": (b"", frame(PING)),
+    "pongs": (b"", frame(PONG)),
+    "empty fragments": (frame(TEXT, fin=False), frame(CONTINUATION, fin=False)),
+    "small fragments": (frame(TEXT, fin=False), frame(CONTINUATION, b"x" * 100, fin=False)),
+    "empty messages": (b"", frame(TEXT)),
+    "cancelling nothing": (b"", frame(TEXT, b'{"type": "cancel"}')),
+}
+
+
+@pytest.mark.parametrize(("first", "repeated"), FLOODS.values(), ids=FLOODS.keys())
+@pytest.mark.parametrize("path", ["/ws/generate", "/ws/watch"])
+def test_a_flood_of_small_frames_ends_its_connection_and_holds_up_nobody(
+    running: Running, first: bytes, repeated: bytes, path: str
+) -> None:
+    with opened(running.port, path) as connection:
+        connection.sendall(first)
+        connection.settimeout(0.5)
+        begun = time.monotonic()
+        with alive(running), contextlib.suppress(OSError):
+            while time.monotonic() - begun < 10:
+                with contextlib.suppress(TimeoutError):
+                    connection.send(repeated * 5000)
+        assert time.monotonic() - begun < 8, "it is still open"
+    assert running.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_the_client_is_told_why_its_connection_is_closed(running: Running) -> None:
+    with opened(running.port) as connection:
+        connection.sendall(frame(PONG) * 1000)
+        opcode, data = read_frames(connection)[-1]
+    assert opcode == CLOSE and int.from_bytes(data[:2], "big") == 1008
+    assert b"too many pings" in data
+
+
+def test_pings_at_a_usual_rate_are_answered(running: Running) -> None:
+    with opened(running.port) as connection:
+        for _ in range(100):
+            connection.sendall(frame(PING, b"hello"))
+        found = b""
+        while len(found) < 100 * 7:
+            found += connection.recv(65536)
+    assert found == (bytes([0x80 | PONG, 5]) + b"hello") * 100
+
+
+def test_a_message_in_large_fragments_is_taken(running: Running) -> None:
+    text = json.dumps({"prompt": "x", "max_new_tokens": 2, "user": "u" * 500_000}).encode()
+    parts = [text[k : k + 2000] for k in range(0, len(text), 2000)]
+    with opened(running.port) as connection:
+        connection.sendall(frame(TEXT, parts[0], fin=False))
+        for part in parts[1:-1]:
+            connection.sendall(frame(CONTINUATION, part, fin=False))
+        connection.sendall(frame(CONTINUATION, parts[-1]))
+        connection.settimeout(10)
+        found = b""
+        while b'"type":"done"' not in found:
+            part = connection.recv(65536)
+            assert part, found
+            found += part
+
+
+def test_messages_that_arrive_together_are_answered_one_after_another(running: Running) -> None:
+    with ws(running) as socket:
+        for k in range(20):
+            socket.send(json.dumps({"prompt": "x", "max_new_tokens": k + 1, "ignore_eos": True}))
+        counts = [read_all(socket)[1]["usage"]["completion_tokens"] for _ in range(20)]
+    assert counts == list(range(1, 21))
+
+
+def test_invalid_messages_are_answered_up_to_a_bound(tmp_path: Path) -> None:
+    with (
+        server(tmp_path, ready=False, limits={"websocket_errors": 5}) as strict,
+        ws(strict) as socket,
+    ):
+        for k in range(5):
+            socket.send(b"\xff\xfe" if k % 2 else "no JSON")
+            assert json.loads(socket.recv(timeout=5))["error"]["code"] == "invalid_json"
+        with pytest.raises(ConnectionClosed) as caught:
+            socket.recv(timeout=5)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1008
+
+
+def test_a_message_that_is_never_completed_ends_its_connection(tmp_path: Path) -> None:
+    with (
+        server(tmp_path, ready=False, limits={"body_seconds": 0.5, "send_seconds": 1.0}) as quick,
+        opened(quick.port) as connection,
+    ):
+        connection.sendall(frame(TEXT, b"x" * 2000, fin=False))
+        begun = time.monotonic()
+        ((opcode, data),) = read_frames(connection)
+        assert opcode == CLOSE and b"not complete in time" in data
+        assert time.monotonic() - begun < 4
+
+
+def test_text_that_is_not_utf_8_closes_the_connection_without_a_traceback(running: Running) -> None:
+    before = len(running.log.read_text())
+    with opened(running.port) as connection:
+        connection.sendall(frame(TEXT, b"\xff\xff"))
+        ((opcode, data),) = read_frames(connection)
+    assert opcode == CLOSE and int.from_bytes(data[:2], "big") == 1007
+    assert "Traceback" not in running.log.read_text()[before:]
