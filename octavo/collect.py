@@ -1,6 +1,6 @@
-"""From the engine's outputs to what the caller gets: text, stop strings, logprobs and timings of one request.
+"""Turns the engine's outputs into a reply: text, stop strings, logprobs and timings of one request.
 
-Knows tokens and text; knows nothing of scheduling or devices.
+This module knows tokens and text. It knows nothing of scheduling or devices.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, TokenLogprobs
 
-Until = Callable[[], Callable[[str], bool]]  # for each text another one: see TextStream
+Until = Callable[[], Callable[[str], bool]]  # makes one predicate per text: see TextStream
 
 
 def made_later(params: SamplingParams, until: Until | None) -> bool:
-    """Where nobody follows and nothing in the text ends it, it is made at the end, all at once."""
+    """Whether the text can be decoded once at the end: nothing in the text can end it early."""
     return not params.stop and until is None and params.logprobs is None and not params.ranked
 
 
 class Collector:
-    """One request on its way: gathers the engine's outputs into text."""
+    """Collects the outputs of one request."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Collector:
         self.prompt = prompt
         self.tokenizer = tokenizer
         params = request.params
-        # all: `best` are those asked for
+        # all candidates; `best` selects the ones that the caller asked for
         self.outputs = [CompletionOutput(i, "", []) for i in range(params.completions)]
         for completion in self.outputs:
             completion.logprobs = None if params.logprobs is None else []
@@ -52,9 +52,9 @@ class Collector:
         self.cached = 0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
-        # what is new, where somebody follows the stream
+        # new pieces, if the caller streams the reply
         self.news: list[CompletionOutput] | None = None
-        self.open = len(self.outputs)  # completions that have not ended
+        self.open = len(self.outputs)  # completions that are not finished
         self.later = made_later(params, until)
 
     @property
@@ -62,18 +62,18 @@ class Collector:
         return self.open == 0
 
     def take(self, out: Output) -> bool:
-        """Fold in one output. True: the text is over, and the engine should end the sequence."""
+        """Add one output. True: a stop string ended the text, and the engine should end the sequence."""
         if (
             self.later
             and out.finish_reason is None
             and self.news is None
             and self.metrics.first_token_time is not None
         ):
-            # nothing to do with them yet: most of all outputs
+            # the common case: tokens are only stored until the last one arrives
             self.outputs[out.index].token_ids += out.tokens
             return False
         if self.outputs[out.index].finish_reason is not None:
-            return False  # its text was over; the engine had not heard of it yet
+            return False  # the text already ended; the engine had not received the stop yet
         now = time.monotonic()
         if out.tokens and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
@@ -123,7 +123,7 @@ class Collector:
         return stream.over and out.finish_reason is None
 
     def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest, as vLLM lays it out."""
+        """The chosen token first, then the most likely tokens, in vLLM's layout."""
         found = {at.token: Logprob(at.logprob, at.rank, self._decoded(at.token))}
         for rank, (token, logprob) in enumerate(at.top, 1):
             found.setdefault(token, Logprob(logprob, rank, self._decoded(token)))
@@ -138,7 +138,7 @@ class Collector:
 
     @property
     def best(self) -> list[CompletionOutput]:
-        """What was asked for: of best_of drawn texts the n likeliest by token, best first."""
+        """The completions to return: the n best of best_of by mean log-probability, best first."""
         n = self.request.params.n
         if len(self.outputs) == n:
             return self.outputs

@@ -1,4 +1,7 @@
-"""Every error a caller can cause or must handle, by type. Messages say what was wrong, what is allowed, what to do."""
+"""Every error that a caller can cause or must handle.
+
+A message says what is wrong, what is allowed, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ class OctavoError(Exception):
 
 
 class InvalidRequest(OctavoError, ValueError):
-    """A request that is wrong in itself. `param` names the field, `code` is stable for programs."""
+    """The request is invalid. `param` names the field; `code` is stable and meant for programs."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -24,7 +27,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class KVCapacityExceeded(InvalidRequest):
-    """The request could never fit the KV pool, even alone."""
+    """The request does not fit in the KV cache, even if it runs alone."""
 
     def __init__(self, message: str):
         super().__init__(message, param="max_tokens", code="kv_capacity_exceeded")
@@ -38,7 +41,7 @@ class ChatTemplateError(InvalidRequest):
 
 
 class GuideError(OctavoError):
-    """A text cannot go on as its structured_outputs demand: too complex to follow, or a token that was not allowed."""
+    """The text cannot continue to match its structured_outputs specification."""
 
     code = "structured_output_failed"
 
@@ -60,20 +63,20 @@ class ModelNotFound(ModelError):
 
 
 class KVCorrupted(OctavoError):
-    """A sequence was about to read what another has written (kv_canary): a bug in the engine."""
+    """A sequence was about to read KV that another sequence wrote (kv_canary): a bug in the engine."""
 
 
 class NotEnoughMemory(OctavoError):
-    """The weights or the smallest useful KV pool do not fit; the message names flag values that would."""
+    """The weights or the smallest useful KV cache do not fit; the message names values that do."""
 
 
 class NotANumber(OctavoError):
-    """The model's logits hold no finite number to choose by."""
+    """The model computed logits without a finite value."""
 
     code = "not_a_number"
 
 
 class DeviceOutOfMemory(OctavoError):
-    """A step needs more memory than the device has left. A smaller one may do."""
+    """A step needs more memory than the device has. A smaller step may succeed."""
 
     code = "out_of_memory"

@@ -1,7 +1,7 @@
-"""How much memory a model takes and how many tokens of KV fit beside it. Arithmetic on configs; `octavo plan` prints it.
+"""How much memory a model needs and how many tokens of KV fit beside it. `octavo plan` prints the result.
 
-device memory = weights + activations of the largest step + KV pool + what must stay free
-host memory   = the KV pool's second tier, if there is one
+device memory = weights + activations of the largest step + KV cache + a reserve
+host memory   = the host tier of the KV cache, if there is one
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
 from octavo.params import check_real
 
-BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # where nobody says otherwise
-STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # likewise: see step_tokens
+BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # default KV block size
+STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # default token budget of a step: see step_tokens
 PIGGYBACK_TOKENS = 320  # likewise: see default_piggyback_tokens
 PIGGYBACK_PARAMETERS = 2 * 10**9  # of the smallest model that gains by it
-# bytes of device memory that blocks pass through on their way to the host
+# device memory for staging copies between the device and the host
 STAGING = {"cuda": 2**29, "cpu": 0}
-DISK_PASSAGE = 1.0  # GiB of host memory, where a disk is given and nothing is said
-DISK_GIB = 16.0  # of a disk, likewise
-KV_BUDGET = 1024  # positions of a sequence whose cache is bounded, likewise
-CPU_KV_SHARE = 0.25  # of the memory that is available once the weights are loaded
+DISK_PASSAGE = 1.0  # default GiB of host memory if only a disk tier is configured
+DISK_GIB = 16.0  # default GiB of a disk tier
+KV_BUDGET = 1024  # default positions of a bounded KV cache per sequence
+CPU_KV_SHARE = 0.25  # fraction of free memory, after the weights are loaded, for KV on a CPU
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, by what they are for."""
+    """Memory in bytes, by purpose."""
 
     weights: int
     activations: int
@@ -40,7 +40,7 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     host_blocks: int = 0
-    disk: int = 0  # bytes that KV may take there
+    disk: int = 0  # bytes of the disk tier
 
     @property
     def block_bytes(self) -> int:
@@ -59,17 +59,19 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     def concurrency(self, length: int) -> int:
-        """Sequences of this many tokens that fit at once: whole blocks each, and the last token is never computed."""
+        """Number of sequences of this length that fit at once, in whole blocks.
+
+        The KV of the last token is never computed."""
         return self.num_blocks // max(1, -(-(length - 1) // self.block_size))
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Of the parameters and buffers; a model built on the meta device answers without holding any."""
+    """Bytes of parameters and buffers. Also works for a model on the meta device."""
     return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
 
 
 def parameter_count(model: CausalLM) -> int:
-    """Of the model as its config describes it, however its weights are stored."""
+    """Number of parameters according to the config, independent of how the weights are stored."""
     return sum(
         p.numel()
         for p in build(model.config, type(model), model.ops, model.dtype, "meta").parameters()
@@ -77,8 +79,10 @@ def parameter_count(model: CausalLM) -> int:
 
 
 def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
-    """Token budget of a step where nobody says otherwise. On a GPU no more than takes about 0.2 s at 600 TFLOP/s: larger steps
-    are no faster and make everybody who decodes wait."""
+    """Default token budget of a step.
+
+    On a GPU a step takes at most about 0.2 s at 600 TFLOP/s: larger steps are not faster and delay
+    all sequences that decode."""
     tokens = STEP_TOKENS[kind]
     if kind == "cuda":
         tokens = max(2048, min(tokens, 2 ** round(math.log2(0.2 * 600e12 / (2 * parameters)))))
@@ -96,8 +100,8 @@ def default_piggyback_tokens(kind: str, parameters: int, weights: int) -> int:
 
 
 def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:
-    """Peak of one step, from above: the widest layer's tensors for every token of the budget, and float32 logits with
-    the copies that sampling makes."""
+    """Upper bound on the peak of one step: the tensors of the widest layer for every token of the
+    budget, and float32 logits with the copies that sampling makes."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = 3 * model.hidden_size + max(2 * heads, 3 * model.intermediate_size)
     logits = 4 * schedule.max_num_seqs * model.vocab_size * 4
@@ -105,12 +109,12 @@ def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -
 
 
 def graph_bytes(model: ModelConfig, rows: int, dtype: str) -> int:
-    """That stay taken once all graphs are captured: so many rows of logits (octavo.runner.shapes.held_rows)."""
+    """Bytes that CUDA graphs hold after capture: rows of logits (octavo.runner.shapes.held_rows)."""
     return rows * model.vocab_size * DTYPE_BYTES[dtype]
 
 
 def available_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the device; on a CPU what this process may still take, a container's limit included."""
+    """(free, total) bytes of the device. On a CPU the limit of a container counts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -136,7 +140,7 @@ def available_memory(device: torch.device) -> tuple[int, int]:
 
 
 def _given_back(stat: Path) -> int:
-    """Bytes of files that a container holds in memory and gives back when they are needed: they count as used."""
+    """Bytes of cached files that count as used in a container and can be reclaimed."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
         return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
@@ -145,19 +149,19 @@ def _given_back(stat: Path) -> int:
 
 
 def kv_memory(device: torch.device, utilization: float, activations: int) -> int:
-    """Bytes for the KV pool, asked after the weights are loaded."""
+    """Bytes for the KV cache. Call this after the weights are loaded."""
     return kv_share(device.type, *available_memory(device), utilization, activations)
 
 
 def kv_share(kind: str, free: int, total: int, utilization: float, activations: int) -> int:
-    """kv_memory of a "cuda" or "cpu" device that has this much memory free once the weights are loaded."""
+    """kv_memory for a "cuda" or "cpu" device with this much memory free after the weights are loaded."""
     if kind == "cuda":
         return int(total * utilization) - (total - free) - activations
     return int((free - activations) * CPU_KV_SHARE)
 
 
 def parse_kv_dtype(asked: str) -> str | None:
-    """What a KV cache is to hold; None for "auto", which leaves it to the model."""
+    """The data type of the KV cache; None for "auto", which means the model's own."""
     names = (*DTYPE_BYTES, *KV_CODES)
     found = {"auto": None, "fp8_e4m3": "fp8"} | {name: name for name in names}
     if asked not in found:
@@ -177,13 +181,15 @@ def size_pool(
     max_model_len: int | None,
     num_blocks: int | None,
 ) -> tuple[CacheConfig, int]:
-    """The pool and the context length. A length that was asked for must fit; otherwise the model's own, or what fits."""
+    """The KV cache and the context length.
+
+    A given max_model_len must fit. The default is the model's own length, or what fits."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise InvalidRequest(
             f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: use at most that",
             "max_model_len",
         )
-    # or scales would not lie on a multiple of their size
+    # otherwise the scales would not be aligned
     if kv_dtype in KV_CODES and model.head_dim % 4:
         raise InvalidRequest(
             f"kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have {model.head_dim}: use auto",
@@ -204,7 +210,7 @@ def size_pool(
             f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but memory holds {fits}: "
             f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
         )
-    # more than every row at full length is of no use but to the prefix cache
+    # more blocks than all batch slots at full length help only the prefix cache
     if num_blocks is None:
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
@@ -221,8 +227,9 @@ def check_disk(path: object, gib: float) -> None:
 def size_tiers(
     swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int
 ) -> tuple[int, int]:
-    """(blocks in host memory, bytes on disk), of which `free` bytes of memory must hold the former. What is read from disk
-    passes through host memory, so that a disk alone takes some of that too."""
+    """(blocks of the host tier, bytes of the disk tier). `free` bytes of memory must hold the host tier.
+
+    Blocks read from disk pass through host memory, so a disk tier needs some host memory too."""
     gib = swap_space if swap_space is not None else DISK_PASSAGE if disk_path is not None else 0.0
     host = int(gib * 2**30)
     disk = int(disk_gib * 2**30) if disk_path is not None else 0

@@ -1,4 +1,4 @@
-"""What LLM.generate returns. Names and shapes are those of vLLM's offline API."""
+"""What LLM.generate returns. The names follow vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class Logprob:
     """Log-probability of one token at one position, under the model's own distribution."""
 
     logprob: float
-    rank: int | None = None  # 1: the likeliest
+    rank: int | None = None  # 1 is the most likely token
     decoded_token: str | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. From `LLM.stream` it holds what is new since the one before it."""
+    """One completion. `LLM.stream` yields objects that hold only what is new."""
 
     index: int
     text: str
@@ -24,8 +24,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
-    stop_reason: int | str | None = None  # the stop token id or string, where one was given and met
-    error: str | None = None  # what went wrong, with finish_reason "error"
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended the text
+    error: str | None = None  # the reason for finish_reason "error"
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -33,11 +33,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One text of a beam search, with the prompt in front of it."""
+    """One result of a beam search; the tokens include the prompt."""
 
     tokens: list[int]
-    logprobs: list[dict[int, Logprob]]  # of what came after the prompt
-    cum_logprob: float = 0.0  # their sum
+    logprobs: list[dict[int, Logprob]]  # of the generated tokens
+    cum_logprob: float = 0.0  # sum of the log-probabilities
     text: str | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_reason: int | str | None = None
@@ -45,7 +45,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """Of one prompt: as many as the search was wide, best first."""
+    """The results of a beam search for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
@@ -53,7 +53,7 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds on the monotonic clock, from before tokenisation on."""
+    """Times on the monotonic clock in seconds. Arrival is before tokenization."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -76,6 +76,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    num_cached_tokens: int = 0  # prompt tokens whose KV the prefix cache had
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = field(default=None)
