@@ -228,6 +228,7 @@ class LLM:
             progress=progress,
             revision=revision,
             seed=seed,
+            available=available_memory(self.device)[0],
         )
         self.config: ModelConfig = self.model.config
         if recommended is None:

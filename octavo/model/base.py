@@ -154,6 +154,8 @@ class Registry:
     def find(self, hf: dict[str, Any]) -> type[CausalLM]:
         """The class for a config.json."""
         names = hf.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ModelError(f"config.json: architectures must be a list of names, got {names!r}")
         for name in names:
             if name in self._classes:
                 return self._classes[name]
@@ -207,8 +209,9 @@ def build(
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     # Memory that a CPU allocates and does not touch costs nothing: what is replaced by something smaller never exists.
+    first_device = device if formats is None or device == "meta" else "cpu"
     try:
-        with torch.device("cpu" if formats is not None else device), torch.no_grad():
+        with torch.device(first_device), torch.no_grad():
             model = cls(config, ops)
     finally:
         torch.set_default_dtype(previous)

@@ -279,6 +279,14 @@ def _open_shards(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _is_file(path: Path) -> bool:
+    """Path.is_file, which raises for a name that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def _open_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
     where = read_json(index).get("weight_map")
     if (
@@ -290,7 +298,7 @@ def _open_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
     shards = sorted(set(where.values()))
     # A shard is a plain file name: an index must not lead out of its directory.
     if absent := [
-        shard for shard in shards if Path(shard).name != shard or not (directory / shard).is_file()
+        shard for shard in shards if Path(shard).name != shard or not _is_file(directory / shard)
     ]:
         raise CheckpointError(
             f"{directory} lacks {len(absent)} of {len(shards)} shards: {listed(absent)}. Download it again"

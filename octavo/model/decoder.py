@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from octavo.config import ModelConfig, RopeConfig
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
-from octavo.model.fields import Fields
+from octavo.model.fields import MAX_LAYERS, Fields
 from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.model.rope import context_length, rope_config, rope_table
@@ -247,7 +247,7 @@ class Decoder(CausalLM):
         f = Fields(hf, DEFAULTS[name])
         hidden = f.whole("hidden_size")
         heads = f.whole("num_attention_heads")
-        layers = f.whole("num_hidden_layers")
+        layers = f.whole("num_hidden_layers", most=MAX_LAYERS)
         kv_heads = f.whole("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ModelError(
@@ -307,14 +307,15 @@ def norm_slot(weight: Tensor, config: ModelConfig) -> Slot:
 
 
 def ropes(f: Fields, gemma: bool) -> dict[str, RopeConfig]:
-    """Gemma 3 turns its windowed layers at another base and scales only the others."""
-    scaling = f["rope_scaling"] or {}
-    parameters = f["rope_parameters"] or {}
+    """The rotation of all layers; Gemma 3's windowed layers have another base, and only the others are scaled."""
+    scaling = f.table("rope_scaling")
+    parameters = f.table("rope_parameters")
     theta = f.real("rope_theta", 10_000.0)
     if not gemma:
         return {"rope": rope_config(f, scaling or parameters, theta)}
-    everywhere = parameters.get("full_attention") or {}
-    local = parameters.get("sliding_attention") or {}
+    nested = Fields(parameters)
+    everywhere = nested.table("full_attention")
+    local = nested.table("sliding_attention")
     return {
         "rope": rope_config(f, {**everywhere, **scaling}, theta),
         "local_rope": rope_config(f, local, f.real("rope_local_base_freq")),

@@ -7,6 +7,9 @@ from typing import Any
 from octavo.config import DTYPE_BYTES
 from octavo.errors import ModelError
 
+LARGEST = 2**31 - 1  # of whole numbers
+MAX_LAYERS = 10_000  # a model is built layer by layer before its tensors are looked for
+
 
 class Fields:
     """A config.json; null counts as absent. A field without a default is required."""
@@ -21,8 +24,11 @@ class Fields:
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        return self._number(name, default, int, "a positive integer")
+    def whole(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
+        value: int = self._number(name, default, int, "a positive integer")
+        if value > most:
+            raise ModelError(f"config.json: {name} must be at most {most}, got {value}")
+        return value
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
@@ -42,7 +48,7 @@ class Fields:
     def choice(self, name: str, allowed: dict[str, str], default: str) -> str:
         """What `allowed` gives for the field's value."""
         value = self.values.get(name, default)
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ModelError(
                 f"config.json: {name} is {value!r}, but only {', '.join(sorted(allowed))} are supported"
             )
@@ -54,9 +60,16 @@ class Fields:
         if name in self.values and self.values[name] not in neutral:
             raise ModelError(f"config.json: {name} = {self.values[name]!r} is not supported: {why}")
 
+    def table(self, name: str) -> dict[str, Any]:
+        """A JSON object; empty where the field is absent."""
+        value = self.values.get(name, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"config.json: {name} must be a JSON object, got {value!r}")
+        return value
+
     def dtype(self) -> str:
         value = self.values.get("dtype", self.values.get("torch_dtype", "float32"))
-        if value not in DTYPE_BYTES:
+        if not isinstance(value, str) or value not in DTYPE_BYTES:
             raise ModelError(
                 f"config.json: dtype is {value!r}, but only {', '.join(DTYPE_BYTES)} are supported"
             )

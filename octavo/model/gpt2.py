@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
-from octavo.model.fields import Fields
+from octavo.model.fields import MAX_LAYERS, Fields
 from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
 from octavo.ops import ForwardBatch, Ops
@@ -134,7 +134,7 @@ class GPT2(CausalLM):
             architecture="GPT2LMHeadModel",
             vocab_size=f.whole("vocab_size"),
             hidden_size=hidden,
-            num_layers=f.whole("n_layer"),
+            num_layers=f.whole("n_layer", most=MAX_LAYERS),
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=hidden // heads,

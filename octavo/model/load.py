@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from octavo.config import DTYPE_BYTES
-from octavo.errors import CheckpointError, ModelError, ModelNotFound
+from octavo.config import DTYPE_BYTES, ModelConfig
+from octavo.errors import CheckpointError, ModelError, ModelNotFound, NotEnoughMemory
 from octavo.model import embedded, foreign, quant, quantized
 from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
@@ -232,6 +232,28 @@ def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -
 # ---- both ---------------------------------------------------------------------------------------------
 
 
+def outline(
+    config: ModelConfig, cls: type[CausalLM], ops: Ops, dtype: torch.dtype, formats: Formats | None
+) -> CausalLM:
+    """The model without memory for its weights: their names, shapes and sizes."""
+    try:
+        return build(config, cls, ops, dtype, "meta", formats)
+    except (RuntimeError, TypeError) as error:  # sizes that torch cannot count
+        why = str(error).partition("\n")[0]
+        raise ModelError(f"config.json describes weights that cannot be allocated: {why}") from None
+
+
+def check_memory(model: CausalLM, source: str, device: str, available: int) -> None:
+    """Raise NotEnoughMemory where the weights alone take more than is available."""
+    needed = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    if needed > available:
+        raise NotEnoughMemory(
+            f"the weights of {source} take {needed / 2**30:.1f} GiB as they would be loaded, but {available / 2**30:.1f} GiB of "
+            f"{device} memory are available. Quantise them (--quant int8 or int4-g32-asym), use a smaller dtype or model, or "
+            "free memory; `octavo plan MODEL` shows what fits"
+        )
+
+
 def load_model(
     model: str | Path | dict[str, Any] | None,
     *,
@@ -243,9 +265,11 @@ def load_model(
     revision: str | None = None,
     progress: bool | Callable[[float], None] = True,
     seed: int = 0,
+    available: int | None = None,
 ) -> tuple[CausalLM, Checkpoint]:
-    """A model ready to run, and where it came from. For load_format="dummy", `model` may be a config.json's content.
-    `quantization`: a format's name, "none", or "auto" for what the checkpoint has and the device computes well."""
+    """A model ready to run, and the checkpoint that it came from. For load_format="dummy", `model` may be a config.json's
+    content. `quantization`: a format's name, "none", or "auto" for what the checkpoint has and the device computes well.
+    `available`: bytes of device memory; weights that take more are refused before any of them is read."""
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"load_format is 'auto' or 'dummy', not {load_format!r}")
     if isinstance(model, dict):
@@ -258,6 +282,11 @@ def load_model(
     if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
         raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
     formats = choose_formats(quant.parse(quantization), checkpoint, ops.name)
+    planned = outline(config, cls, ops, getattr(torch, dtype), formats)
+    if load_format == "auto":
+        match_tensors(planned, checkpoint)
+    if available is not None:
+        check_memory(planned, checkpoint.source, device, available)
     built = build(config, cls, ops, getattr(torch, dtype), device, formats)
     if load_format == "dummy":
         dummy_weights(built, seed)

@@ -23,14 +23,17 @@ from octavo.errors import ModelError
 from octavo.model.fields import Fields
 
 LONGEST = 2**31 - 1  # positions
+CHUNK = 1 << 16  # positions of the table that are computed at a time
+TRAINED = "original_max_position_embeddings"
 NEEDED = {
     "default": (),
     "custom": (),
     "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", TRAINED),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
+    "yarn": ("factor", TRAINED),
 }
+OPTIONAL = {"yarn": ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")}
 
 
 def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConfig:
@@ -42,29 +45,46 @@ def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConf
         if value is not None and name not in ("type", "rope_theta")
     }
     kind = scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
-    if kind not in NEEDED:
+    if not isinstance(kind, str) or kind not in NEEDED:
         raise ModelError(
             f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(NEEDED))}"
         )
     # The trained length is filled in here, so that the table depends on `scaling` alone.
     if kind == "dynamic":
-        scaling["original_max_position_embeddings"] = fields.whole("max_position_embeddings")
-    elif "original_max_position_embeddings" in NEEDED[kind]:
-        trained = fields["original_max_position_embeddings"] or scaling.get(
-            "original_max_position_embeddings"
-        )
-        scaling["original_max_position_embeddings"] = trained or fields.whole(
-            "max_position_embeddings"
-        )
+        scaling[TRAINED] = fields.whole("max_position_embeddings")
+    elif TRAINED in NEEDED[kind]:
+        named = fields[TRAINED] or scaling.get(TRAINED)
+        scaling[TRAINED] = named or fields.whole("max_position_embeddings")
     if scaling.get("partial_rotary_factor", 1) != 1:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
+    checked = Fields(scaling)
     for name in NEEDED[kind]:
-        value = scaling.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        try:
+            checked.real(name)
+        except ModelError:
             raise ModelError(
-                f"config.json: rope type {kind!r} needs {name} as a positive number, got {value!r}"
-            )
-    return RopeConfig(theta=float(given.get("rope_theta") or theta), scaling=scaling)
+                f"config.json: rope type {kind!r} needs {name} as a positive number, got {scaling.get(name)!r}"
+            ) from None
+    for name in OPTIONAL.get(kind, ()):
+        if scaling.get(name):
+            checked.real(name)
+    if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
+        raise ModelError("config.json: low_freq_factor and high_freq_factor of llama3 must differ")
+    base = Fields(given).real("rope_theta", theta)
+    if kind == "yarn" and base == 1:
+        raise ModelError("config.json: rope type 'yarn' needs a rope_theta other than 1")
+    if kind == "custom":
+        check_factors(scaling.get("factors"))
+    return RopeConfig(theta=base, scaling=scaling)
+
+
+def check_factors(factors: Any) -> None:
+    if not isinstance(factors, list) or not all(
+        type(factor) in (int, float) and 0 < factor < math.inf for factor in factors
+    ):
+        raise ModelError(
+            "config.json: rope type 'custom' needs factors, a list of positive numbers"
+        )
 
 
 def context_length(rope: RopeConfig, max_position: int) -> int:
@@ -85,16 +105,22 @@ def context_length(rope: RopeConfig, max_position: int) -> int:
 
 def rope_table(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:
     """cos and sin of every angle, [max_position, 2, head_dim / 2], float32, on the default device."""
-    if torch.get_default_device().type == "meta":
-        return torch.empty(max_position, 2, head_dim // 2)
+    device = torch.get_default_device()
+    table = torch.empty(max_position, 2, head_dim // 2, dtype=torch.float32, device=device)
+    if device.type == "meta":
+        return table
     frequencies, scale = inverse_frequencies(rope, head_dim)
-    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None]
-    if rope.scaling.get("rope_type") == "dynamic":
-        frequencies = dynamic_frequencies(rope, head_dim, positions)
-    angles = positions * frequencies
-    return (
-        torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scale).to(torch.get_default_device())
-    )
+    for first in range(
+        0, max_position, CHUNK
+    ):  # a context of a million positions needs no second table meanwhile
+        last = min(first + CHUNK, max_position)
+        positions = torch.arange(first, last, dtype=torch.float32, device="cpu")[:, None]
+        if rope.scaling.get("rope_type") == "dynamic":
+            frequencies = dynamic_frequencies(rope, head_dim, positions)
+        angles = positions * frequencies
+        table[first:last, 0] = angles.cos().mul_(scale)
+        table[first:last, 1] = angles.sin().mul_(scale)
+    return table
 
 
 def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
@@ -123,6 +149,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if kind == "linear":
         return plain / s["factor"], 1.0
     if kind == "custom":
+        if len(s["factors"]) != len(plain):
+            raise ModelError(
+                f"config.json: rope type 'custom' needs {len(plain)} factors for heads of {head_dim} dimensions, "
+                f"got {len(s['factors'])}"
+            )
         return plain / torch.tensor(s["factors"], dtype=torch.float32, device="cpu"), 1.0
     if kind == "llama3":
         # rotations over the trained length

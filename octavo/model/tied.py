@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from octavo.config import ModelConfig
+from octavo.errors import CheckpointError
 from octavo.model.base import HEAD, CausalLM, registry
 from octavo.model.checkpoint import Checkpoint
 
@@ -23,6 +24,11 @@ def parse_checkpoint(checkpoint: Checkpoint) -> tuple[type[CausalLM], ModelConfi
     taken out of the checkpoint; a tied weight that is stored as the head alone becomes the embedding."""
     cls = registry.find(checkpoint.config)
     config = cls.parse_config(checkpoint.config)
+    if checkpoint.tensors and config.num_layers > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.source} says that the model has {config.num_layers} layers, but holds {len(checkpoint.tensors)} "
+            "tensors. Does config.json belong to these weights?"
+        )
     if not config.tied or cls.tied_weight is None:
         return cls, config
     stored = {cls.canonical_name(name): name for name in checkpoint.tensors}

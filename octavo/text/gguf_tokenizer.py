@@ -83,19 +83,19 @@ PRE_TOKENIZERS = {
 def from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, str], frozenset[int]]:
     """The tokenizer, its named special tokens ("bos_token": "<s>", ...) and the ids that end a turn or a text."""
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    tokens: list[str] = _listed(metadata, "tokens", str) or []
+    if not tokens:
         raise ModelError(
             "the GGUF file holds no vocabulary (tokenizer.ggml.tokens): use a file made with its tokenizer"
         )
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    types: list[int] = _listed(metadata, "token_type", int) or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(
             f"the GGUF file is damaged: {len(tokens)} tokens but {len(types)} token types"
         )
     if kind == "gpt2":
         pre = _pre(metadata.get("tokenizer.ggml.pre", "default"))
-        merges = metadata.get("tokenizer.ggml.merges")
+        merges: list[str] | None = _listed(metadata, "merges", str)
         if merges is None:
             raise ModelError(
                 "the GGUF file's byte-level vocabulary has no merges (tokenizer.ggml.merges): convert it again"
@@ -111,11 +111,7 @@ def from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, str], froz
         )
 
     def token(key: str) -> str | None:
-        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and not 0 <= index < len(tokens):
-            raise ModelError(
-                f"the GGUF file is damaged: {key}_token_id is {index}, the vocabulary has {len(tokens)} tokens"
-            )
+        index = _token_id(metadata, key, len(tokens))
         return None if index is None else tokens[index]
 
     named = {
@@ -174,8 +170,31 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def _pre(name: str) -> Pre:
-    if name not in PRE_TOKENIZERS:
+def _listed(metadata: dict[str, Any], key: str, kind: type) -> list[Any] | None:
+    """A list of the tokenizer's, all of one type; None where the file has none."""
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if values is None:
+        return None
+    if not isinstance(values, list) or not set(map(type, values)) <= {kind}:
+        raise ModelError(
+            f"the GGUF file is damaged: tokenizer.ggml.{key} must be a list of values of type {kind.__name__}"
+        )
+    return values
+
+
+def _token_id(metadata: dict[str, Any], key: str, count: int) -> int | None:
+    index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if index is None:
+        return None
+    if type(index) is not int or not 0 <= index < count:
+        raise ModelError(
+            f"the GGUF file is damaged: {key}_token_id is {index!r}, the vocabulary has {count} tokens"
+        )
+    return index
+
+
+def _pre(name: Any) -> Pre:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelError(
             f"unknown tokenizer.ggml.pre {name!r} in the GGUF file: text would be cut into other words than the model learned. "
             f"Known: {', '.join(sorted(PRE_TOKENIZERS))}. Use the model's safetensors with its tokenizer.json instead"
@@ -209,19 +228,19 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
     # Some files spell tokens made of spaces alone with real spaces.
     tokens = [META * len(t) if t and not t.strip(" ") else t for t in tokens]
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
-    listed = metadata.get("tokenizer.ggml.merges")
+    listed = _listed(metadata, "merges", str)
     if listed is not None:
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
     else:
         # Gemma's scores do not follow the order its merges were learned in; its ids do.
         by_id = str(metadata.get("general.architecture", "")).startswith("gemma")
-        scores = None if by_id else metadata.get("tokenizer.ggml.scores")
+        scores = None if by_id else _listed(metadata, "scores", float)
         if scores is not None and len(scores) != len(tokens):
             raise ModelError(
                 f"the GGUF file is damaged: {len(tokens)} tokens but {len(scores)} scores"
             )
         pairs = derive_merges(tokens, types, scores or [-float(i) for i in range(len(tokens))])
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = _token_id(metadata, "unknown", len(tokens))
     try:
         model = models.BPE(
             vocab,

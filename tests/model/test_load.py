@@ -21,11 +21,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo import LLM, llm
 from octavo.config import ModelConfig
 from octavo.errors import (
     CheckpointError,
     ModelError,
     ModelNotFound,
+    NotEnoughMemory,
     OctavoError,
     UnknownArchitecture,
 )
@@ -695,3 +697,45 @@ def test_weights_of_another_dtype_are_converted_and_unknown_ones_refused(tmp_pat
             ops=NO_OPS,
             progress=False,
         )
+
+
+# ---- memory ---------------------------------------------------------------------------------------------
+
+EIGHT_BILLION = dict(
+    architectures=["LlamaForCausalLM"], vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131_072,
+)  # fmt: skip
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_weights", lambda *_: pytest.fail("weights were read"))
+    path = write_directory(tmp_path, weights())
+    with pytest.raises(NotEnoughMemory, match=r"GiB as they would be loaded.*octavo plan"):
+        load_model(path, ops=NO_OPS, available=100)
+
+
+def test_a_model_of_8_billion_weights_is_refused_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llm, "available_memory", lambda device: (2**34, 2**34))
+    begun = time.process_time()
+    with pytest.raises(NotEnoughMemory, match=r"take 30\.0 GiB .* but 16\.0 GiB of cpu memory"):
+        LLM(EIGHT_BILLION, load_format="dummy", skip_tokenizer_init=True, device="cpu")
+    assert time.process_time() - begun < 5
+
+
+def test_a_config_that_no_machine_can_hold_is_refused() -> None:
+    huge = EIGHT_BILLION | {"hidden_size": 2**30, "intermediate_size": 2**31 - 1, "head_dim": 2**30}
+    with pytest.raises(ModelError, match="weights that cannot be allocated"):
+        load_model(huge, ops=NO_OPS, load_format="dummy")
+    with pytest.raises(ModelError, match="num_hidden_layers must be at most 10000"):
+        load_model(EIGHT_BILLION | {"num_hidden_layers": 10**9}, ops=NO_OPS, load_format="dummy")
+
+
+def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path: Path) -> None:
+    config = EIGHT_BILLION | {"num_hidden_layers": 9000}
+    path = write_directory(tmp_path, {"model.norm.weight": torch.ones(4096)}, config)
+    with pytest.raises(CheckpointError, match="9000 layers, but holds 1 tensors"):
+        load_model(path, ops=NO_OPS, progress=False)

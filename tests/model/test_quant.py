@@ -18,10 +18,13 @@ from octavo.model import embedded, quant
 from octavo.model import quantized as quantized_files
 from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
 from octavo.model.load import load_model, open_checkpoint
+from octavo.ops import select
 from octavo.ops.cpu.cpu_features import instruction_set
+from octavo.ops.kv import CODES
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import Format, QuantWeight
 from tests import tiny
+from tests.batch import empty_kv, make_batch, scattered_tables
 
 installed = pytest.mark.skipif(
     embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL
@@ -200,6 +203,50 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> N
             str([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
         )
     assert len(seen) == 1
+
+
+# Sizes that are no multiples of a vector: the layers are computed op by op, with heads of 12 that are padded.
+ODD_LLAMA = dict(
+    architectures=["LlamaForCausalLM"], vocab_size=300, hidden_size=72, intermediate_size=100, num_hidden_layers=2,
+    num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=256,
+)  # fmt: skip
+GPT2_CONFIG = dict(
+    architectures=["GPT2LMHeadModel"], vocab_size=300, n_embd=64, n_layer=3, n_head=4, n_positions=256
+)  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("name", ["int8", "int4-g32"])
+@pytest.mark.parametrize("config", [ODD_LLAMA, GPT2_CONFIG], ids=["llama", "gpt2"])
+def test_op_by_op_a_rows_hidden_states_do_not_depend_on_chunks(
+    config: dict[str, Any], name: str, kv: str
+) -> None:
+    """Compares bits, not tokens: a difference in the last bit changes one token of thousands."""
+    model, _ = load_model(
+        config, ops=select("cpu"), dtype="float32", load_format="dummy", quantization=name
+    )
+    assert getattr(model, "fused", None) is None
+    lengths = [70, 33]
+    tables = scattered_tables(lengths, 16)
+    ids = torch.randint(0, 300, (max(lengths),), generator=torch.Generator().manual_seed(3))
+
+    def run(chunk: int) -> list[torch.Tensor]:
+        cache = empty_kv(model.config, tables, 16, "cpu", CODES.get(kv, torch.float32))
+        hidden: list[list[torch.Tensor]] = [[] for _ in lengths]
+        for first in range(0, max(lengths), chunk):
+            live = [i for i, length in enumerate(lengths) if first < length]
+            parts = [(ids[first : min(first + chunk, lengths[i])].tolist(), first) for i in live]
+            batch = make_batch(parts, [tables[i] for i in live], 16, "cpu")
+            out = model(batch, cache)
+            for i, span in zip(live, batch.spans, strict=True):
+                hidden[i].append(out[span.first : span.first + span.num].clone())
+        return [torch.cat(pieces) for pieces in hidden]
+
+    whole = run(max(lengths))
+    for chunk in (1, 7, 16):
+        for got, want in zip(run(chunk), whole, strict=True):
+            assert torch.equal(got, want)
 
 
 # ---- as files -------------------------------------------------------------------------------------------

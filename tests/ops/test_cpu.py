@@ -115,7 +115,44 @@ def test_zeros_and_extremes_are_products_too(team: Workers) -> None:
         )
 
 
+# ---- activations ----------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [1, 16, 45, 100, 3072])
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul", "gelu"])
+def test_activations_beside_packed_weights_are_the_references_row_by_row(
+    name: str, width: int, team: Workers
+) -> None:
+    ops = CpuOps()
+    ops.pack(quantized("int8", 16, 32))
+    x = draw(37, width if name == "gelu" else 2 * width) * 4
+    together = getattr(ops, name)(x)
+    torch.testing.assert_close(together, getattr(ReferenceOps(), name)(x), rtol=1e-5, atol=1e-5)
+    for rows in ([0], [5, 6], [36], range(9), range(11, 30)):
+        assert torch.equal(getattr(ops, name)(x[list(rows)]), together[list(rows)])
+    half = getattr(ops, name)(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+
 # ---- attention ------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_beside_packed_weights_takes_heads_of_any_size(
+    dtype: torch.dtype, window: int, team: Workers
+) -> None:
+    ops = CpuOps()
+    ops.pack(quantized("int8", 16, 32))
+    batch, kv = filled([(37, 0), (1, 100), (20, 150)], 2, 12, "cpu", 3)
+    q = draw(len(batch.ids), 6, 12)
+    got = ops.attention(q.to(dtype), kv.to(dtype), batch, 0.3, window)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    expected = definition(q, kv, batch, 0.3, window)
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @needs_kernels

@@ -7,6 +7,8 @@ weights that oneDNN packed. What is not overridden here is the reference, and so
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch
 from octavo.ops.cpu.cpu_decoder import (
+    KINDS,
     FusedDecoder,
     attention_record,
     cache_record,
@@ -25,7 +28,7 @@ from octavo.ops.cpu.thread_pool import Workers, workers
 from octavo.ops.cpu.weight_layout import PackedWeight
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST
-from octavo.ops.reference import ReferenceOps, noise_key
+from octavo.ops.reference import ReferenceOps, gathered, noise_key
 from octavo.ops.weight import QuantWeight
 
 # oneDNN lays a weight out for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows, provided that fewer
@@ -36,14 +39,19 @@ ROWS = 4
 class CpuOps(ReferenceOps):
     name = "cpu"
 
+    def __init__(self) -> None:
+        # The model has weights in the kernels' layout. Their products round activations to 8 bits, which makes a difference in
+        # the last bit of a float one of a hundredth. So attention and activations run in the kernels as well: torch's results
+        # for a row depend on the number of rows, and a request's tokens must not depend on what is computed beside it.
+        self.packed = False
+
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
             team = workers()
-            return (
-                weight
-                if team is None or weight.form.float
-                else PackedWeight(weight, team.step.LANES)
-            )
+            if team is None or weight.form.float:
+                return weight
+            self.packed = True
+            return PackedWeight(weight, team.step.LANES)
         if not torch.backends.mkldnn.is_available() or weight.dtype not in (
             torch.float32,
             torch.bfloat16,
@@ -95,14 +103,30 @@ class CpuOps(ReferenceOps):
     ) -> Tensor:
         """Over plain weights torch attends too: its threads spin after every product and would be in the way of ours. Codes
         it would have to expand first: they are read in place."""
-        team = (
-            workers()
-            if kv.dtype in (torch.float16, *LARGEST) and q.dtype == torch.float32
-            else None
-        )
-        if team is None or kv.shape[-1] % team.step.LANES:
+        read_in_place = kv.dtype in (torch.float16, *LARGEST) and q.dtype == torch.float32
+        team = workers() if self.packed or read_in_place else None
+        if team is None:
             return super().attention(q, kv, batch, scale, window)
-        return paged_attention(team, q.contiguous(), kv, batch, scale, window)
+        lanes = team.step.LANES
+        dim = kv.shape[-1]
+        if q.dtype == torch.float32 and kv.dtype in KINDS and dim % lanes == 0:
+            return paged_attention(team, q.contiguous(), kv, batch, scale, window)
+        if not self.packed:
+            return super().attention(q, kv, batch, scale, window)
+        padding = (0, -dim % lanes)
+        pages, batch = padded_pages(kv, batch, padding)
+        queries = F.pad(q.float(), padding).contiguous()
+        out = paged_attention(team, queries, pages, batch, scale, window)
+        return out[..., :dim].to(q.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return activated(gate_up, gelu=False) if self.packed else super().silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activated(gate_up, gelu=True) if self.packed else super().gelu_mul(gate_up)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return activated(x, gelu=True, gated=False) if self.packed else super().gelu(x)
 
     def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
         team = workers() if kv.dtype in (torch.float32, torch.float16) else None
@@ -205,6 +229,49 @@ def paged_attention(
         job[step.WINDOW_OF] = window
         team.run(job)
     return out
+
+
+def padded_pages(
+    kv: KV, batch: ForwardBatch, padding: tuple[int, int]
+) -> tuple[Tensor, ForwardBatch]:
+    """The blocks that a batch reads as float32, heads padded with zeros to whole vectors, and the batch with a table of these
+    copies: for KV that the kernels cannot read in place."""
+    block_size = kv.shape[-2]
+    widths = [-(-span.end // block_size) for span in batch.spans]
+    rows = batch.rows.tolist()
+    blocks = [batch.block_table[row, :width] for row, width in zip(rows, widths, strict=True)]
+    pages = F.pad(gathered(kv, torch.cat(blocks)).float(), padding)
+    table = torch.zeros(len(rows), max(widths), dtype=torch.int32)
+    first = 0
+    for i, width in enumerate(widths):
+        table[i, :width] = torch.arange(first, first + width, dtype=torch.int32)
+        first += width
+    numbers = torch.arange(len(rows), dtype=torch.int32)
+    return pages, replace(batch, block_table=table, rows=numbers)
+
+
+def activated(x: Tensor, gelu: bool, gated: bool = True) -> Tensor:
+    """act(gate) * up of x [T, 2 * inter], or act(x) of x [T, inter] where it is not gated -> [T, inter]"""
+    team = _team()
+    step = team.step
+    source = x.float().contiguous()
+    rows, width = source.shape
+    if gated:
+        width //= 2
+    out = torch.empty(rows, width)
+    job = np.zeros(step.FIELDS, dtype=np.int64)
+    job[step.KIND] = step.ACTIVATE
+    job[step.ROWS] = rows
+    job[step.INNER] = width
+    job[step.GELU] = int(gelu)
+    job[step.LAYER_COUNT] = int(not gated)
+    job[step.X] = source.data_ptr()
+    job[step.Y] = out.data_ptr()
+    with team.lock:
+        job[step.SPARE] = team.memory("spare", step.ACTIVATE_BYTES * team.threads)
+        job[step.SPARE_SIZE] = step.ACTIVATE_BYTES
+        team.run(job)
+    return out.to(x.dtype)
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a team of threads runs: a quantised matrix product, attention alone, or all layers of a decoder in one go.
+"""What a team of threads runs: a quantised matrix product, attention or an activation alone, or all layers of a decoder in one go.
 
 The layers hold no Python between them: norms, products, rotation, the cache's writes, attention, the activation. Phases that
 work on rows split the tokens, products split the outputs, attention splits sequences and heads. Knows addresses and sizes;
@@ -251,7 +251,8 @@ LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)
     LAST_COUNT,
     FIELDS,
 ) = range(16, 29)
-PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT = range(6)
+PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE = range(7)
+ACTIVATE_BYTES = 4 * 4 * LANES  # of a thread's scratch, for ACTIVATE
 
 # A layer: four weights' records, then these.
 WEIGHTS = 4 * matmul_jit.FIELDS
@@ -565,6 +566,38 @@ def embed(me: int, job: int) -> None:
 
 
 @inner
+def activate(me: int, job: int) -> None:
+    """Y [ROWS, INNER]: act(gate) * up of rows X [gates, ups], or act(x) of rows X [INNER] where LAYER_COUNT is 1. Every row is
+    cut into vectors alike, so its result does not depend on the other rows."""
+    rows = load_i64(job + 8 * ROWS)
+    width = load_i64(job + 8 * INNER)
+    gelu = load_i64(job + 8 * GELU)
+    alone = load_i64(job + 8 * LAYER_COUNT)
+    x = load_i64(job + 8 * X)
+    own = spare(me, job)  # the last vector of a row: gates, ups, results; then a vector of ones
+    ones = own + 3 * LANES * 4
+    for i in range(LANES):
+        store_f32(ones + 4 * i, 1.0)
+    whole = width // LANES * LANES
+    r = thread_barrier.take(me, rows)
+    while r >= 0:
+        gates = x + r * (2 - alone) * width * 4
+        out = load_i64(job + 8 * Y) + r * width * 4
+        ups = gates + width * 4
+        for i in range(0, whole, LANES):
+            gate(gates + 4 * i, ones if alone else ups + 4 * i, out + 4 * i, gelu)
+        if whole < width:
+            rest = width - whole
+            move(gates + 4 * whole, own, rest)
+            if not alone:
+                move(ups + 4 * whole, own + LANES * 4, rest)
+            gate(own, ones if alone else own + LANES * 4, own + 2 * LANES * 4, gelu)
+            move(own + 2 * LANES * 4, out + 4 * whole, rest)
+        r = thread_barrier.take(me, rows)
+    thread_barrier.finish(me, rows)
+
+
+@inner
 def choose(me: int, job: int) -> None:
     """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER], where it is hot."""
     rows = load_i64(job + 8 * ROWS)
@@ -646,6 +679,8 @@ def work(state: int, number: int) -> None:
         choose(me, job)
     elif kind == SHIFT:
         shift(me, job)
+    elif kind == ACTIVATE:
+        activate(me, job)
 
 
 @kernel(NOTHING(INT))
