@@ -65,7 +65,7 @@ def prepare(checkpoint: Checkpoint) -> str:
 def tokenize(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text)
-        tokenizer.encode(text, allow_special=True)
+        tokenizer.encode(text, parse_special=False)
         assert isinstance(tokenizer.decode(ids), str)
 
 

@@ -182,7 +182,8 @@ def main(name: str, seed: str, seconds: str, shared_file: str, *left_out: str) -
         shared = mmap.mmap(file.fileno(), SHARED_BYTES)
     Fuzzer(name, int(seed), shared, left_out).run(float(seconds))
     sys.stdout.flush()
-    os._exit(0)  # the interpreter's own end takes seconds with torch loaded, which would count as the last input's
+    # The interpreter's own end takes seconds with torch loaded, which would count as the last input's.
+    os._exit(0)
 
 
 if __name__ == "__main__":

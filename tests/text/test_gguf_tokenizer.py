@@ -281,8 +281,8 @@ def test_a_written_tokenizer_is_the_same_again(kind: str, tmp_path: Path) -> Non
     before, after = Tokenizer.from_gguf(metadata), Tokenizer.from_directory(tmp_path)
     for text in TEXTS:
         for allow in (True, False):
-            ids = before.encode(text, allow_special=allow)
-            assert after.encode(text, allow_special=allow) == ids
+            ids = before.encode(text, parse_special=allow)
+            assert after.encode(text, parse_special=allow) == ids
             assert after.decode(ids) == before.decode(ids)
     assert (after.bos_id, after.eos_id) == (before.bos_id, before.eos_id)
     assert after.special_ids == before.special_ids
@@ -295,7 +295,7 @@ def test_transformers_reads_a_written_tokenizer(tmp_path: Path) -> None:
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer.from_directory(tmp_path)
     for text in TEXTS:
-        assert theirs(text).input_ids == ours.encode(text, allow_special=True)
+        assert theirs(text).input_ids == ours.encode(text, parse_special=True)
     assert theirs.chat_template == ours.chat_template
 
 
