@@ -23,17 +23,20 @@ from octavo.ops.weight import Format, QuantWeight
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in an int32 the outputs 0 to 7 are
 METHODS = ("gptq", "awq", "compressed-tensors")
+PACKED = ("qweight", "qzeros", "weight_packed")
 
 
 class Scheme(NamedTuple):
     """How the weights of a checkpoint are quantised, from its config.json."""
 
     form: Format
-    # of which tensors NAME.part a weight is made; the first says that it is quantised
+    # The tensors NAME.part that a weight is made of; a weight is quantised if the first is there.
     parts: tuple[str, ...]
-    # codes, scale, zeros (None: 8) [out, ..]
+    # The parts as codes, scale and zeros (None: all are 8), each [out, ..].
     read: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]
-    shape: Callable[[dict[str, StoredTensor]], tuple[int, int]]
+    size: Callable[[tuple[int, ...]], tuple[int, int]]  # the first part's shape -> outputs, inputs
+    # Outputs, inputs, groups -> the shape of every part.
+    shapes: Callable[[int, int, int], dict[str, tuple[int, ...]]]
 
 
 def joined(
@@ -63,24 +66,20 @@ def joined(
 
 def _join(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> StoredTensor:
     form = scheme.form
-    try:
-        outputs, inputs = scheme.shape(parts)
-    except (IndexError, ValueError):
-        shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in parts.items())
-        raise CheckpointError(f"{what} has tensors of strange shapes: {shapes}") from None
+    outputs, inputs = _size(scheme, parts, what)
 
     def read() -> tuple[Tensor, Tensor, Tensor | None]:
-        codes, scale, zeros = scheme.read({name: part.read() for name, part in parts.items()})
-        groups = inputs // form.group
-        if (
-            codes.shape != (outputs, inputs // 2)
-            or scale.shape != (outputs, groups)
-            or inputs % form.group
+        tensors = {name: part.read() for name, part in parts.items()}
+        kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+        if any(
+            kind.is_floating_point != ("scale" in name) or (name in PACKED and kind != torch.int32)
+            for name, kind in kinds.items()
         ):
+            found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
             raise CheckpointError(
-                f"{what} is not {outputs} x {inputs} in groups of {form.group}, as its tensors' shapes say"
+                f"{what} must have codes of int32 and scales of floats, not {found}"
             )
-        return codes, scale, zeros
+        return scheme.read(tensors)
 
     def codes() -> QuantWeight:
         packed, scale, zeros = read()
@@ -109,6 +108,22 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> StoredTe
     )
 
 
+def _size(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> tuple[int, int]:
+    """Outputs and inputs of a weight, whose parts all have the shapes that follow from them."""
+    given = {name: part.shape for name, part in parts.items()}
+    first = given[scheme.parts[0]]
+    if len(first) == 2:
+        outputs, inputs = scheme.size(first)
+        wanted = scheme.shapes(outputs, inputs, inputs // scheme.form.group)
+        fits = inputs % scheme.form.group == 0 and ("qzeros" not in given or outputs % 8 == 0)
+        if fits and all(shape == wanted[name] for name, shape in given.items()):
+            return outputs, inputs
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in given.items())
+    raise CheckpointError(
+        f"{what} has tensors whose shapes make no weight in groups of {scheme.form.group}: {shapes}"
+    )
+
+
 # ---- how each method says what it did ---------------------------------------------------------------------
 
 
@@ -132,22 +147,35 @@ def _scheme(about: dict[str, Any], where: str) -> Scheme:
             _form(group, not symmetric, where),
             ("qweight", "qzeros", "scales", "g_idx"),
             lambda parts: _read_gptq(parts, group, 1 if first == "gptq" else 0, where),
-            lambda parts: (parts["qweight"].shape[1], parts["qweight"].shape[0] * 8),
+            lambda shape: (shape[1], shape[0] * 8),
+            lambda outputs, inputs, groups: {
+                "qweight": (inputs // 8, outputs),
+                "qzeros": (groups, outputs // 8),
+                "scales": (groups, outputs),
+                "g_idx": (inputs,),
+            },
         )
     _want(where, "version", str(about.get("version", "gemm")).lower(), "gemm")
     return Scheme(
         _form(group, True, where),
         ("qweight", "qzeros", "scales"),
         _read_awq,
-        lambda parts: (parts["qweight"].shape[1] * 8, parts["qweight"].shape[0]),
+        lambda shape: (shape[1] * 8, shape[0]),
+        lambda outputs, inputs, groups: {
+            "qweight": (inputs, outputs // 8),
+            "qzeros": (groups, outputs // 8),
+            "scales": (groups, outputs),
+        },
     )
 
 
 def _compressed(about: dict[str, Any], where: str) -> Scheme:
     _want(where, "format", about.get("format"), "pack-quantized")
     groups: Any = about.get("config_groups")
-    weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, dict) else []
-    if not weights or any(w != weights[0] for w in weights):
+    entries = list(groups.values()) if isinstance(groups, dict) else []
+    objects = [entry for entry in entries if isinstance(entry, dict)]
+    weights = [entry.get("weights") for entry in objects]
+    if not weights or len(objects) != len(entries) or any(w != weights[0] for w in weights):
         raise CheckpointError(
             f"{where}: quantization_config.config_groups must hold one way to quantise weights"
         )
@@ -158,15 +186,21 @@ def _compressed(about: dict[str, Any], where: str) -> Scheme:
         "strategy": "group",
         "actorder": None,
     }
+    first = weights[0] if isinstance(weights[0], dict) else {}
     for field, value in wanted.items():
-        _want(where, field, weights[0].get(field, value), value)
-    for entry in groups.values():
+        _want(where, field, first.get(field, value), value)
+    for entry in objects:
         _want(where, "input_activations", entry.get("input_activations"), None)
     return Scheme(
-        _form(weights[0].get("group_size"), False, where),
+        _form(first.get("group_size"), False, where),
         ("weight_packed", "weight_scale", "weight_shape"),
         lambda parts: (_bytes(parts["weight_packed"]), parts["weight_scale"], None),
-        lambda parts: (parts["weight_packed"].shape[0], parts["weight_packed"].shape[1] * 8),
+        lambda shape: (shape[0], shape[1] * 8),
+        lambda outputs, inputs, groups: {
+            "weight_packed": (outputs, inputs // 8),
+            "weight_scale": (outputs, groups),
+            "weight_shape": (2,),
+        },
     )
 
 

@@ -265,8 +265,8 @@ Q = f"{LAYER}self_attn.q_proj"
             "scales that float16 cannot hold",
         ),
         (
-            lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:1]}),
-            "is not 64 x 64 in groups of 32",
+            lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].float()}),
+            "must have codes of int32 and scales of floats",
         ),
     ],
 )
@@ -279,6 +279,25 @@ def test_tensors_that_contradict_the_config_are_told(
     assert stored.codes is not None
     with pytest.raises(CheckpointError, match=message):
         stored.codes()
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("scales", lambda tensor: tensor[:1]),
+        ("qzeros", lambda tensor: tensor.flatten()),
+        ("qweight", lambda tensor: tensor.flatten()),
+        ("qweight", lambda tensor: tensor[:-1]),
+        ("g_idx", lambda tensor: tensor[:-1]),
+    ],
+)
+def test_parts_whose_shapes_contradict_each_other_are_told(
+    part: str, change: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    write(tmp_path, *CASES["gptq"])
+    spoil(tmp_path, lambda t: t.update({f"{Q}.{part}": change(t[f"{Q}.{part}"])}))
+    with pytest.raises(CheckpointError, match="shapes make no weight in groups of 32"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
