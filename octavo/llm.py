@@ -78,6 +78,9 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request
 
 log = logging.getLogger(__name__)
+
+# A model's vocabulary is often padded to a round number: by 2% in Phi's, less in others'.
+PADDED_VOCABULARY = 0.8
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -238,7 +241,9 @@ class LLM:
         )
         self.parse_special = parse_special
         self.tokenizer = (
-            None if skip_tokenizer_init else _load_tokenizer(tokenizer, self.checkpoint)
+            None
+            if skip_tokenizer_init
+            else _load_tokenizer(tokenizer, self.checkpoint, self.config.vocab_size)
         )
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
@@ -843,16 +848,27 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
+def _load_tokenizer(where: str | Path | None, checkpoint: Checkpoint, vocabulary: int) -> Tokenizer:
+    """`vocabulary`: how many tokens the model has."""
     if where is not None:
-        return Tokenizer.from_directory(where)
-    if checkpoint.gguf_metadata is not None:
-        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
-    if checkpoint.directory is not None:
-        return Tokenizer.from_directory(checkpoint.directory)
-    raise ModelError(
-        f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY, or skip_tokenizer_init=True and token ids"
-    )
+        tokenizer = Tokenizer.from_directory(where)
+    elif checkpoint.gguf_metadata is not None:
+        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    elif checkpoint.directory is not None:
+        tokenizer = Tokenizer.from_directory(checkpoint.directory)
+    else:
+        raise ModelError(
+            f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY (--tokenizer), or use token ids with "
+            "skip_tokenizer_init=True"
+        )
+    if tokenizer.vocab_size < PADDED_VOCABULARY * vocabulary:
+        log.warning(
+            "the tokenizer has %s tokens and the model %s: tokens beyond the tokenizer's have no text. Is it this model's "
+            "tokenizer?",
+            f"{tokenizer.vocab_size:,}",
+            f"{vocabulary:,}",
+        )
+    return tokenizer
 
 
 def _read_generation_config(source: str | Path) -> dict[str, Any] | None:

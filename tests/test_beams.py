@@ -221,6 +221,17 @@ def test_logprobs_and_prompt_logprobs_come_with_beams() -> None:
                 assert found.rank == int((row > row[token]).sum()) + 1
 
 
+@pytest.mark.parametrize("penalty", [1.0, -1.0])
+@pytest.mark.parametrize("early", [True, False, "never"])
+def test_a_single_beam_is_greedy(early: bool | str, penalty: float) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=STOPS, detokenize=False)
+    want = llm().generate(PROMPTS, greedy, use_tqdm=False)
+    got = llm().generate(PROMPTS, search(True, 1, 40, penalty, early), use_tqdm=False)
+    for one, other in zip(got, want, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert any(len(output.outputs[0].token_ids) < 40 for output in want)
+
+
 def test_the_prompt_is_computed_once_and_shared() -> None:
     engine = llm()
     engine.reset_prefix_cache()

@@ -79,10 +79,13 @@ class BeamSearch:
         del self.ended[self.width :]
 
     def _over(self, best: float, length: int) -> bool:
-        """Nothing that goes on is expected to beat the worst of those that have ended: transformers' three ways to tell."""
+        """Nothing that goes on is expected to beat the worst of those that have ended: transformers' three ways to tell. A
+        single beam is greedy, as in transformers, and ends with its text."""
         early, penalty = self.params.early_stopping, self.params.length_penalty
         if len(self.ended) < self.width:
             return False
+        if self.width == 1:
+            return True
         if early == "never" and penalty > 0:
             length = self.longest  # the longest text is favoured the most
         return early is True or best / length**penalty <= self.ended[-1].score

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ class CausalLM(nn.Module):
 
 
 class Registry:
-    """Architecture name, as in config.json's `architectures`, to class."""
+    """Architecture name, as in config.json's `architectures`, to class. An installed package adds architectures of its own by
+    entry points of the group PLUGINS: each is an architecture's name and the module that registers it."""
 
     def __init__(self) -> None:
         self._classes: dict[str, type[CausalLM]] = {}
@@ -157,6 +159,8 @@ class Registry:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"config.json: architectures must be a list of names, got {names!r}")
         for name in names:
+            if name not in self._classes:
+                import_plugins(name)
             if name in self._classes:
                 return self._classes[name]
         asked = ", ".join(names) or f"none (model_type {hf.get('model_type')!r})"
@@ -167,6 +171,20 @@ class Registry:
 
     def parse(self, hf: dict[str, Any]) -> ModelConfig:
         return self.find(hf).parse_config(hf)
+
+
+PLUGINS = "octavo.architectures"
+
+
+def import_plugins(architecture: str) -> None:
+    """Import what installed packages declare for an architecture."""
+    for plugin in entry_points(group=PLUGINS, name=architecture):
+        try:
+            plugin.load()
+        except Exception as error:  # a stranger's module may raise anything
+            raise ModelError(
+                f"{architecture}: its plugin {plugin.value} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
 
 
 registry = Registry()

@@ -13,6 +13,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -31,6 +32,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+MAX_SEARCHED = 10_000  # ids, for a token that is a word
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
@@ -99,6 +101,15 @@ class Pieces(dict[int, bytes]):
         self[id] = piece
         return piece
 
+    @cached_property
+    def some_word(self) -> int | None:
+        """A token that is a word by itself, if there is one."""
+        for id in range(min(self.backend.get_vocab_size(), MAX_SEARCHED)):
+            token = self.backend.id_to_token(id)
+            if id not in self.added and token is not None and token.isalpha() and token.isascii():
+                return id
+        return None
+
     def first(self, id: int) -> bytes:
         """The piece of the token that opens a text."""
         return (
@@ -126,8 +137,11 @@ class Detokenizer:
         self._utf8 = _Utf8("replace")
         self._strip = 0 if continuing else self._pieces.strip
         self._first = self._pieces.bare_first and not continuing
-        self._window: list[int] = []  # "other" only: ids that new text may depend on ...
-        self._shown = 0  # ... and how many of them have been shown
+        # "other" only: ids that new text may depend on, and how many of them have been shown. A text that goes on from
+        # another gets its first space from a word in front of it, which is not shown.
+        before = self._pieces.some_word if continuing and self._pieces.kind == "other" else None
+        self._window: list[int] = [] if before is None else [before]
+        self._shown = len(self._window)
 
     def push(self, ids: list[int]) -> str:
         """The text that these ids make certain."""

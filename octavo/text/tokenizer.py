@@ -368,7 +368,8 @@ class Tokenizer:
             )
         else:
             raise ModelError(
-                f"{path} has no tokenizer: expected tokenizer.json, or vocab.json and merges.txt"
+                f"{path} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. Name a directory that has them "
+                "with tokenizer=DIRECTORY (--tokenizer), or use token ids with skip_tokenizer_init=True"
             )
         try:
             _add_missing(backend, config, named)

@@ -43,6 +43,7 @@ from octavo.model.checkpoint import (
 )
 from octavo.model.load import dummy_weights, load_model, load_weights, open_checkpoint
 from octavo.text.tokenizer import Tokenizer
+from tests import tiny
 
 CONFIG = {"architectures": ["ToyForCausalLM"], "eos_token_id": 1, "torch_dtype": "float32"}
 SHAPES = {
@@ -739,3 +740,23 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path: 
     path = write_directory(tmp_path, {"model.norm.weight": torch.ones(4096)}, config)
     with pytest.raises(CheckpointError, match="9000 layers, but holds 1 tensors"):
         load_model(path, ops=NO_OPS, progress=False)
+
+
+# ---- tokenizers -------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_much_smaller_than_the_model_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for vocabulary, warned in ((300, False), (1000, True)):
+        caplog.clear()
+        fields = dict(tiny.SMALL, vocab_size=vocabulary, architectures=["LlamaForCausalLM"])
+        LLM(fields, load_format="dummy", tokenizer=tiny.model_dir(), device="cpu", progress=False)
+        assert ("the tokenizer has 262 tokens and the model 1,000" in caplog.text) is warned
+
+
+def test_a_directory_without_a_tokenizer_names_the_option(tmp_path: Path) -> None:
+    fields = dict(tiny.SMALL, architectures=["LlamaForCausalLM"])
+    path = write_directory(tmp_path, config=fields)
+    with pytest.raises(ModelError, match=r"has no tokenizer.*tokenizer=DIRECTORY \(--tokenizer\)"):
+        LLM(path, load_format="dummy", device="cpu", progress=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from octavo.config import ModelConfig
 from octavo.errors import ModelError, UnknownArchitecture
 from octavo.model import CausalLM, Slot, build, registry
-from octavo.model.base import Registry
+from octavo.model.base import PLUGINS, Registry
 from octavo.model.layers import Embedding, Linear
 from octavo.model.rope import rope_table
 from octavo.ops import ForwardBatch, Ops, select
@@ -213,3 +215,50 @@ def test_a_tied_model_needs_no_head() -> None:
         assert ("lm_head.weight" in model.weight_map()) is not tied
         assert "model.layers.1.self_attn.rotary_emb.inv_freq" in model.ignored_weights()
         assert "lm_head.weight" not in model.ignored_weights()
+
+
+# ---- architectures of installed packages --------------------------------------------------------------
+
+PLUGIN = """
+from octavo.model import registry
+from octavo.model.decoder import Decoder
+
+@registry.add("PluginForCausalLM")
+class Plugin(Decoder):
+    @classmethod
+    def parse_config(cls, hf):
+        return Decoder.parse_config({**hf, "architectures": ["LlamaForCausalLM"]})
+"""
+
+
+def install(folder: Path, source: str, name: str = "PluginForCausalLM") -> None:
+    """What pip leaves behind of a package with one module and an entry point."""
+    (folder / "plugin_architecture.py").write_text(source)
+    about = folder / "plugin_architecture-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: plugin-architecture\nVersion: 1.0\n"
+    )
+    (about / "entry_points.txt").write_text(f"[{PLUGINS}]\n{name} = plugin_architecture\n")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    monkeypatch.delitem(sys.modules, "plugin_architecture", raising=False)
+    return tmp_path
+
+
+def test_an_installed_package_adds_an_architecture(packages: Path) -> None:
+    install(packages, PLUGIN)
+    config = registry.parse({**LLAMA, "architectures": ["PluginForCausalLM"]})
+    assert config.hidden_size == LLAMA["hidden_size"]
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(packages: Path) -> None:
+    install(packages, "raise ValueError('broken')", "OtherForCausalLM")
+    with pytest.raises(
+        ModelError, match="plugin plugin_architecture cannot be imported: ValueError: broken"
+    ):
+        registry.find({"architectures": ["OtherForCausalLM"]})

@@ -24,6 +24,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
+from tests.model.test_registry import PLUGIN, install
 from tests.serve.running import (
     ROOT,
     Running,
@@ -473,3 +474,22 @@ def test_a_model_that_computes_no_numbers_is_not_served(tmp_path: Path) -> None:
     says = "loads but does not run: the model computed no finite number"
     with pytest.raises(AssertionError, match=says), server(tmp_path, model=str(folder)):
         pass
+
+
+# ---- architectures of other packages ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_architecture_of_an_installed_package_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    install(packages, PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    shutil.copytree(tiny.model_dir(), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["architectures"] = ["PluginForCausalLM"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with server(tmp_path, model=str(tmp_path / "model")) as running:
+        assert running.complete()["usage"]["completion_tokens"] == 4

@@ -94,8 +94,9 @@ def test_an_unfinished_character_is_held_back_and_flushed_as_a_replacement(kind:
     assert stream.finish() == "\ufffd"
 
 
-def test_a_continuation_keeps_the_space_it_starts_with() -> None:
-    t = tokenizer("sentencepiece")
+@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace", "wordpiece"])
+def test_a_continuation_keeps_the_space_it_starts_with(kind: str) -> None:
+    t = tokenizer(kind)
     prompt, rest = (
         t.encode("the quick", add_special_tokens=False),
         t.encode("brown fox", add_special_tokens=False),
