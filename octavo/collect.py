@@ -123,10 +123,13 @@ class Collector:
         return stream.over and out.finish_reason is None
 
     def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely tokens, in vLLM's layout."""
+        """The chosen token first, then the most likely tokens or those that the request names, in vLLM's
+        layout. The rank of a named token is not known."""
         found = {at.token: Logprob(at.logprob, at.rank, self._decoded(at.token))}
+        named = self.request.params.logprob_token_ids is not None
         for rank, (token, logprob) in enumerate(at.top, 1):
-            found.setdefault(token, Logprob(logprob, rank, self._decoded(token)))
+            known = None if named else rank
+            found.setdefault(token, Logprob(logprob, known, self._decoded(token)))
         return found
 
     def _decoded(self, token: int) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 from octavo.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_BEAMS = 64
 MAX_PATTERN_SIZE = 256
 MAX_PATTERN_COUNT = 65536
@@ -247,6 +248,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # the chosen token's, and this many of the likeliest
     prompt_logprobs: int | None = None
+    # report the logprobs of these tokens in place of those of the likeliest
+    logprob_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     detokenize: bool = True
@@ -306,6 +309,17 @@ class SamplingParams:
             self.prompt_logprobs = check_whole(
                 "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
             )
+        if self.logprob_token_ids is not None:
+            ids = check_token_ids("logprob_token_ids", self.logprob_token_ids)
+            if len(ids) > MAX_LOGPROB_IDS:
+                raise InvalidRequest(
+                    f"logprob_token_ids may have at most {MAX_LOGPROB_IDS} token ids, got {len(ids)}",
+                    "logprob_token_ids",
+                    "param_out_of_range",
+                )
+            self.logprob_token_ids = list(dict.fromkeys(ids)) or None
+            if ids and self.logprobs is None:
+                self.logprobs = 0
 
     def _validate_stops(self) -> None:
         listed: Any = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -388,6 +402,7 @@ class SamplingParams:
             "repetition_penalty": self.repetition_penalty != 1,
             "logit_bias": bool(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids is not None,
+            "logprob_token_ids": self.logprob_token_ids is not None,
             "structured_outputs": self.structured_outputs is not None,
             "repetition_detection": self.repetition is not None,
             "stop": bool(self.stop),
@@ -400,7 +415,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids are checked once the model is known."""
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             for t in getattr(self, name) or ():
                 if not 0 <= t < vocab_size:
                     raise InvalidRequest(

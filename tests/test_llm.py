@@ -472,6 +472,36 @@ def test_a_recommendation_that_cannot_be_used_is_refused(wise: Path, tmp_path: P
         LLM("there/is/no/such-model", generation_config=tmp_path / "nothing")
 
 
+def test_logprobs_of_the_tokens_that_a_request_names(llm: LLM) -> None:
+    """Beside requests that ask for the likeliest, for other tokens, and for none."""
+    prompt = prompts(1, seed=4)[0]
+    params = [
+        SamplingParams(max_tokens=4, seed=3, ignore_eos=True, **asked)
+        for asked in (
+            dict(logprobs=20),
+            dict(logprobs=3, logprob_token_ids=[7, 290, 7]),
+            dict(),
+            dict(logprob_token_ids=np.array([5])),
+            dict(logprobs=2),
+        )
+    ]
+    top, named, none, one, two = (o.outputs[0] for o in llm.generate([prompt] * 5, params))
+    assert top.token_ids == named.token_ids == none.token_ids == one.token_ids
+    full = tiny.hf_logits("llama", prompt + top.token_ids).log_softmax(1)[len(prompt) - 1 :]
+    for step in range(4):
+        chosen = top.token_ids[step]
+        assert list(named.logprobs[step]) == list(dict.fromkeys([chosen, 7, 290]))
+        assert list(one.logprobs[step]) == list(dict.fromkeys([chosen, 5]))
+        for found in (named, one):
+            for token, logprob in found.logprobs[step].items():
+                assert logprob.logprob == pytest.approx(float(full[step, token]), abs=1e-4)
+                assert logprob.rank is None or token == chosen
+        assert {t: p.rank for t, p in two.logprobs[step].items() if p.rank <= 2} == {
+            t: p.rank for t, p in top.logprobs[step].items() if p.rank <= 2
+        }
+    assert none.logprobs is None
+
+
 def test_the_error_of_a_logit_bias_names_the_key() -> None:
     with pytest.raises(InvalidRequest, match="the key 'hello', which is no token id"):
         SamplingParams(logit_bias={"1": 1, "hello": 2})

@@ -20,7 +20,14 @@ from octavo.runner.batch import gather, lay_out, only_last, watch
 from octavo.runner.batch_slots import Rows
 from octavo.runner.canary import Canary
 from octavo.runner.kvstore import KVStore
-from octavo.runner.sampler import SampleJob, adjust, as_records, choose, logprobs_of
+from octavo.runner.sampler import (
+    AskedLogprobs,
+    SampleJob,
+    adjust,
+    as_records,
+    choose,
+    logprobs_of,
+)
 from octavo.runner.staging import Lap
 from octavo.runner.tier_store import TierStore
 from octavo.runner.transfer import Download, Upload, copy
@@ -39,8 +46,8 @@ class StepHandle:
 
     items: list[Item]
     tokens: Download | None  # one an item, or one a sampled item; None: nothing is sampled
-    # sampled items that asked, how many top each, results
-    logprobs: tuple[list[int], list[int], Download] | None
+    # sampled items that asked, what they asked for, results
+    logprobs: tuple[list[int], AskedLogprobs, Download] | None
     # item, how many top, results with the tokens last
     prompt_logprobs: list[tuple[int, int, Download]]
     # of the items that asked, in order: a row each, all layers together
@@ -56,23 +63,23 @@ class StepHandle:
             [[value] if item.sample else [] for item, value in zip(self.items, values, strict=True)]
         )
         if self.logprobs is not None:
-            which, wanted, download = self.logprobs
+            which, asked, download = self.logprobs
             result.logprobs = [[] for _ in self.items]
             chosen = [result.tokens[i][0] for i in which]
-            for i, record in zip(which, as_records(chosen, download.wait(), wanted), strict=True):
+            for i, record in zip(which, asked.records(chosen, download.wait()), strict=True):
                 result.logprobs[i] = [record]
         if self.prompt_logprobs:
             gathered: dict[int, list[TokenLogprobs]] = {}
             for i, num_top, download in self.prompt_logprobs:
                 *parts, after = download.wait()
                 gathered.setdefault(i, []).extend(
-                    as_records(after.tolist(), parts, [num_top] * len(after))
+                    as_records(after.tolist(), parts, [slice(num_top)] * len(after))
                 )
             result.prompt_logprobs = gathered
         if self.mass is not None:
             (rows,) = self.mass.wait()
-            asked = (i for i, item in enumerate(self.items) if item.wants_attention_mass)
-            result.attention_mass = dict(zip(asked, rows.tolist(), strict=True))
+            watched = (i for i, item in enumerate(self.items) if item.wants_attention_mass)
+            result.attention_mass = dict(zip(watched, rows.tolist(), strict=True))
         if self.finish is not None:
             self.finish(result)
         return result
@@ -259,8 +266,9 @@ class Runner:
         job = SampleJob.stage(
             host_rows, max(items[i].max_kv_len for i in sampled), self.rows, up, masks
         )
-        asked = self._asked_logprobs(host_rows)
-        asked_at = up.ints([k for k, _ in asked])
+        asked = AskedLogprobs.of(host_rows, self.rows)
+        asked_at = up.ints(asked.rows)
+        named_at = up.ints(asked.padded())
         sampled_at = up.ints(sampled)
         shipped = up.ship(self.device)
         if len(sampled) < len(rows):
@@ -269,23 +277,15 @@ class Runner:
             logits = logits[index]
             lengths = lengths[index]
         which = shipped[asked_at].long()
-        raw = logits[which] if asked else None  # as the model gave them
+        raw = logits[which] if asked.rows else None  # as the model gave them
         adjusted = adjust(logits.float(), rows, lengths, job, self.rows, shipped)
         tokens = choose(adjusted, rows, lengths, self.rows, self.model.ops)
         logprobs = None
         if raw is not None:
-            parts = logprobs_of(raw, tokens[which], max(n for _, n in asked))
-            logprobs = ([sampled[k] for k, _ in asked], [n for _, n in asked], Download(*parts))
+            named = shipped[named_at].long().view(len(asked.rows), -1)
+            parts = logprobs_of(raw, tokens[which], asked.most, named if any(asked.named) else None)
+            logprobs = ([sampled[k] for k in asked.rows], asked, Download(*parts))
         return StepHandle(items, Download(tokens), logprobs, prompt_logprobs)
-
-    def _asked_logprobs(self, rows: list[int]) -> list[tuple[int, int]]:
-        """(index, how many top) of those of the rows that want logprobs."""
-        host = [self.rows.host[row] for row in rows]
-        return [
-            (k, r.num_logprobs)
-            for k, r in enumerate(host)
-            if r is not None and r.num_logprobs is not None
-        ]
 
     def _prompt_logprobs(
         self, items: list[Item], batch: ForwardBatch, hidden: Tensor

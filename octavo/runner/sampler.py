@@ -197,22 +197,68 @@ def keep_likely(
 
 
 def logprobs_of(
-    logits: Tensor, tokens: Tensor, num_top: int
+    logits: Tensor, tokens: Tensor, num_top: int, named: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logprob [R], rank [R], top ids [R, n], top logprobs [R, n]) of tokens [R] under logits [R, vocab] as the model
-    gave them, before any parameter changed them."""
+    """(logprob [R], rank [R], ids [R, n], logprobs [R, n]) of tokens [R] under logits [R, vocab] as the
+    model gave them, before any parameter changed them. The columns are the likeliest `num_top` tokens,
+    or fewer if the vocabulary is smaller, then those of `named` [R, m]."""
     logprobs = logits.float().log_softmax(1)
     chosen = logprobs.gather(1, tokens.long().clamp_(min=0)[:, None])
     rank = (logprobs > chosen).sum(1) + 1
     num_top = min(num_top, logprobs.shape[1])
     top, ids = logprobs.topk(num_top, dim=1) if num_top else (chosen[:, :0], rank[:, None][:, :0])
+    if named is not None:
+        ids = torch.cat([ids, named], 1)
+        top = torch.cat([top, logprobs.gather(1, named)], 1)
     return chosen[:, 0], rank, ids, top
 
 
-def as_records(tokens: list[int], parts: list[Tensor], wanted: list[int]) -> list[TokenLogprobs]:
-    """The host's form of logprobs_of: one record a row, each with the number of top entries it asked for."""
+@dataclass(slots=True)
+class AskedLogprobs:
+    """The rows of a step that want logprobs of the tokens they sample."""
+
+    rows: list[int]  # indices into the rows of the step
+    counts: list[int]  # how many of the likeliest tokens each row wants
+    named: list[list[int]]  # tokens that a row wants in place of the likeliest; empty: none
+
+    @staticmethod
+    def of(rows: list[int], state: Rows) -> AskedLogprobs:
+        asked = AskedLogprobs([], [], [])
+        for index, row in enumerate(rows):
+            slot = state.host[row]
+            if slot is None or slot.num_logprobs is None:
+                continue
+            named = slot.params.logprob_token_ids or []
+            asked.rows.append(index)
+            asked.counts.append(0 if named else slot.num_logprobs)
+            asked.named.append(named)
+        return asked
+
+    @property
+    def most(self) -> int:
+        """How many of the likeliest tokens are computed for every row."""
+        return max(self.counts, default=0)
+
+    def padded(self) -> list[list[int]]:
+        """The named tokens as a table. Rows that name fewer than others are filled up with token 0."""
+        width = max(map(len, self.named), default=0)
+        return [named + [0] * (width - len(named)) for named in self.named]
+
+    def records(self, tokens: list[int], parts: list[Tensor]) -> list[TokenLogprobs]:
+        """The results of `logprobs_of` as the host knows them: a record for each row."""
+        columns = parts[2].shape[1] - max(map(len, self.named), default=0)
+        wanted = [
+            slice(columns, columns + len(named)) if named else slice(0, min(count, columns))
+            for count, named in zip(self.counts, self.named, strict=True)
+        ]
+        return as_records(tokens, parts, wanted)
+
+
+def as_records(tokens: list[int], parts: list[Tensor], wanted: list[slice]) -> list[TokenLogprobs]:
+    """The results of `logprobs_of` as the host knows them: a record for each row, with the columns
+    that it wants."""
     chosen, rank, ids, top = (t.tolist() for t in parts)
     return [
-        TokenLogprobs(t, chosen[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
-        for i, (t, n) in enumerate(zip(tokens, wanted, strict=True))
+        TokenLogprobs(t, chosen[i], rank[i], list(zip(ids[i][part], top[i][part], strict=True)))
+        for i, (t, part) in enumerate(zip(tokens, wanted, strict=True))
     ]

@@ -304,7 +304,7 @@ def test_logprobs_are_of_the_model_and_ranked() -> None:
     tokens = torch.tensor([5, int(logits[1].argmax()), 7])
     parts = sampler.logprobs_of(logits, tokens, 4)
     want = logits.log_softmax(1)
-    records = sampler.as_records(tokens.tolist(), list(parts), [4, 2, 0])
+    records = sampler.as_records(tokens.tolist(), list(parts), [slice(4), slice(2), slice(0)])
     assert [len(r.top) for r in records] == [4, 2, 0]
     assert records[1].rank == 1 and records[1].top[0] == (
         records[1].token,
