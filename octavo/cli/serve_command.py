@@ -83,8 +83,12 @@ def serve(
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None,
-        typer.Option(help="What clients call the model.", metavar="NAME", show_default=False),
+        list[str] | None,
+        typer.Option(
+            help="Name of the model for clients. May be repeated: replies have the first name.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
     engine: EngineOptions,
     api_keys: KeysFile = None,
@@ -216,10 +220,12 @@ def serve(
     if tool_parser not in ("auto", "none", *FORMATS):
         fail(f"--tool-parser is auto, {', '.join(FORMATS)} or none")
     logging.getLogger().setLevel(log_level.upper())
+    names = served_model_name or [public_name(model)]
     config = ServeConfig(
         model=model,
         engine=engine.arguments(),
-        name=served_model_name or public_name(model),
+        name=names[0],
+        other_names=tuple(names[1:]),
         host=host,
         port=port,
         grpc_port=grpc_port,

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 from starlette.types import Receive
@@ -177,14 +177,34 @@ _decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, 
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """The request as a struct, and its further fields. Types are strict, but an integer may be written as 5.0."""
     try:
         found = msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise type_error(str(error)) from None
+    except msgspec.ValidationError:
+        value = {**value, **_whole_numbers(value, kind)}
+        try:
+            found = msgspec.convert(value, kind, strict=True)
+        except msgspec.ValidationError as error:
+            raise type_error(str(error)) from None
     known = _fields(kind)
     return found, {
         name: given for name, given in value.items() if given is not None and name not in known
     }
+
+
+def _whole_numbers(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, int]:
+    """Integer fields that are written as floats, such as 5.0, as integers."""
+    return {
+        name: int(value[name])
+        for name in _integer_fields(kind)
+        if type(value.get(name)) is float and value[name].is_integer()
+    }
+
+
+@cache
+def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    hints = get_type_hints(kind)
+    return frozenset(n for n, hint in hints.items() if int in get_args(hint))
 
 
 @cache

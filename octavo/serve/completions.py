@@ -16,12 +16,17 @@ from octavo.serve.client import Call
 from octavo.serve.errors import api_error, bad
 from octavo.serve.exchange import Exchange
 from octavo.serve.front import Caller, Front
+from octavo.serve.logprobs import Layout
 from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
-from octavo.serve.replies import ChunkWriter, Shape
+from octavo.serve.replies import ChunkWriter, Envelope, Shape
 from octavo.serve.tools import read_tools
 from octavo.serve.validate import Prepared
 
 log = logging.getLogger(__name__)
+DEFAULT_TOKENS = 16  # of a completion
+COMPLETION_LENGTHS = ("max_tokens", "max_new_tokens")
+CHAT_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
 def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Call:
@@ -82,13 +87,22 @@ async def render(exchange: Exchange) -> None:
 # ---- before -----------------------------------------------------------------------------------------------
 
 
-def _stream(body: OpenAI) -> tuple[bool, str | None]:
+def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
+    """Whether to stream, and where in the stream usage goes: None, "end", or "all" for each chunk."""
     options = body.stream_options
-    if options is not None and not body.stream:
-        raise bad("stream_options", "stream_options are for stream: true")
-    if options is None or not (options.include_usage or options.continuous_usage_stats):
+    if not options:
         return bool(body.stream), None
-    return True, "all" if options.continuous_usage_stats else "end"
+    if not body.stream:
+        raise bad("stream_options", "stream_options are for stream: true")
+    for name in STREAM_OPTIONS:
+        if not isinstance(options.get(name), bool | None):
+            raise bad(f"stream_options.{name}", f"stream_options.{name} must be true or false")
+    unknown = [name for name in options if name not in STREAM_OPTIONS]
+    names = [f"stream_options.{n[:64]}" for n in unknown if validate.LABEL.fullmatch(n)]
+    validate.ignore(headers, *names[:20])
+    if not options.get("include_usage"):
+        return True, None
+    return True, "all" if options.get("continuous_usage_stats") else "end"
 
 
 def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> SamplingParams:
@@ -102,8 +116,26 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
     )
 
 
-def _logprobs(params: SamplingParams, top: int | None) -> SamplingParams:
-    return params if top is None else replace(params, logprobs=top)
+def _logprobs(
+    body: OpenAI, shape: Shape, params: SamplingParams, top: int | None
+) -> SamplingParams:
+    """`top`: how many of the likeliest tokens the reply shows. None: no logprobs."""
+    if top is None:
+        if body.logprob_token_ids:
+            raise bad("logprob_token_ids", "logprob_token_ids needs logprobs: set logprobs too")
+        return params
+    params = replace(params, logprobs=top, logprob_token_ids=body.logprob_token_ids)
+    shape.logprobs = Layout(top, params.logprob_token_ids, bool(body.return_tokens_as_token_ids))
+    return params
+
+
+def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
+    """What both kinds of replies have in common."""
+    shape = Shape(chat=chat, n=1 if body.n is None else body.n)
+    shape.stream, shape.usage = _stream(body, headers)
+    shape.prompt_logprobs = body.prompt_logprobs is not None
+    shape.token_ids = bool(body.return_token_ids)
+    return shape
 
 
 @dataclass
@@ -119,35 +151,42 @@ class Asked:
 
 def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> Asked:
     limits = front.config.limits
-    headers = validate.check_fields(front, unknown, body, "max_tokens")
+    headers = validate.check_fields(front, unknown, chat=True)
     validate.check_template_options(front, body, headers)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
-    shape = Shape(chat=True, n=1 if body.n is None else body.n)
-    shape.stream, shape.usage = _stream(body)
-    shape.prompt_logprobs = body.prompt_logprobs is not None
+    shape = _shape(body, True, headers)
+    shape.prompt_text = bool(body.return_prompt_text)
+    shape.prefix = last_message(body) if body.echo else ""
     params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+    top = None
     if body.logprobs:
-        shape.top = validate.check_count(
-            "top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs
-        )
-    wanted = body.max_completion_tokens
-    name = "max_completion_tokens"
+        top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
+    wanted = validate.reply_length(body, CHAT_LENGTHS)
     if wanted is None:
-        wanted = body.max_tokens
-        name = "max_tokens"
-    if wanted is not None:
-        validate.check_count(name, wanted, 1)
-    else:
         wanted = default_length(front)
-    params = _logprobs(_prompt_logprobs(body, params, limits.top_logprobs), shape.top)
+    params = _prompt_logprobs(body, params, limits.top_logprobs)
+    params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
     return Asked(params, shape, wanted, timeout, headers)
+
+
+def last_message(body: ChatRequest) -> str:
+    """The text of the last message if it is the assistant's, which the reply then begins with."""
+    last = (body.messages or [{}])[-1]
+    if last.get("role") != "assistant":
+        return ""
+    content = last.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def default_length(front: Front) -> int | None:
@@ -158,7 +197,7 @@ def default_length(front: Front) -> int | None:
 
 async def chat_ids(front: Front, body: ChatRequest, asked: Asked) -> list[int]:
     ids = await validate.chat_prompt(front, body, asked.shape.tools)
-    return validate.truncate(ids, body.truncate_prompt_tokens, asked.headers)
+    return validate.truncate(front, body, ids, asked.wanted, asked.headers)
 
 
 async def prepare_chat(
@@ -189,32 +228,33 @@ async def prepare_completion(
     front: Front, caller: Caller, body: CompletionRequest, unknown: dict[str, Any]
 ) -> tuple[Prepared, Shape]:
     limits = front.config.limits
-    headers = validate.check_fields(front, unknown, body, "max_tokens")
+    headers = validate.check_fields(front, unknown, chat=False)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
-    shape = Shape(chat=False, n=1 if body.n is None else body.n, echo=bool(body.echo))
-    shape.stream, shape.usage = _stream(body)
-    shape.prompt_logprobs = body.prompt_logprobs is not None
+    shape = _shape(body, False, headers)
+    shape.echo = bool(body.echo)
     many = (
         len(body.prompt)
         if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
         else 1
     )
     params = validate.choices(body, params, shape.n, many, shape.stream, limits, headers)
-    if body.logprobs is not None:
-        shape.top = validate.check_count("logprobs", body.logprobs, 0, limits.completion_logprobs)
-    wanted = 16 if body.max_tokens is None else body.max_tokens
+    top = body.logprobs
+    if top is not None:
+        validate.check_count("logprobs", top, 0, limits.completion_logprobs)
+    wanted = validate.reply_length(body, COMPLETION_LENGTHS, least=0 if shape.echo else 1)
+    if wanted is None:
+        wanted = DEFAULT_TOKENS
     shape.prompt_only = shape.echo and wanted == 0
-    validate.check_count("max_tokens", wanted, 0 if shape.echo else 1)
     params = _prompt_logprobs(body, params, limits.top_logprobs)
-    if shape.echo and shape.top is not None:
-        params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))
-    params = _logprobs(params, shape.top)
+    if shape.echo and top is not None:
+        params = replace(params, prompt_logprobs=max(top, params.prompt_logprobs or 0))
+    params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)
     prompts: list[tuple[str | None, list[int]]] = []
     for text, ids in await validate.completion_prompts(front, body):
-        kept = validate.truncate(ids, body.truncate_prompt_tokens, headers)
-        # of what was cut, the text is what the tokens say
+        kept = validate.truncate(front, body, ids, wanted, headers)
+        # the text of a prompt that was cut is decoded from its tokens
         prompts.append((text if len(kept) == len(ids) else None, kept))
     return validate.build(
         front, caller, body, prompts, params, max(wanted, 1), timeout, headers
@@ -244,7 +284,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
         else:
             await call.done()
             reply = replies.whole(
-                reply_id(caller, shape), front.config.name, front.tokenizer, call.collectors, shape
+                envelope(front, caller, shape), front.tokenizer, call.collectors, shape
             )
             await exchange.reply(reply, prepared.headers)
 
@@ -263,7 +303,7 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
             call.wake()
         timer = loop.call_later(quiet / 4, tick)
 
-    writer = chunk_writer(front, exchange.caller, shape)
+    writer = ChunkWriter(envelope(front, exchange.caller, shape), front.tokenizer, shape)
     await exchange.start_events(prepared.headers)
     front.metrics.streams.inc()
     tick()
@@ -308,25 +348,13 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
         front.metrics.streams.dec()
 
 
-def chunk_writer(front: Front, caller: Caller, shape: Shape) -> ChunkWriter:
-    kind = "chat.completion.chunk" if shape.chat else "text_completion"
-    return ChunkWriter(
-        reply_id(caller, shape),
-        kind,
-        front.config.name,
-        front.tokenizer,
-        shape.top,
-        shape.usage,
-        shape.tools,
-    )
-
-
-def reply_id(caller: Caller, shape: Shape) -> str:
-    return f"{'chatcmpl' if shape.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
+def envelope(front: Front, caller: Caller, shape: Shape) -> Envelope:
+    id = f"{'chatcmpl' if shape.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
+    return Envelope(id, front.config.name, front.fingerprint)
 
 
 def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape) -> list[bytes]:
-    """What comes before the first piece of a choice: the role, or the prompt."""
+    """The chunks before the first piece of a choice: the role, or the prompt."""
     if shape.chat:
-        return [writer.role(index)]
+        return [writer.role(index, collector)]
     return [writer.echo(index, collector)] if shape.echo else []

@@ -14,7 +14,8 @@ LOOPBACK = ("127.0.0.1", "::1")
 class ServeConfig:
     model: str | None = None  # None: the embedded one
     engine: dict[str, Any] = field(default_factory=dict)  # what LLM is made with, besides the model
-    name: str = "smollm2"  # what clients call the model
+    name: str = "smollm2"  # what clients call the model, and replies
+    other_names: tuple[str, ...] = ()  # under which clients may ask for it too
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None  # None: no gRPC
@@ -44,3 +45,7 @@ class ServeConfig:
     stall_kill: float = 60.0  # and then: start it anew
     check_interval: float = 60.0  # seconds between two checks of the engine's invariants; 0: none
     text_workers: int = 2  # processes that parse, tokenise and render what is long or untrusted
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.other_names)

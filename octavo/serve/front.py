@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import time
 from dataclasses import dataclass, field
 
+from octavo import __version__
 from octavo.serve.client import EngineClient
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import not_ready
@@ -31,11 +34,23 @@ class Front:
         self.text = Texts(self.pool, lambda: self.idle)
         self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())
+        self._fingerprint: tuple[Loaded | None, str] = (None, "")
 
     @property
     def idle(self) -> bool:
         """The engine has nothing to do."""
         return not self.client.open_requests
+
+    @property
+    def fingerprint(self) -> str:
+        """system_fingerprint: replies with the same one were computed by the same version with the same settings."""
+        loaded = self.client.model
+        if self._fingerprint[0] is not loaded:
+            settings = [self.config.model, self.config.engine, loaded.dtype, loaded.kv_dtype]
+            text = json.dumps([*settings, loaded.device, loaded.architecture], sort_keys=True)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+            self._fingerprint = loaded, f"octavo-{__version__}-{digest}"
+        return self._fingerprint[1]
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -34,7 +34,7 @@ class Limits:
     best_of: int = 20
     beams: int = MAX_BEAMS
     sequences: int = 2048  # prompts x n (or best_of) of one request
-    stops: int = 4
+    stops: int = 64  # vLLM and OpenAI take 4, older versions of vLLM any number
     stop_chars: int = 1024
     logit_bias: int = 1024
     structure_bytes: int = 256 * 2**10  # of a schema, a grammar or all choices

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
-from octavo.params import MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
+from octavo.params import MAX_LOGPROB_IDS, MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import (
     BatchGenerateRequest,
@@ -127,6 +127,9 @@ TOOL_CHOICE = {
     ]
 }
 OBJECT = {"type": "object"}
+STREAM_OPTIONS = {
+    name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
+}
 SIZE = {"type": "integer", "minimum": 1, "maximum": MAX_PATTERN_SIZE}
 COUNT = {"type": "integer", "minimum": 2, "maximum": MAX_PATTERN_COUNT}
 REPETITION_DETECTION = {
@@ -207,16 +210,19 @@ def structure(limits: Limits) -> dict[str, Any]:
     return {"anyOf": [{"type": "null"}, *each]}
 
 
-def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[str, Any]]:
+def bounds(
+    names: tuple[str, ...], limits: Limits, vocab_size: int | None
+) -> dict[str, dict[str, Any]]:
     """What a field may hold, besides its type, which it is put beside: a bound of numbers means nothing to a text."""
     id = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
     some_ids = {"type": "array", "items": id, "minItems": 1}
     ids = {"items": id, "maxItems": limits.token_ids}
     several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
     stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
-    many = {"minimum": 1, "maximum": 2**63 - 1}
+    many = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+    length = {"anyOf": [many, {"const": -1}, {"type": "null"}]}  # -1: as many as fit
     return {
-        "model": {"enum": [name, None]},
+        "model": {"enum": [*names, None]},
         "temperature": {"minimum": 0, "maximum": 2},
         "top_p": {"minimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": 2**64 - 1},
@@ -240,15 +246,17 @@ def bounds(name: str, limits: Limits, vocab_size: int | None) -> dict[str, dict[
         "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
         "timeout": {"exclusiveMinimum": 0, "maximum": limits.timeout_seconds},
         "request_id": {"pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
-        "max_tokens": many,
-        "max_completion_tokens": many,
-        "max_new_tokens": many,
+        "max_tokens": length,
+        "max_completion_tokens": length,
+        "max_new_tokens": length,
+        "stream_options": {"properties": STREAM_OPTIONS},
+        "logprob_token_ids": {"items": id, "maxItems": MAX_LOGPROB_IDS},
         "n": {"minimum": 1, "maximum": limits.n},
         "best_of": {"minimum": 0, "maximum": limits.best_of},
         "top_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
         "logprobs": {"minimum": 0, "maximum": limits.completion_logprobs},
         "prompt_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
-        "truncate_prompt_tokens": {"minimum": 1, "maximum": 2**64 - 1},
+        "truncate_prompt_tokens": length,
         "response_format": RESPONSE_FORMAT,
         "structured_outputs": structure(limits),
         "guided_json": {"minLength": 1, "maxLength": limits.structure_bytes},
@@ -294,7 +302,9 @@ def describe(
 
 
 @cache
-def description(name: str, limits: Limits, vocab_size: int | None = None) -> dict[str, Any]:
+def description(
+    names: tuple[str, ...], limits: Limits, vocab_size: int | None = None
+) -> dict[str, Any]:
     """`vocab_size`: known once the model is loaded."""
     kinds = list(dict.fromkeys(kind for kind, _, _ in POSTS.values()))
     refs, components = msgspec.json.schema_components(
@@ -303,7 +313,7 @@ def description(name: str, limits: Limits, vocab_size: int | None = None) -> dic
     schemas = dict(zip(kinds, refs, strict=True))
     needed = {kind: required for kind, _, required in POSTS.values()}
     for kind, required in needed.items():
-        known = bounds(name, limits, vocab_size)
+        known = bounds(names, limits, vocab_size)
         if kind is not CompletionRequest:
             del known["prompt"]  # a text
         describe(components[kind.__name__], required, known)
@@ -348,7 +358,7 @@ def description(name: str, limits: Limits, vocab_size: int | None = None) -> dic
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Octavo", "version": __version__, "description": f"Serves {name}."},
+        "info": {"title": "Octavo", "version": __version__, "description": f"Serves {names[0]}."},
         "paths": paths,
         "components": {"schemas": {**components, "Error": ERROR}},
     }

@@ -1,18 +1,14 @@
 """The shapes of requests, as clients of OpenAI and vLLM send them. Data only: what is allowed is validate.py's business.
 
-Types are strict: "0.7" is no number, 1.0 no integer. An explicit null equals absence, for every field: all default to None.
+Types are strict: "0.7" is no number, and 1.5 is no integer (5.0 is one: body.py). An explicit null equals absence, for every
+field: all default to None. request_fields.py lists every field, these and those that other servers have.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-
-
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True):
@@ -66,11 +62,18 @@ class Common(msgspec.Struct, kw_only=True):
 
 class OpenAI(Common, kw_only=True):
     max_tokens: int | None = None
+    max_new_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -86,13 +89,14 @@ class ChatRequest(OpenAI, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    return_prompt_text: bool | None = None
 
 
 class CompletionRequest(OpenAI, kw_only=True):
     prompt: str | list[Any] | None = None  # a text, texts, token ids, or lists of token ids
-    echo: bool | None = None
     logprobs: int | None = None
-    add_special_tokens: bool | None = None
     parse_special: bool | None = None  # False: control tokens in a text are characters
 
 
@@ -116,6 +120,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
@@ -124,17 +129,3 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int] | None = None
-
-
-# Fields that would change the reply and are not honoured where a struct lacks them, and the values of them that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
-    "tool_choice": (),
-    "functions": (),
-    "function_call": (),
-    "suffix": ("",),
-    "bad_words": ([],),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-}

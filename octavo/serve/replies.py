@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from octavo.collect import Collector
-from octavo.outputs import CompletionOutput, Logprob
+from octavo.outputs import CompletionOutput
+from octavo.serve.logprobs import Layout, Offsets, prompt_logprobs_of
 from octavo.serve.tools import ToolUse, whole_call
-from octavo.text.detokenize import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import CallDelta, ToolParser
 
@@ -29,21 +29,41 @@ class Shape:
     """What a reply should hold."""
 
     chat: bool
-    n: int = 1  # choices a prompt
-    top: int | None = None  # logprobs: this many of the likeliest
-    echo: bool = False
+    n: int = 1  # choices for each prompt
+    logprobs: Layout | None = None
+    echo: bool = False  # a completion begins with its prompt
+    prefix: str = ""  # a chat's content begins with this: the last message, with `echo`
     prompt_logprobs: bool = False  # as vLLM lays them out, besides those of an echo
-    prompt_only: bool = False  # max_tokens 0: nothing but the prompt's logprobs is wanted
+    prompt_only: bool = False  # max_tokens 0: only the prompt's logprobs are wanted
+    token_ids: bool = False  # of the prompt and of the text
+    prompt_text: bool = False  # the rendered prompt of a chat
     usage: str | None = None  # in a stream: None, "end", or "all" for one in each chunk
     stream: bool = False
-    tools: ToolUse | None = None  # calls are looked for in the text
+    tools: ToolUse | None = None  # tool calls are looked for in the text
+
+
+class Envelope(NamedTuple):
+    """What every object of a reply carries."""
+
+    id: str
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
 
 def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
     return (
         collector.prompt
         if collector.prompt is not None
-        else tokenizer.decode(collector.request.prompt, False)
+        else tokenizer.decode(collector.request.prompt, skip_special_tokens=False)
     )
 
 
@@ -67,111 +87,13 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-# ---- logprobs -------------------------------------------------------------------------------------------
-
-
-def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """A token as text; one that is part of a character by its bytes, so that different tokens stay different."""
-    data = tokenizer.token_bytes(id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-
-
-def _finite(value: float) -> float:
-    return max(value, -9999.0)  # JSON knows no infinity
-
-
-def chat_logprobs(
-    tokenizer: Tokenizer, found: list[dict[int, Logprob]], top: int
-) -> dict[str, Any]:
-    def one(id: int, logprob: Logprob) -> dict[str, Any]:
-        data = tokenizer.token_bytes(id)
-        return {
-            "token": token_text(tokenizer, id),
-            "logprob": _finite(logprob.logprob),
-            "bytes": list(data),
-        }
-
-    content = []
-    for at in found:
-        (id, chosen), *_ = at.items()
-        ranked = sorted(at.items(), key=lambda item: item[1].rank or 0)[:top]
-        content.append({**one(id, chosen), "top_logprobs": [one(i, p) for i, p in ranked]})
-    return {"content": content, "refusal": None}
-
-
-class Offsets:
-    """Where in a text each of its tokens begins: one that is part of a character where that does, one that is not shown where
-    what follows it does."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0
-    ):
-        self.ids = Detokenizer(tokenizer, skip_special_tokens, continuing)
-        self.at = at
-        self.shown = at
-
-    def push(self, ids: list[int], shown: int, last: bool = True) -> list[int]:
-        """`shown`: so many characters more are. What is held back may be a stop string, which never is: that is known at the
-        `last`, and the tokens of one that were told of before then have the places where it would have stood."""
-        found = []
-        for id in ids:
-            found.append(self.at)
-            self.at += len(self.ids.push([id]))
-        self.shown += shown
-        return [min(at, self.shown) for at in found] if last else found
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer,
-    ids: list[int],
-    found: list[dict[int, Logprob] | None],
-    top: int,
-    offsets: list[int],
-) -> dict[str, Any]:
-    """`found` is None where nothing came before: the first token of a prompt."""
-    tokens = [token_text(tokenizer, id) for id in ids]
-    each: list[dict[str, float] | None] = []
-    for at in found:
-        if at is None:
-            each.append(None)
-            continue
-        (id, chosen), *_ = at.items()
-        ranked = sorted(at.items(), key=lambda item: item[1].rank or 0)[:top]
-        # of two the same, the likelier
-        values = {token_text(tokenizer, i): _finite(p.logprob) for i, p in reversed(ranked)}
-        each.append(
-            {**dict(reversed(values.items())), token_text(tokenizer, id): _finite(chosen.logprob)}
-        )
-    values_of = [None if at is None else _finite(next(iter(at.values())).logprob) for at in found]
-    return {
-        "tokens": tokens,
-        "token_logprobs": values_of,
-        "top_logprobs": each,
-        "text_offset": offsets,
-    }
-
-
-def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | None:
-    """As vLLM lays them out: by token id."""
-    if collector.prompt_logprobs is None:
-        return None
-    return [
-        None if at is None else {
-            str(id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token} for id, p in at.items()
-        }
-        for at in collector.prompt_logprobs
-    ]  # fmt: skip
-
-
 # ---- whole replies ------------------------------------------------------------------------------------
 
 
 def whole(
-    id: str, model: str, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
+    envelope: Envelope, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
 ) -> dict[str, Any]:
+    """The reply to a request that does not stream. Keys without a value are null, as in vLLM."""
     choices = []
     for which, collector in enumerate(collectors):
         for k, completion in enumerate(collector.best):
@@ -182,15 +104,17 @@ def whole(
                 else text_choice(tokenizer, collector, completion, index, shape)
             )
     found: dict[str, Any] = {
-        "id": id,
-        "object": "chat.completion" if shape.chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
+        **envelope.fields("chat.completion" if shape.chat else "text_completion"),
         "choices": choices,
+        "service_tier": None,
         "usage": usage_of(collectors, 0 if shape.prompt_only else None),
+        "kv_transfer_params": None,
     }
-    if shape.chat and shape.prompt_logprobs:
-        found["prompt_logprobs"] = prompt_logprobs_of(collectors[0])
+    if shape.chat:
+        (collector,) = collectors
+        found["prompt_logprobs"] = prompt_logprobs_of(collector) if shape.prompt_logprobs else None
+        found["prompt_token_ids"] = collector.request.prompt if shape.token_ids else None
+        found["prompt_text"] = prompt_text(tokenizer, collector) if shape.prompt_text else None
     return found
 
 
@@ -198,21 +122,32 @@ def chat_choice(
     tokenizer: Tokenizer, completion: CompletionOutput, index: int, shape: Shape
 ) -> dict[str, Any]:
     logprobs = None
-    if shape.top is not None:
-        logprobs = chat_logprobs(tokenizer, completion.logprobs or [], shape.top)
-    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    if shape.logprobs is not None:
+        logprobs = shape.logprobs.chat(tokenizer, completion.logprobs or [])
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": completion.text,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": None,
+    }
     calls = 0
     if shape.tools is not None:
         message["content"], found = shape.tools.read(completion.text)
         calls = len(found)
         if found:
             message["tool_calls"] = found
+    if shape.prefix:
+        message["content"] = shape.prefix + (message["content"] or "")
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs,
         "finish_reason": finish_reason(completion, calls),
         "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids if shape.token_ids else None,
     }
 
 
@@ -233,7 +168,7 @@ def text_choice(
     ids = completion.token_ids
     found: list[Any] = list(completion.logprobs or [])
     reason = completion.finish_reason
-    said = ""
+    echoed = ""
     if shape.prompt_only:
         text = ""
         ids = []
@@ -241,20 +176,26 @@ def text_choice(
         reason = "length"
     prompt = collector.request.prompt if shape.echo else []
     if shape.echo:
-        said = prompt_text(tokenizer, collector)
+        echoed = prompt_text(tokenizer, collector)
         found = [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
-    choice: dict[str, Any] = {"index": index, "text": said + text, "logprobs": None, "finish_reason": reason,
-                              "stop_reason": completion.stop_reason}  # fmt: skip
-    if shape.top is not None:
+    logprobs = None
+    if shape.logprobs is not None:
         offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(
-            prompt, len(said)
+            prompt, len(echoed)
         )
         skip = collector.request.params.skip_special_tokens
-        offsets += Offsets(tokenizer, skip, at=len(said)).push(ids, len(text))
-        choice["logprobs"] = completion_logprobs(tokenizer, prompt + ids, found, shape.top, offsets)
-    if shape.prompt_logprobs:
-        choice["prompt_logprobs"] = prompt_logprobs_of(collector)
-    return choice
+        offsets += Offsets(tokenizer, skip, at=len(echoed)).push(ids, len(text))
+        logprobs = shape.logprobs.completion(tokenizer, prompt + ids, found, offsets)
+    return {
+        "index": index,
+        "text": echoed + text,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": completion.stop_reason,
+        "prompt_logprobs": prompt_logprobs_of(collector) if shape.prompt_logprobs else None,
+        "token_ids": ids if shape.token_ids else None,
+        "prompt_token_ids": collector.request.prompt if shape.token_ids else None,
+    }
 
 
 # ---- chunks ---------------------------------------------------------------------------------------------
@@ -263,65 +204,77 @@ def text_choice(
 class ChunkWriter:
     """The chunks of one streamed reply."""
 
-    def __init__(
-        self,
-        id: str,
-        kind: str,
-        model: str,
-        tokenizer: Tokenizer,
-        top: int | None,
-        usage: str | None,
-        tools: ToolUse | None = None,
-    ):
-        """`kind`: chat.completion.chunk or text_completion. `usage`: None, "end", or "all" for one in each chunk."""
-        self.chat = kind != "text_completion"
+    def __init__(self, envelope: Envelope, tokenizer: Tokenizer, shape: Shape):
+        self.shape = shape
         self.tokenizer = tokenizer
-        self.top = top
-        self.usage = usage
-        self.tools = tools
+        # a chunk holds more than text and a reason
+        self._is_rich = shape.logprobs is not None or shape.token_ids or shape.usage == "all"
         self._parsers = dict[int, ToolParser]()
-        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
-        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
-        self._tail = b"]}\n\n" if usage is None else b'],"usage":null}\n\n'
+        kind = "chat.completion.chunk" if shape.chat else "text_completion"
+        self._head = b"data: " + encode(envelope.fields(kind))[:-1] + b',"choices":['
+        self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
         self._offsets: dict[int, Offsets] = {}  # of each choice
+        self._sent = 0  # generated tokens in the chunks so far
+        self._opened: set[int] = set()  # choices whose prompt_token_ids were sent
 
-    def role(self, index: int) -> bytes:
-        """What opens a choice of a chat."""
+    def role(self, index: int, collector: Collector) -> bytes:
+        """The first chunk of a choice of a chat, and the second where the content begins with the last message."""
         first = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             % index
         )
-        return self._head + first + self._tail
+        extra: dict[str, Any] = {}
+        if self.shape.token_ids:
+            extra["prompt_token_ids"] = collector.request.prompt
+        if self.shape.prompt_text:
+            extra["prompt_text"] = prompt_text(self.tokenizer, collector)
+        more = b"," + encode(extra)[1:-1] if extra else b""
+        tail = self._tail_of([collector])
+        chunks = self._head + first + b"]" + more + tail[1:]
+        if self.shape.prefix:
+            delta = {"content": self.shape.prefix}
+            chunks += self._rich(index, CompletionOutput(index, "", []), [collector], delta)
+        return chunks
 
     def echo(self, index: int, collector: Collector) -> bytes:
-        """What opens a choice that begins with its prompt."""
+        """The first chunk of a choice that begins with its prompt."""
         echoed = CompletionOutput(
             index, prompt_text(self.tokenizer, collector), collector.request.prompt
         )
-        if collector.prompt_logprobs is not None and self.top is not None:
+        if collector.prompt_logprobs is not None and self.shape.logprobs is not None:
             found: list[Any] = list(collector.prompt_logprobs)
             echoed.logprobs = found
         self._offsets[index] = Offsets(
             self.tokenizer, collector.prompt is not None, continuing=False
         )
-        chunk = self.piece(index, echoed, [collector])
+        chunk = self.piece(index, echoed, [collector], echoed=True)
         self._offsets[index] = Offsets(
             self.tokenizer, collector.request.params.skip_special_tokens, at=len(echoed.text)
         )
         return chunk
 
-    def piece(self, index: int, piece: CompletionOutput, collectors: list[Collector]) -> bytes:
-        if self.tools is not None:
-            return self._with_calls(index, piece, collectors, self.tools)
-        if self.top is not None or self.usage == "all":
-            return self._rich(
-                index, piece, collectors, {"content": piece.text} if piece.text else {}
+    def piece(
+        self,
+        index: int,
+        piece: CompletionOutput,
+        collectors: list[Collector],
+        echoed: bool = False,
+    ) -> bytes:
+        """`echoed`: the piece is the prompt."""
+        if not echoed:
+            self._sent += len(piece.token_ids)
+        if self.shape.tools is not None:
+            return self._with_calls(index, piece, collectors, self.shape.tools)
+        if self._is_rich:
+            delta = {"content": piece.text} if piece.text else {}
+            return self._rich(index, piece, collectors, delta, echoed)
+        if self.shape.chat:
+            delta_text = (
+                b'"delta":{"content":%b}' % encode(piece.text) if piece.text else b'"delta":{}'
             )
-        if self.chat:
-            delta = b'"delta":{"content":%b}' % encode(piece.text) if piece.text else b'"delta":{}'
             body = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b' % (
                 index,
-                delta,
+                delta_text,
                 encode(piece.finish_reason),
             )
         else:
@@ -334,7 +287,7 @@ class ChunkWriter:
     def _with_calls(
         self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse
     ) -> bytes:
-        """A chunk for each thing that is new, and one without news for what a piece brings besides text. Perhaps none."""
+        """A chunk for each new piece of text or of a call, and one for whatever else a piece brings. There may be none."""
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
         parser = self._parsers[index]
@@ -342,9 +295,16 @@ class ChunkWriter:
         if piece.finish_reason is not None:
             news += parser.finish()
         alone = CompletionOutput(index, "", [])
-        chunks = [self._rich(index, alone, collectors, {"content": new} if isinstance(new, str) else _call_delta(new))
-                  for new in news]  # fmt: skip
-        if piece.finish_reason is not None or piece.logprobs is not None or self.usage == "all":
+        chunks = [
+            self._rich(
+                index,
+                alone,
+                collectors,
+                {"content": new} if isinstance(new, str) else _call_delta(new),
+            )
+            for new in news
+        ]
+        if piece.finish_reason is not None or self._is_rich:
             last = replace(piece, finish_reason=finish_reason(piece, parser.calls))
             chunks.append(self._rich(index, last, collectors, {}))
         return b"".join(chunks)
@@ -355,41 +315,54 @@ class ChunkWriter:
         piece: CompletionOutput,
         collectors: list[Collector],
         delta: dict[str, Any],
+        echoed: bool = False,
     ) -> bytes:
         choice: dict[str, Any] = {"index": index}
-        if self.chat:
+        if self.shape.chat:
             choice["delta"] = delta
-            choice["logprobs"] = None
-            if piece.logprobs is not None and self.top is not None:
-                choice["logprobs"] = chat_logprobs(self.tokenizer, piece.logprobs, self.top)
         else:
-            choice.update(text=piece.text, logprobs=None)
-            if piece.logprobs is not None and self.top is not None:
-                if index not in self._offsets:
-                    self._offsets[index] = Offsets(
-                        self.tokenizer, collectors[0].request.params.skip_special_tokens
-                    )
-                known = self._offsets[index]
-                offsets = known.push(
-                    piece.token_ids, len(piece.text), piece.finish_reason is not None
-                )
-                choice["logprobs"] = completion_logprobs(
-                    self.tokenizer, piece.token_ids, list(piece.logprobs), self.top, offsets
-                )
+            choice["text"] = piece.text
+        choice["logprobs"] = self._logprobs(index, piece, collectors)
         choice["finish_reason"] = piece.finish_reason
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
-        tail = self._tail
-        if self.usage == "all":
-            tail = b'],"usage":' + encode(usage_of(collectors)) + b"}\n\n"
-        return self._head + encode(choice) + tail
+        if self.shape.token_ids:
+            choice["token_ids"] = [] if echoed else piece.token_ids
+            if not self.shape.chat and index not in self._opened:
+                self._opened.add(index)
+                collector = collectors[0 if echoed else index // self.shape.n]
+                choice["prompt_token_ids"] = collector.request.prompt
+        return self._head + encode(choice) + self._tail_of(collectors)
+
+    def _logprobs(
+        self, index: int, piece: CompletionOutput, collectors: list[Collector]
+    ) -> dict[str, Any] | None:
+        layout = self.shape.logprobs
+        if piece.logprobs is None or layout is None:
+            return None
+        if self.shape.chat:
+            return layout.chat(self.tokenizer, piece.logprobs)
+        if index not in self._offsets:
+            self._offsets[index] = Offsets(
+                self.tokenizer, collectors[0].request.params.skip_special_tokens
+            )
+        offsets = self._offsets[index].push(
+            piece.token_ids, len(piece.text), piece.finish_reason is not None
+        )
+        return layout.completion(self.tokenizer, piece.token_ids, list(piece.logprobs), offsets)
+
+    def _tail_of(self, collectors: list[Collector]) -> bytes:
+        """The end of a chunk, with the usage so far where each chunk has it."""
+        if self.shape.usage != "all":
+            return self._tail
+        return b'],"usage":' + encode(usage_of(collectors, self._sent)) + b"}\n\n"
 
     def end(
         self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None
     ) -> bytes:
-        """The last events. Who asked for usage gets it before an error, too: clients read no further than that."""
+        """The last events. The usage comes before an error, because clients stop reading at an error."""
         usage = b""
-        if self.usage is not None:
+        if self.shape.usage is not None:
             usage = self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n"
         return usage + (b"" if error is None else event(error)) + DONE
 

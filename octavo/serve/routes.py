@@ -26,10 +26,10 @@ DEFAULT_NEW_TOKENS = 128
 # ---- models ---------------------------------------------------------------------------------------------
 
 
-def card(front: Front) -> dict[str, Any]:
+def card(front: Front, name: str) -> dict[str, Any]:
     loaded = front.client.model_info()
     return {
-        "id": front.config.name,
+        "id": name,
         "object": "model",
         "created": front.created,
         "owned_by": "octavo",
@@ -41,12 +41,15 @@ def card(front: Front) -> dict[str, Any]:
 
 
 async def models(exchange: Exchange) -> None:
-    await exchange.reply({"object": "list", "data": [card(exchange.front)]})
+    front = exchange.front
+    cards = [card(front, name) for name in front.config.names]
+    await exchange.reply({"object": "list", "data": cards})
 
 
 async def model(exchange: Exchange) -> None:
-    validate.check_model(exchange.front, exchange.path["id"])
-    await exchange.reply(card(exchange.front))
+    name = exchange.path["id"]
+    validate.check_model(exchange.front, name)
+    await exchange.reply(card(exchange.front, name))
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------
@@ -65,7 +68,9 @@ async def tokenize(exchange: Exchange) -> None:
             messages=body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens,
             tools=body.tools,
         )
         validate.check_template_options(front, chat, headers)
@@ -79,9 +84,13 @@ async def tokenize(exchange: Exchange) -> None:
             add_special_tokens=body.add_special_tokens is not False,
             parse_special=validate.parse_special(front, body.parse_special),
         )
-    reply = {"tokens": ids, "count": len(ids), "max_model_len": context}
-    if body.return_token_strs:
-        reply["token_strs"] = [front.tokenizer.token_str(id) for id in ids]
+    strings = [front.tokenizer.token_str(id) for id in ids] if body.return_token_strs else None
+    reply = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": context,
+        "token_strs": strings,
+    }
     await exchange.reply(reply, headers)
 
 
@@ -107,6 +116,7 @@ async def tokenizer_info(exchange: Exchange) -> None:
     tokenizer = exchange.front.tokenizer
     await exchange.reply(
         {
+            "tokenizer_class": tokenizer.tokenizer_class,
             "vocab_size": tokenizer.vocab_size,
             "model_max_length": front.client.model.max_model_len,
             **tokenizer.specials,
@@ -133,8 +143,9 @@ async def prepare_generate(
     params = validate.choices(
         body, validate.sampling(front, body), 1, len(prompts), stream, limits, headers
     )
-    wanted = DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens
-    validate.check_count("max_new_tokens", wanted, 1)
+    wanted = validate.reply_length(body, ("max_new_tokens",))
+    if wanted is None:
+        wanted = DEFAULT_NEW_TOKENS
     if params.min_tokens > wanted:
         raise bad(
             "min_tokens",
@@ -152,7 +163,7 @@ async def prepare_generate(
 
 async def generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(GenerateRequest)
-    headers = validate.check_fields(exchange.front, unknown, body, "max_new_tokens")
+    headers = validate.check_fields(exchange.front, unknown, chat=False)
     if body.prompt is None:
         raise bad("prompt", "prompt must be a text")
     prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
@@ -162,7 +173,7 @@ async def generate(exchange: Exchange) -> None:
 
 async def batch_generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(BatchGenerateRequest)
-    headers = validate.check_fields(exchange.front, unknown, body, "max_new_tokens")
+    headers = validate.check_fields(exchange.front, unknown, chat=False)
     prompts = check_prompts(exchange.front, body.prompts)
     prepared = await prepare_generate(exchange.front, exchange.caller, body, prompts, headers)
     await exchange.reply({"generated_texts": await texts(exchange, prepared)}, prepared.headers)
@@ -252,5 +263,5 @@ async def description(exchange: Exchange) -> None:
     config = exchange.front.config
     loaded = exchange.front.client.model_info()
     await exchange.reply(
-        openapi.description(config.name, config.limits, loaded.vocab_size if loaded else None)
+        openapi.description(config.names, config.limits, loaded.vocab_size if loaded else None)
     )

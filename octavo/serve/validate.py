@@ -21,12 +21,13 @@ from octavo.serve.errors import ApiError, bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
 from octavo.serve.protocol import (
-    UNSUPPORTED,
     ChatRequest,
     Common,
     CompletionRequest,
+    OpenAI,
     RepetitionDetection,
 )
+from octavo.serve.request_fields import FIELDS, IGNORED, REFUSED
 from octavo.text.chat import check_options, select_template
 from octavo.types import Request
 
@@ -34,20 +35,7 @@ if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
     from octavo.serve.tools import ToolUse
 
-LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")  # as APIs call it
-# What other routes take: the value that asks for nothing, and where to go.
-ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "messages": (None, "/v1/chat/completions takes messages"),
-    "prompt": (
-        None,
-        "/v1/completions and /generate take a prompt, /v1/chat/completions messages, /batch_generate prompts",
-    ),
-    "stream": (
-        False,
-        "this route replies at once; /v1/completions, /v1/chat/completions and /ws/generate stream",
-    ),
-    "n": (1, "this route gives one text for a prompt; /v1/completions gives several"),
-}
+UNBOUNDED = 2**63 - 1  # tokens: as many as fit
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
@@ -76,37 +64,47 @@ class Prepared:
 
 
 def check_model(front: Front, name: str | None) -> None:
-    if name is not None and name != front.config.name:
-        raise ApiError(404, f"there is no model {name[:100]!r} here: this server has {front.config.name!r}", "model_not_found",
-                       "model")  # fmt: skip
+    names = front.config.names
+    if name is not None and name not in names:
+        here = " or ".join(map(repr, names))
+        raise ApiError(
+            404,
+            f"there is no model {name[:100]!r} here: this server has {here}",
+            "model_not_found",
+            "model",
+        )
 
 
 def check_fields(
-    front: Front, unknown: Mapping[str, Any], body: Any = None, length: str = ""
+    front: Front, unknown: Mapping[str, Any], chat: bool | None = None
 ) -> dict[str, str]:
-    """Fields that are not in the schema: refused if they would change the reply, else named in a header. `length`: where text is
-    generated, the field of the body that bounds it."""
-    if length:
-        if getattr(body, length) is None and (
-            other := next((name for name in LENGTHS if name in unknown), None)
-        ):
-            raise unsupported(other, f"it is called {length} here")
-        for name, (nothing, instead) in ELSEWHERE.items():
-            if unknown.get(name, nothing) != nothing:
-                raise unsupported(name, instead)
+    """Judge fields that the route does not have: refuse those that would change the reply, and name the others in a header.
+    `chat`: whether text is generated for a chat, or for a prompt. None: the route generates nothing."""
+    ignored: list[str] = []
     for name, given in unknown.items():
-        if name in UNSUPPORTED and given not in UNSUPPORTED[name]:
-            raise unsupported(name, "leave it out")
-    ignored = [name for name in unknown if name not in UNSUPPORTED]
-    if ignored and front.config.strict_params:
-        raise unsupported(
-            ignored[0][:64], "this server refuses what it does not know (--strict-params)"
-        )
+        field = FIELDS.get(name)
+        if field is None and front.config.strict_params:
+            raise unsupported(
+                name[:64], "this server refuses what it does not know (--strict-params)"
+            )
+        if field is not None and chat is not None and given in field.neutral:
+            continue
+        status = IGNORED if field is None else field.chat if chat else field.completion
+        if field is not None and chat is not None and status != IGNORED:
+            raise unsupported(name, field.note if status == REFUSED else _elsewhere(name))
+        ignored.append(name)
     if not ignored:
         return {}
     front.metrics.ignored.inc()
     shown = [name for name in ignored if LABEL.fullmatch(name)][:20]
     return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
+
+
+def _elsewhere(name: str) -> str:
+    """Why a route refuses a field that others honour."""
+    if name in ("max_tokens", "max_new_tokens"):
+        return "the length of the reply is called max_new_tokens on this route"
+    return "this route does not have it, but /v1/completions has"
 
 
 def sampling(front: Front, body: Common) -> SamplingParams:
@@ -211,6 +209,16 @@ def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int
     return value
 
 
+def reply_length(body: Common, names: tuple[str, ...], least: int = 1) -> int | None:
+    """The most tokens that a reply may have: the smallest of the bounds that the request gives. UNBOUNDED for -1 alone; None if it
+    gives none."""
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if not given:
+        return None
+    bounds = [check_count(n, v, least) for n, v in given.items() if v != -1]
+    return min(bounds, default=UNBOUNDED)
+
+
 def choices(
     body: Common,
     params: SamplingParams,
@@ -302,17 +310,29 @@ def longest(front: Front, truncated: int | None) -> int:
     return front.client.model.max_model_len if truncated is None else sys.maxsize
 
 
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template: chat_template_kwargs, and the fields that are variables by their own names."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        options.setdefault("documents", body.documents)
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return options
+
+
 def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
     """Refuse chat_template_kwargs that would replace what the request sets, and name in a header
     those that the server's template does not use. A template that came with the request is not
     looked at: it runs in a worker process alone."""
-    options = body.chat_template_kwargs
+    options = template_options(body)
     if not options:
         return
     check_options(options, front.tokenizer.specials)
     if body.chat_template is not None or not front.tokenizer.chat_templates:
         return
-    unused = select_template(front.tokenizer, tools=bool(body.tools)).unused(options)
+    template = select_template(front.tokenizer, tools=bool(body.tools))
+    unused = template.unused(body.chat_template_kwargs or {})
     names = [f"chat_template_kwargs.{name[:64]}" for name in unused if LABEL.fullmatch(name)]
     if unused and front.config.strict_params:
         raise unsupported(
@@ -320,6 +340,11 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
             "the chat template does not use it, and this server refuses what it does not know "
             "(--strict-params)",
         )
+    if body.documents and template.unused(["documents"]):
+        names.append("documents")
+    thinking = ["reasoning_effort", "enable_thinking"]
+    if body.reasoning_effort is not None and template.unused(thinking) == thinking:
+        names.append("reasoning_effort")
     ignore(headers, *names[:20])
 
 
@@ -328,7 +353,7 @@ async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) ->
     messages = check_messages(body.messages, front.config.limits)
     check_template(front, body)
     try:
-        return await front.text.encode_chat(
+        ids = await front.text.encode_chat(
             front.tokenizer,
             messages,
             longest(front, body.truncate_prompt_tokens),
@@ -336,10 +361,11 @@ async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) ->
             tools.tools if tools else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
-            **(body.chat_template_kwargs or {}),
+            **template_options(body),
         )
     except ContextLengthExceeded as error:
         raise bad("messages", str(error), error.code) from None
+    return front.tokenizer.with_special_tokens(ids) if body.add_special_tokens else ids
 
 
 def parse_special(front: Front, asked: bool | None) -> bool:
@@ -399,19 +425,20 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     return ids
 
 
-def truncate(ids: list[int], most: int | None, headers: dict[str, str]) -> list[int]:
-    """Only where it was asked for, from the front, and told."""
+def truncate(
+    front: Front, body: OpenAI, ids: list[int], wanted: int | None, headers: dict[str, str]
+) -> list[int]:
+    """Shorten a prompt where the request asks for it, and say so in a header. `wanted`: the most tokens of the reply."""
+    most = body.truncate_prompt_tokens
     if most is None:
         return ids
-    if most < 1:
-        raise bad(
-            "truncate_prompt_tokens",
-            "truncate_prompt_tokens must be at least 1",
-            "param_out_of_range",
-        )
+    if most == -1:
+        reply = 1 if wanted is None or wanted == UNBOUNDED else max(wanted, 1)
+        most = max(front.client.model.longest - reply, 1)
+    check_count("truncate_prompt_tokens", most, 1)
     if len(ids) > most:
         headers["x-truncated-tokens"] = str(len(ids) - most)
-    return ids[-most:]
+    return ids[:most] if body.truncation_side == "right" else ids[-most:]
 
 
 def fit(
@@ -439,9 +466,9 @@ def fit(
     if by_pool and (wanted is None or wanted > room):
         headers["x-max-tokens"] = str(room)
         headers["x-max-tokens-limit"] = "kv_pool"
-    if model.kv_budget and wanted is not None:
+    if model.kv_budget and wanted is not None and wanted < UNBOUNDED:
         return wanted
-    if wanted is not None and wanted > room:
+    if wanted is not None and room < wanted < UNBOUNDED:
         headers["x-max-tokens"] = str(room)
     return min(wanted, room) if wanted is not None else room
 

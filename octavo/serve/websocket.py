@@ -121,7 +121,7 @@ class Session:
         if value.get("stream") is True:
             del value["stream"]  # a WebSocket always streams
         asked, unknown = body.convert(value, GenerateRequest)
-        headers = validate.check_fields(self.front, unknown, asked, "max_new_tokens")
+        headers = validate.check_fields(self.front, unknown, chat=False)
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)

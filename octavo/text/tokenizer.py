@@ -97,6 +97,7 @@ class Tokenizer:
         backend.no_truncation()  # a tokenizer.json may carry settings of its author's training run
         backend.no_padding()
         self.backend = backend
+        self.tokenizer_class = "PreTrainedTokenizerFast"  # of transformers: can load any of these
         self.specials = specials or {}
         self.chat_templates = chat_templates or {}
         self.bos_token, self.eos_token = (
@@ -173,10 +174,12 @@ class Tokenizer:
     ) -> list[int]:
         if not parse_special and not self.special_ids.isdisjoint(ids):
             ids = self._plain_ids(text)
-        if add_special_tokens:
-            before, after = self._around
-            ids = [*before, *ids, *after]
-        return ids
+        return self.with_special_tokens(ids) if add_special_tokens else ids
+
+    def with_special_tokens(self, ids: list[int]) -> list[int]:
+        """The ids with BOS before and EOS after them, where the model wants them."""
+        before, after = self._around
+        return [*before, *ids, *after]
 
     def as_prompt(self, ids: list[int]) -> list[int]:
         """Of an empty text, the token that begins one: a model must be given something."""
@@ -395,7 +398,10 @@ class Tokenizer:
                 specials.get("bos_token") if config.get("add_bos_token") else None,
                 specials.get("eos_token") if config.get("add_eos_token") else None,
             )
-        return cls(backend, specials, templates)
+        found = cls(backend, specials, templates)
+        if config.get("tokenizer_class"):
+            found.tokenizer_class = str(config["tokenizer_class"])
+        return found
 
 
 def _around(

@@ -46,6 +46,19 @@ def test_template_options_without_effect_are_refused_by_a_strict_server(strict: 
     check_error(strict.post(CHAT, body), 400, name, "unsupported_parameter")
 
 
+def test_documents_and_reasoning_effort_are_variables_of_the_template(strict: Running) -> None:
+    template = "{{ documents[0].text }} {{ reasoning_effort }} {{ enable_thinking }}"
+    asked = {"documents": [{"text": "<|end|>"}], "reasoning_effort": "low"}
+    same = {"chat_template": template, **asked}
+    assert rendered(strict, HI, **same) == "<|end|> low True"
+    assert rendered(strict, HI, **{**same, "reasoning_effort": "none"}) == "<|end|> none False"
+    own = {"chat_template_kwargs": {"enable_thinking": 5}}
+    assert rendered(strict, HI, **same, **own) == "<|end|> low 5"
+    reply = strict.post(CHAT, {"messages": HI, "max_tokens": 1, **asked})
+    assert reply.status_code == 200
+    assert reply.headers["x-ignored-params"] == "documents, reasoning_effort"
+
+
 def test_a_tool_loop_as_openais_clients_send_it(running: Running) -> None:
     """Without content beside the calls, and with arguments that were cut in an earlier reply."""
     for arguments in ('{"city": "Paris"}', '{"city": "Par', ""):

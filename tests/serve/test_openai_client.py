@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -66,11 +67,136 @@ def test_a_stream_is_the_whole_reply_in_pieces(client: openai.OpenAI) -> None:
 
 
 def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(client.completions.create(model=NAME, prompt="abc", max_tokens=5, stream=True, stream_options=options,
-                                            extra_body={"ignore_eos": True}))  # fmt: skip
-    counts = [c.usage.completion_tokens for c in chunks if c.usage]
-    assert counts[-1] == 5 and counts == sorted(counts)
+    def counts(**options: bool) -> list[int | None]:
+        chunks = client.chat.completions.create(
+            model=NAME, messages=HI, max_tokens=4, stream=True, stream_options=options, extra_body={"ignore_eos": True}
+        )  # fmt: skip
+        return [c.usage and c.usage.completion_tokens for c in chunks]
+
+    each = counts(include_usage=True, continuous_usage_stats=True)
+    assert each[0] == 0 and each[-2:] == [4, 4] and sorted(set(each[:-1])) == each[:-1]
+    assert counts(include_usage=True)[-1] == 4 and set(counts(include_usage=True)[:-1]) == {None}
+    for without in ({"include_usage": False}, {"continuous_usage_stats": True}, {}):
+        assert set(counts(**without)) == {None}
+
+
+def test_keys_without_a_value_are_null(client: openai.OpenAI) -> None:
+    """Scripts for vLLM read them without asking whether they are there."""
+    chat = client.chat.completions.create(model=NAME, messages=HI, max_tokens=2).model_dump()
+    text = client.completions.create(model=NAME, prompt="a", max_tokens=2).model_dump()
+    for reply, names in (
+        (chat, ["prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params"]),
+        (chat["choices"][0], ["token_ids", "stop_reason", "logprobs"]),
+        (chat["choices"][0]["message"], ["reasoning", "refusal", "audio", "function_call"]),
+        (text, ["service_tier", "kv_transfer_params"]),
+        (text["choices"][0], ["token_ids", "prompt_token_ids", "prompt_logprobs", "stop_reason"]),
+    ):
+        assert {name: reply[name] for name in names} == dict.fromkeys(names)
+
+
+def test_the_fingerprint_is_that_of_the_settings(client: openai.OpenAI) -> None:
+    same = dict(model=NAME, messages=HI, max_tokens=2)
+    whole = client.chat.completions.create(**same)
+    assert (whole.system_fingerprint or "").startswith("octavo-")
+    chunks = list(client.chat.completions.create(**same, stream=True))
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_token_ids_of_a_chat(client: openai.OpenAI, tools: Any) -> None:
+    body = {"return_token_ids": True, "return_prompt_text": True, "ignore_eos": True}
+    same = dict(model=NAME, messages=HI, max_tokens=5, seed=1, n=2, extra_body=body)
+    if tools is not None:
+        same["tools"] = tools
+    whole = client.chat.completions.create(**same).model_dump()
+    chunks = [c.model_dump() for c in client.chat.completions.create(**same, stream=True)]
+    said = {0: [], 1: []}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            said[choice["index"]] += choice.get("token_ids") or []
+    assert [said[0], said[1]] == [choice["token_ids"] for choice in whole["choices"]]
+    assert len(said[0]) == 5 and len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert chunks[0]["prompt_text"] == whole["prompt_text"]
+    assert "<|user|>hi<|end|>" in whole["prompt_text"]
+    assert not any(chunk.get("prompt_token_ids") for chunk in chunks if "role" not in str(chunk))
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_token_ids_of_completions(client: openai.OpenAI, echo: bool) -> None:
+    body = {"return_token_ids": True, "ignore_eos": True}
+    same = dict(model=NAME, prompt=["ab", "c"], max_tokens=5, seed=1, echo=echo, extra_body=body)
+    whole = [c.model_dump() for c in client.completions.create(**same).choices]
+    assert [choice["prompt_token_ids"] for choice in whole] == [[64, 65], [66]]
+    parts: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for chunk in client.completions.create(**same, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index].append(choice.model_dump())
+    for index, choices in parts.items():
+        assert [t for c in choices for t in c["token_ids"]] == whole[index]["token_ids"]
+        told = [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c]
+        assert told == [whole[index]["prompt_token_ids"]]
+
+
+def test_tokens_as_ids_and_tokens_by_name(client: openai.OpenAI) -> None:
+    extra = {"return_tokens_as_token_ids": True, "logprob_token_ids": [70, 5], "ignore_eos": True}
+    chat = dict(model=NAME, messages=HI, max_tokens=3, seed=1, logprobs=True, top_logprobs=4)
+    text = dict(model=NAME, prompt="abc", max_tokens=3, seed=1, logprobs=2)
+    content = client.chat.completions.create(**chat, extra_body=extra).choices[0].logprobs.content
+    assert [[t.token for t in at.top_logprobs] for at in content] == [
+        ["token_id:70", "token_id:5"]
+    ] * 3
+    plain = client.chat.completions.create(**chat, extra_body={"ignore_eos": True})
+    before = plain.choices[0].logprobs.content
+    assert [at.logprob for at in content] == [at.logprob for at in before]
+    assert all(at.token.startswith("token_id:") for at in content)
+    found = client.completions.create(**text, extra_body=extra).choices[0].logprobs
+    assert all({"token_id:70", "token_id:5"} <= set(at) for at in found.top_logprobs)
+    assert [set(at) - {"token_id:70", "token_id:5"} for at in found.top_logprobs] == [
+        {token} - {"token_id:70", "token_id:5"} for token in found.tokens
+    ]
+    streamed = list(client.completions.create(**text, extra_body=extra, stream=True))
+    tokens = [
+        t for c in streamed for t in (c.choices[0].logprobs.tokens if c.choices[0].logprobs else [])
+    ]
+    assert tokens == found.tokens
+
+
+def test_a_chat_that_echoes_its_last_message(client: openai.OpenAI) -> None:
+    said = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "well, "}]}]
+    same = dict(model=NAME, max_tokens=4, seed=1)
+    go_on = {"continue_final_message": True, "add_generation_prompt": False}
+    plain = client.chat.completions.create(messages=said, **same, extra_body=go_on)
+    echoed = client.chat.completions.create(
+        messages=said, **same, extra_body={**go_on, "echo": True}
+    )
+    want = "well, " + plain.choices[0].message.content
+    assert echoed.choices[0].message.content == want
+    chunks = client.chat.completions.create(
+        messages=said, **same, stream=True, extra_body={**go_on, "echo": True}
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
+    other = client.chat.completions.create(messages=HI, **same, extra_body={"echo": True})
+    nothing = client.chat.completions.create(messages=HI, **same)
+    assert other.choices[0].message.content == nothing.choices[0].message.content
+
+
+def test_both_sides_of_a_prompt_can_be_cut(client: openai.OpenAI) -> None:
+    def prompt(**asked: Any) -> list[int]:
+        extra = {"return_token_ids": True, **asked}
+        reply = client.completions.create(
+            model=NAME, prompt="abcdef", max_tokens=1000, temperature=0, extra_body=extra
+        )
+        return reply.choices[0].model_dump()["prompt_token_ids"]
+
+    whole = prompt()
+    assert prompt(truncate_prompt_tokens=2) == whole[-2:]
+    assert prompt(truncate_prompt_tokens=2, truncation_side="left") == whole[-2:]
+    assert prompt(truncate_prompt_tokens=2, truncation_side="right") == whole[:2]
+    long = client.completions.create(
+        model=NAME, prompt=[5] * 2000, max_tokens=24, extra_body={"truncate_prompt_tokens": -1}
+    )
+    assert long.usage.prompt_tokens == 1000
 
 
 def test_completions_of_many_prompts(client: openai.OpenAI) -> None:

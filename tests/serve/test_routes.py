@@ -79,7 +79,7 @@ def test_tokens_there_and_back(running: Running) -> None:
     strings = running.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()[
         "token_strs"
     ]
-    assert strings == ["a", "b"]
+    assert strings == ["a", "b"] and found["token_strs"] is None
 
 
 @pytest.mark.parametrize("text", ["<|user|>hi<|end|><|assistant|>", "<|user|>" * 100])
@@ -127,6 +127,7 @@ def test_render_shows_what_a_chat_becomes(running: Running) -> None:
 
 def test_tokenizer_info(running: Running) -> None:
     found = running.get("/tokenizer_info").json()
+    assert found["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (
         found["eos_token"] == "<|eos|>"
         and found["bos_token_id"] == 257
@@ -145,7 +146,7 @@ def test_what_tells_about_the_server(running: Running, path: str) -> None:
 def test_limits_are_told(running: Running) -> None:
     found = running.get("/v1/limits").json()
     assert (
-        found["max_model_len"] == 1024 and found["body_bytes"] == 8 * 2**20 and found["stops"] == 4
+        found["max_model_len"] == 1024 and found["body_bytes"] == 8 * 2**20 and found["stops"] == 64
     )
 
 
@@ -331,6 +332,7 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
     options = dict(
         model=str(model),
         strict_params=True,
+        other_names=["another-name"],
         parse_special=False,
         request_templates=True,
         metrics_prefix="vllm",
@@ -376,7 +378,13 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
             "access-control-allow-origin"
             not in other.http.options("/v1/completions", headers=headers).headers
         )
-        assert other.get("/v1/models").json()["data"][0]["id"] == NAME
+        cards = other.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == [NAME, "another-name"]
+        for name in (NAME, "another-name"):
+            assert other.get(f"/v1/models/{name}").json()["id"] == name
+            assert other.complete(model=name)["model"] == NAME
+        error = check_error(other.post("/v1/completions", {"prompt": "x", "model": "third"}), 404)
+        assert f"'{NAME}' or 'another-name'" in error["message"]
 
 
 def test_a_chat_template_of_the_servers_own(tmp_path: Path) -> None:

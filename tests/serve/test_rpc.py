@@ -351,7 +351,7 @@ def test_reflection_is_all_that_a_client_needs(rpc: Rpc) -> None:
 
 BAD = {
     "negative length": (
-        pb.GenerateRequest(prompt="x", max_new_tokens=-1),
+        pb.GenerateRequest(prompt="x", max_new_tokens=-2),
         "max_new_tokens",
         "param_out_of_range",
     ),
@@ -366,7 +366,7 @@ BAD = {
         "param_out_of_range",
     ),
     "top_p": (pb.GenerateRequest(prompt="x", top_p=-1), "top_p", "param_out_of_range"),
-    "stops": (pb.GenerateRequest(prompt="x", stop=list("abcde")), "stop", "param_out_of_range"),
+    "stops": (pb.GenerateRequest(prompt="x", stop=["x"] * 65), "stop", "param_out_of_range"),
     "empty stop": (pb.GenerateRequest(prompt="x", stop=[""]), "stop", None),
     "best_of": (pb.GenerateRequest(prompt="x", best_of=100), "best_of", "param_out_of_range"),
     "early_stopping": (

@@ -49,7 +49,9 @@ def test_the_stream_is_well_formed(running: Running) -> None:
     )
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     found = events(reply.text)
-    assert {tuple(sorted(e)) for e in found} == {("choices", "created", "id", "model", "object")}
+    assert {tuple(sorted(e)) for e in found} == {
+        ("choices", "created", "id", "model", "object", "system_fingerprint")
+    }
     assert [e["choices"][0]["finish_reason"] for e in found][:-1] == [None] * (len(found) - 1)
     assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert found[0]["object"] == "chat.completion.chunk"
@@ -261,7 +263,7 @@ def test_a_refused_websocket_is_no_error_of_ours(running: Running) -> None:
 def test_a_websocket_survives_bad_requests(running: Running) -> None:
     with ws(running) as socket:
         for bad, code in (("hello", "invalid_json"), ("[]", "invalid_json"), ("{}", None), ('{"prompt": 5}', None),
-                          ('{"prompt": "x", "max_new_tokens": -1}', "param_out_of_range")):  # fmt: skip
+                          ('{"prompt": "x", "max_new_tokens": -2}', "param_out_of_range")):  # fmt: skip
             socket.send(bad)
             error = json.loads(socket.recv(timeout=5))["error"]
             assert set(error) == {"message", "type", "param", "code"} and error["code"] == code

@@ -72,6 +72,7 @@ def test_a_post_processor_has_the_last_word_on_bos_and_eos(
     says = {"add_bos_token": bos, "add_eos_token": eos}
     ours = assert_agree(save(tmp_path, byte_level(LLAMA3, bos=True), {**CONFIG, **says}))
     assert ours.encode("hi") == [0, *ours.encode("hi", add_special_tokens=False)]
+    assert ours.with_special_tokens([7]) == [0, 7]
 
 
 @pytest.mark.parametrize("bos", [None, True, False])
