@@ -401,10 +401,42 @@ class _Metadata:
         return value
 
 
+# Keys that would change the result in a way that is not implemented, with the values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "expert_count": (0,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+
+
+def _refuse_keys(get: _Metadata) -> None:
+    for key, neutral in NEUTRAL.items():
+        full = f"{get.architecture}.{key}"
+        if full in get.values and get.values[full] not in neutral:
+            raise CheckpointError(
+                f"{get.path}: metadata {full!r} is {str(get.values[full])[:80]}, which is not supported; "
+                f"{' or '.join(map(str, neutral))} is"
+            )
+
+
 def _config(get: _Metadata, infos: dict[str, TensorInfo]) -> dict[str, Any]:
-    """The config.json this file would have had."""
+    """The config.json that corresponds to this file."""
     name = get.architecture
     metadata = get.values
+    _refuse_keys(get)
     if "token_embd.weight" not in infos:
         raise CheckpointError(
             f"{get.path} has no tensor token_embd.weight: not a language model, or only a part of one"
@@ -475,9 +507,7 @@ def _config(get: _Metadata, infos: dict[str, TensorInfo]) -> dict[str, Any]:
             "hidden_act": "gelu_pytorch_tanh",
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": get.whole("attention.sliding_window"),
-            "layer_types": [
-                "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)
-            ],
+            "sliding_window_pattern": get.whole("attention.sliding_window_pattern", 6),
             "rope_local_base_freq": get.real("rope.freq_base_swa", 10000.0),
             # The file does not say; the 27B model alone, known by its 62 layers, scales by something else than head_dim.
             "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
@@ -496,16 +526,23 @@ def _rope_factors(path: Path, info: TensorInfo, config: dict[str, Any]) -> dict[
 
 
 def _rope_scaling(get: _Metadata) -> dict[str, Any] | None:
-    kind = get.values.get(f"{get.architecture}.rope.scaling.type", "none")
+    """As in llama.cpp, a factor without a type is linear, and old files call it rope.scale_linear."""
+    prefix = f"{get.architecture}.rope"
+    key = "rope.scaling.factor" if f"{prefix}.scaling.factor" in get.values else "rope.scale_linear"
+    factor = get.values.get(f"{get.architecture}.{key}", 0)
+    kind = get.values.get(f"{prefix}.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise CheckpointError(
             f"{get.path}: rope scaling {kind!r} is not supported; none, linear and yarn are"
         )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": get.real("rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": get.real(key)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = get.whole(
             "rope.scaling.original_context_length"
         )
+        for beta in ("beta_fast", "beta_slow"):
+            if f"{prefix}.scaling.yarn_{beta}" in get.values:
+                scaling[beta] = get.real(f"rope.scaling.yarn_{beta}")
     return scaling

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, OctavoError
 from octavo.model.dequant import CHUNK, FORMATS, dequantize
-from octavo.model.gguf import hf_name, open_gguf, read_header
+from octavo.model.gguf import NEUTRAL, hf_name, open_gguf, read_header
 from octavo.model.load import load_model, open_checkpoint
 from octavo.ops.reference import ReferenceOps
 
@@ -31,6 +31,7 @@ def write(path: Path, architecture: str, metadata: Metadata, tensors: dict[str, 
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add = {
+            bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
             str: writer.add_string,
@@ -349,8 +350,26 @@ def test_rope_scaling_is_translated(tmp_path: Path) -> None:
     }
     want = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert open_gguf(llama_with(tmp_path, yarn)).config["rope_scaling"] == want
+    betas = yarn | {"llama.rope.scaling.yarn_beta_fast": 8.0}
+    assert open_gguf(llama_with(tmp_path, betas)).config["rope_scaling"]["beta_fast"] == 8.0
+    for untyped in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        found = open_gguf(llama_with(tmp_path, {untyped: 4.0})).config["rope_scaling"]
+        assert found == {"rope_type": "linear", "factor": 4.0}
+        assert open_gguf(llama_with(tmp_path, {untyped: 1.0})).config["rope_scaling"] is None
     with pytest.raises(CheckpointError, match="longrope"):
         open_gguf(llama_with(tmp_path, {"llama.rope.scaling.type": "longrope"}))
+
+
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_keys_that_would_change_the_result_are_refused_unless_neutral(
+    tmp_path: Path, key: str
+) -> None:
+    for value in NEUTRAL[key]:
+        given = value if isinstance(value, bool) else float(value)
+        open_gguf(llama_with(tmp_path, {f"llama.{key}": given}))
+    other = not NEUTRAL[key][0] if isinstance(NEUTRAL[key][0], bool) else 3.5
+    with pytest.raises(CheckpointError, match=f"metadata 'llama.{key}' is .* not supported"):
+        open_gguf(llama_with(tmp_path, {f"llama.{key}": other}))
 
 
 def test_unknown_tensors_keep_their_names_for_the_loader_to_report() -> None:
