@@ -27,7 +27,7 @@ import torch
 from octavo.collect import Collector
 from octavo.config import CacheConfig, ModelConfig, ScheduleConfig
 from octavo.core.batching import check_batching
-from octavo.core.bounded_kv import check_eviction, most_positions
+from octavo.core.bounded_kv import check_kv_eviction, max_kv_positions
 from octavo.core.engine import Engine
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
@@ -108,15 +108,15 @@ def mends(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM,
 
     @functools.wraps(method)
     def run(llm: LLM, *args: P.args, **options: P.kwargs) -> T:
-        llm.engine.dealt_with = 0
+        llm.engine.handled_interrupt = None
         try:
             return method(llm, *args, **options)
         except OctavoError:  # which change nothing
             raise
         except BaseException as error:
-            if llm.engine.dealt_with != id(error):
+            if llm.engine.handled_interrupt is not error:
                 llm._renew()
-                llm.engine.dealt_with = id(error)
+                llm.engine.handled_interrupt = error
             raise
 
     return run
@@ -183,10 +183,10 @@ class LLM:
         check_batching([batching], max_batch, window_ms, target_ms)
         check_real("short_prompt_share", short_prompt_share, 0, 1)
         check_whole("piggyback_tokens", piggyback_tokens or 0, 0)
-        if piggyback_tokens and (batching != "continuous" or policy.pausing):
+        if piggyback_tokens and (batching != "continuous" or scheduling_policy != "fcfs"):
             raise InvalidRequest(
-                "piggyback_tokens has no effect here: it needs continuous batching and a scheduling "
-                "policy that never pauses a running request. Leave it out",
+                "piggyback_tokens has no effect here: it needs batching continuous and "
+                "scheduling_policy fcfs. Leave it out",
                 "piggyback_tokens",
             )
         check_whole("seed", seed, -(2**63), 2**63 - 1)
@@ -257,7 +257,7 @@ class LLM:
             max_num_seqs,
             budget,
             # an urgent request waits for all that are in flight
-            depth=depth or (2 if on_gpu and not policy.pausing else 1),
+            depth=depth or (2 if on_gpu and not policy.preemptive else 1),
             policy=scheduling_policy,
             batching=batching,
             max_batch=max_batch,
@@ -348,7 +348,7 @@ class LLM:
         scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
         tiers = self.runner.tiers
         if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
-            scheduler.tiers.on_disk = set(tiers.disk.known)
+            scheduler.tiers.attach_store(tiers.disk.known, tiers.fetch_ids)
         return Engine(scheduler, self.runner)
 
     def _bound(
@@ -370,7 +370,7 @@ class LLM:
         if budget is None:
             budget = min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size
         cache = replace(cache, kv_eviction=eviction, kv_budget=budget, kv_sinks=sinks)
-        check_eviction(cache, max_model_len)
+        check_kv_eviction(cache, max_model_len)
         if eviction != "none" and self.model.angles(0) is None:
             raise InvalidRequest(
                 f"kv_eviction {eviction} moves keys to other positions, which this {self.config.architecture} does not allow: "
@@ -550,7 +550,7 @@ class LLM:
     @mends
     def reset_prefix_cache(self) -> None:
         """Forget every cached prompt, as if the engine had just started: what is on disk can be found again."""
-        self.engine.scheduler.forget()
+        self.engine.scheduler.clear_cache()
 
     def warm_up(self) -> None:
         """Compile and capture ahead of the first request, so that what comes later does not stall for it."""
@@ -559,10 +559,11 @@ class LLM:
         recorder = scheduler.recorder
         scheduler.recorder = None
         self.engine.observers = []  # nobody is to learn from steps that compile
-        links = None if scheduler.tiers is None else replace(scheduler.tiers.links)
-        asked = scheduler.count.queried_tokens, scheduler.count.cached_tokens
+        links = None if scheduler.tiers is None else replace(scheduler.tiers.costs)
+        asked = scheduler.counters.queried_tokens, scheduler.counters.cached_tokens
         most = (
-            min(self.schedule.max_model_len, self.memory.kv_tokens, most_positions(self.cache)) - 2
+            min(self.schedule.max_model_len, self.memory.kv_tokens, max_kv_positions(self.cache))
+            - 2
         )
         try:
             most = max(1, min(most, self.schedule.max_num_batched_tokens))
@@ -574,9 +575,9 @@ class LLM:
             if self.engine.scheduler is scheduler:
                 self.engine.observers = observers
             self.engine.scheduler.recorder = recorder
-            scheduler.count.queried_tokens, scheduler.count.cached_tokens = asked
+            scheduler.counters.queried_tokens, scheduler.counters.cached_tokens = asked
             if scheduler.tiers is not None and links is not None:
-                scheduler.tiers.links = links
+                scheduler.tiers.costs = links
         self.runner.capture()
 
     # ---- the loop ----------------------------------------------------------------------------------
@@ -649,16 +650,12 @@ class LLM:
         mine: dict[str, Collector] = {}
         done: dict[str, RequestOutput] = {}
         first = self._count
-        before = self.engine.scheduler.arrivals
-        scheduler = self.engine.scheduler
-        offline = (
-            scheduler.piggyback is not None and self.schedule.policy == "fcfs" and len(prompts) > 1
-        )
+        offline = len(prompts) > 1  # only the completion of the whole list counts
         self._count += len(prompts)
         try:
-            for i in self._longest_first(each) if offline else range(len(each)):
+            for i in range(len(prompts)):
                 mine[str(first + i)] = self._submit(
-                    prompts[i], each[i], arrival, first + i, urgency[i], offline, before + i + 1
+                    prompts[i], each[i], arrival, first + i, urgency[i], offline
                 )
             with _Progress(len(mine), use_tqdm) as bar, _no_garbage_collection():
                 while len(done) < len(mine):
@@ -677,10 +674,6 @@ class LLM:
                 "%d of %d requests ended with an error: %s", len(failed), len(mine), failed[0].error
             )
         return [done[str(first + i)] for i in range(len(prompts))]
-
-    def _longest_first(self, params: list[SamplingParams]) -> list[int]:
-        """Requests of one list may begin in any order. In this one all replies can end together (core.batching)."""
-        return sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or sys.maxsize))
 
     def _check(self, params: SamplingParams) -> None:
         """What can be said of them without the prompt. One set may be that of many."""
@@ -704,7 +697,6 @@ class LLM:
         id: int,
         priority: int = 0,
         offline: bool = False,
-        number: int = 0,
     ) -> Collector:
         """`params` are checked."""
         text, ids, salt = prompt
@@ -719,15 +711,14 @@ class LLM:
             else self.guides.compile(params.structured_outputs)
         )
         request = Request(
-            str(id),
-            ids,
-            params,
-            arrival,
-            salt,
+            id=str(id),
+            prompt=ids,
+            params=params,
+            arrival=arrival,
+            cache_salt=salt,
             priority=priority,
             guide=guide,
             offline=offline,
-            number=number,
         )
         return self._add(request, text)
 

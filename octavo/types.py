@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from octavo.params import SamplingParams
+from octavo.params import RepetitionDetectionParams, SamplingParams
 
 # ---- requests ------------------------------------------------------------------------------------
 
@@ -54,9 +54,8 @@ class Request:
     # The compiled params.structured_outputs, at the start of the text. Each sequence gets a copy.
     guide: Guide | None = None
     submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
-    # Only the completion of the whole list counts, so the scheduler may delay this prompt.
+    # Only the completion of all offline requests that arrive together counts, not of this one.
     offline: bool = False
-    number: int = 0  # derives the seed if params give none; 0: use the order of arrival
 
 
 # ---- sequences -----------------------------------------------------------------------------------
@@ -86,8 +85,9 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-# Sort key of the queues, lowest first: policy rank, order of arrival, index among the completions.
-Rank = tuple[float, int, int]
+# Sort key of the queues, lowest first: the policy's rank, the list it arrived in, its place in that
+# list, its number in the order of arrival, its index among the request's completions.
+Rank = tuple[float, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -114,8 +114,9 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int]  # committing one of these tokens ends the sequence
     status: Status = Status.WAITING
-    rank: Rank = (0.0, 0, 0)
+    rank: Rank = (0.0, 0, 0, 0, 0)
     guide: Guide | None = None  # at the last committed token
+    repetition: RepetitionDetectionParams | None = None  # ends a text that repeats itself
     beam: Beam | None = None
     pending_forks: int = 0  # children to fork when all but one prompt token are computed
     inherited_tokens: int = 0  # leading tokens computed by the sequence it was forked from

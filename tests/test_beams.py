@@ -235,7 +235,7 @@ def test_a_single_beam_is_greedy(early: bool | str, penalty: float) -> None:
 def test_the_prompt_is_computed_once_and_shared() -> None:
     engine = llm()
     engine.reset_prefix_cache()
-    count = engine.engine.scheduler.count
+    count = engine.engine.scheduler.counters
     before, copies, preemptions = count.computed_tokens, count.copies, count.preemptions
     (output,) = engine.generate(
         [list(range(100, 140))], search(False, 5, 6, 1.0, False), use_tqdm=False

@@ -96,8 +96,8 @@ def test_neither_depth_nor_neighbours_change_what_is_said() -> None:
         llm = make(depth=depth)
         assert said(llm, prompts, params) == alone
         llm.engine.scheduler.check()
-        assert llm.engine.scheduler.count.dropped_blocks > 90
-        assert len(llm.engine.scheduler.pool.free) == 60
+        assert llm.engine.scheduler.counters.dropped_blocks > 90
+        assert len(llm.engine.scheduler.pool.free_blocks) == 60
 
 
 def test_a_prompt_that_others_share_stays_in_the_prefix_cache_as_it_was() -> None:
@@ -108,7 +108,7 @@ def test_a_prompt_that_others_share_stays_in_the_prefix_cache_as_it_was() -> Non
         SamplingParams(n=3, max_tokens=100, temperature=1, seed=1, ignore_eos=True),
         use_tqdm=False,
     )
-    assert llm.engine.scheduler.count.copies > 0
+    assert llm.engine.scheduler.counters.copies > 0
     again = llm.generate([prompt], greedy(1), use_tqdm=False)[0]
     fresh = make().generate([prompt], greedy(1), use_tqdm=False)[0]
     assert again.num_cached_tokens and again.outputs[0].token_ids == fresh.outputs[0].token_ids
@@ -151,7 +151,7 @@ def test_what_cannot_be_bounded_is_refused(options: dict[str, Any], why: str) ->
 
 
 def test_beams_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="bounded caches"):
+    with pytest.raises(InvalidRequest, match="bounded KV"):
         make().generate(
             [PROMPT],
             SamplingParams(max_tokens=2, best_of=2, use_beam_search=True, temperature=0),
@@ -198,4 +198,4 @@ def test_heavy_hitters_say_the_same_at_every_depth(architecture: str) -> None:
     llm = make(architecture, kv_eviction="heavy", depth=3)
     assert said(llm, prompts, params) == alone
     assert alone[0] != said(make(architecture), prompts, params)[0], "as if the oldest had left"
-    assert len(llm.engine.scheduler.pool.free) == 60
+    assert len(llm.engine.scheduler.pool.free_blocks) == 60

@@ -77,7 +77,7 @@ def test_a_batch_equals_the_naive_loop(architecture: str, codes: str, reference:
         assert ids_of(llm.generate(many, params)) == want, options
         assert ids_of(llm.generate(many, params)) == want, ("again, from the prefix cache", options)
         if "num_gpu_blocks_override" in options:
-            assert llm.engine.scheduler.count.preemptions > 0
+            assert llm.engine.scheduler.counters.preemptions > 0
 
 
 @pytest.mark.parametrize("codes", CODES)
@@ -99,7 +99,7 @@ def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> Non
         got = ids_of(llm.generate(prompts(6, seed=1), each))
         want = want or got
         assert got == want, options
-        assert llm.engine.scheduler.count.copies > 0, (
+        assert llm.engine.scheduler.counters.copies > 0, (
             "the forks were meant to write to a shared block"
         )
     assert len({tuple(t) for c in want or [] for t in c}) > 6

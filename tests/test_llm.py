@@ -53,7 +53,7 @@ def ids_of(outputs: list) -> list[list[int]]:
 
 
 def blocks_in_use(llm: LLM) -> int:
-    return sum(r > 0 for r in llm.engine.scheduler.pool.refs)
+    return sum(r > 0 for r in llm.engine.scheduler.pool.ref_counts)
 
 
 # ---- the same tokens, whatever happens inside -----------------------------------------------------------
@@ -137,7 +137,7 @@ def test_six_blocks_are_enough() -> None:
         for piece in stream:
             tokens += piece.token_ids
     assert got == want
-    assert llm.engine.scheduler.count.preemptions > 0, "the pool was meant to be too small"
+    assert llm.engine.scheduler.counters.preemptions > 0, "the pool was meant to be too small"
 
 
 def test_the_same_prompt_again_reuses_its_blocks(llm: LLM) -> None:
@@ -699,10 +699,10 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(
 
     monkeypatch.setattr(llm.model, "forward", tight)
     scheduler = llm.engine.scheduler
-    scheduler.forget()
-    assert ids_of(llm.generate(prompts, params)) == want and scheduler.count.shrunk > 0
+    scheduler.clear_cache()
+    assert ids_of(llm.generate(prompts, params)) == want and scheduler.counters.oom_steps > 0
     most = 0
-    scheduler.forget()
+    scheduler.clear_cache()
     failed = llm.generate(prompts, params)
     assert all(
         o.outputs[0].finish_reason == "error" and "no memory for a step" in (o.error or "")

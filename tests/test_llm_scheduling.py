@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.batching import MODES, USED
+from octavo.core.batching import MODES, MODES_OF_OPTION
 from octavo.core.policy import POLICIES
 from octavo.errors import InvalidRequest
 from octavo.memory import default_piggyback_tokens
@@ -25,7 +25,7 @@ def want() -> list[list[int]]:
 
 SMALL = {"max_batch": 2, "window_ms": 1.0}  # where they are used
 BATCHING = [
-    {"batching": mode, **{name: SMALL[name] for name in SMALL if mode in USED[name]}}
+    {"batching": mode, **{name: SMALL[name] for name in SMALL if mode in MODES_OF_OPTION[name]}}
     for mode in MODES
 ]
 
@@ -63,7 +63,7 @@ def test_an_urgent_stream_pauses_others() -> None:
     (urgent,) = llm.generate(
         [[6] * 8], SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False, priority=[-100_000]
     )
-    assert urgent.finished and not low.finished and llm.engine.scheduler.count.preemptions == 1
+    assert urgent.finished and not low.finished and llm.engine.scheduler.counters.preemptions == 1
     while not low.finished:
         llm.step()
     assert (
@@ -140,64 +140,51 @@ def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
 # ---- lists ----------------------------------------------------------------------------------------------
 
 
-def riding(**options: Any) -> LLM:
-    """As on a GPU with a large model."""
+def piggybacking(**options: Any) -> LLM:
+    """An LLM configured like one with a large model on a GPU."""
     return make(piggyback_tokens=12, **options)
 
 
-def test_a_list_begins_with_the_longest_reply_and_nothing_else_is_different() -> None:
+def starts(llm: LLM) -> list[str]:
+    """The ids of requests in the order in which they start from now on."""
+    started: list[str] = []
+    live = llm.engine.scheduler.live
+    llm.engine.observers.append(
+        lambda plan, _: started.extend(live[new.seq_id].request.id for new in plan.new_slots)
+    )
+    return started
+
+
+def test_a_list_starts_with_the_longest_reply_and_nothing_else_is_different() -> None:
     params = [
         SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True) for n in (2, 9, 4, 9, 1)
     ]
-    plain, llm = make(), riding()
-    for _ in range(2):  # ids and seeds go on where they were
+    plain, llm = make(), piggybacking()
+    for _ in range(2):  # ids and seeds continue from the first list to the second
         want, got = (each.generate(prompts(5), params, use_tqdm=False) for each in (plain, llm))
-        assert ids_of(got) == ids_of(want) and [o.request_id for o in got] == [
-            o.request_id for o in want
-        ]
+        assert ids_of(got) == ids_of(want)
+        assert [o.request_id for o in got] == [o.request_id for o in want]
         assert [o.prompt_token_ids for o in got] == prompts(5)
-    begun: list[str] = []
-    llm.engine.observers.append(
-        lambda plan, _: begun.extend(
-            str(llm.engine.scheduler.live[r.seq_id].request.id) for r in plan.new_slots
-        )
-    )
+    started = starts(llm)
     llm.generate(prompts(5), params, use_tqdm=False)
-    assert [int(id) % 5 for id in begun] == [1, 3, 2, 0, 4]
-    stream = llm.stream(prompts(1)[0], SamplingParams(max_tokens=2, **GREEDY))
+    assert [int(id) % 5 for id in started] == [1, 3, 2, 0, 4]
+    two = SamplingParams(max_tokens=2, **GREEDY)
+    stream = llm.stream(prompts(1)[0], two)
     assert stream._collector.request.id == "15" and len(list(stream)) == 2
-    assert (
-        llm.generate(prompts(1), SamplingParams(max_tokens=2, **GREEDY), use_tqdm=False)[
-            0
-        ].request_id
-        == "16"
-    )
+    assert llm.generate(prompts(1), two, use_tqdm=False)[0].request_id == "16"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"piggyback_tokens": 0},
-        {"piggyback_tokens": 12, "scheduling_policy": "shortest"},
-        {"batching": "static"},
-    ],
-    ids=str,
-)
-def test_where_nothing_rides_the_order_stays(options: dict[str, Any]) -> None:
-    llm, begun = make(**options), list[int]()
-    arrive = llm.engine.scheduler.queues.arrive
-    llm.engine.scheduler.queues.arrive = lambda seq, number: (
-        begun.append(seq.prompt_len),
-        arrive(seq, number),
-    )[1]  # type: ignore[method-assign]
-    llm.generate(
-        [[1] * 3, [2] * 5], [SamplingParams(max_tokens=n, **GREEDY) for n in (2, 5)], use_tqdm=False
-    )
-    assert begun == [3, 5]
+@pytest.mark.parametrize("options", [{"piggyback_tokens": 0}, {"batching": "static"}], ids=str)
+def test_a_list_starts_in_its_own_order_without_piggybacking(options: dict[str, Any]) -> None:
+    llm = make(**options)
+    started = starts(llm)
+    params = [SamplingParams(max_tokens=n, **GREEDY) for n in (2, 5)]
+    llm.generate([[1] * 3, [2] * 5], params, use_tqdm=False)
+    assert started == ["0", "1"]
 
 
 def test_a_list_of_which_one_is_refused_leaves_nothing_behind() -> None:
-    llm = riding()
+    llm = piggybacking()
     params = [SamplingParams(max_tokens=n, **GREEDY) for n in (5, 2, 9)]
     for bad in ([[1], [10**9], [2]], [[1], [2], [10**9]]):
         with pytest.raises(InvalidRequest, match="token id"):

@@ -31,7 +31,7 @@ SPACE = 1 / 1024  # GiB: some hundred blocks of these models
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can be loaded is: on a busy machine these small models are sooner computed."""
     monkeypatch.setattr(
-        "octavo.core.offload_costs.OffloadCosts.pays", lambda self, disk=False: True
+        "octavo.core.offload_costs.OffloadCosts.loading_pays", lambda self, disk=False: True
     )
 
 
@@ -62,7 +62,7 @@ def test_an_evicted_prompt_is_served_from_host_memory(architecture: str) -> None
     assert [ask(llm, p) for p in many] == [(w, 96) for w in want], (
         "6 of 7 blocks: the last token must be computed"
     )
-    count = llm.engine.scheduler.count.tiers
+    count = llm.engine.scheduler.counters.tiers
     assert count.host_tokens == count.loads * 16 > 0 and count.disk_tokens == 0
 
 
@@ -74,7 +74,7 @@ def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     first.close()
     again = make(kv_disk_path=tmp_path)
     assert [ask(again, p) for p in many] == [(w, 96) for w in want]
-    assert again.engine.scheduler.count.tiers.disk_tokens == 4 * 96
+    assert again.engine.scheduler.counters.tiers.disk_tokens == 4 * 96
     again.close()
 
 
@@ -176,8 +176,8 @@ def test_damaged_records_cost_time_and_never_a_token(
     again = make(kv_disk_path=tmp_path)
     assert again.runner.tiers is not None and (again.runner.tiers.seals is not None) == sealed
     assert [ask(again, p)[0] for p in many] == want
-    assert again.engine.scheduler.count.tiers.disk_tokens == 0
-    assert damage == "remove" or sum(again.engine.scheduler.count.tiers.misses.values()) > 0
+    assert again.engine.scheduler.counters.tiers.disk_tokens == 0
+    assert damage == "remove" or sum(again.engine.scheduler.counters.tiers.misses.values()) > 0
     again.close()
 
 
@@ -271,12 +271,12 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     while not engine.idle or tiers.fetching:
         engine.step()
         engine.scheduler.check()
-    assert leaving.left and (during == "a load from host memory") == (tiers.count.fetches == 0)
+    assert leaving.left and (during == "a load from host memory") == (tiers.counters.fetches == 0)
     assert (
-        not any(engine.scheduler.pool.refs)
-        and not any(tiers.pins)
+        not any(engine.scheduler.pool.ref_counts)
+        and not any(tiers.pin_counts)
         and not tiers.filling
-        and not tiers.lifted
+        and not tiers.promotions
     )
     engine.runner = runner
     assert [ask(llm, p)[0] for p in many] == want
@@ -357,4 +357,13 @@ def test_warming_up_fits_any_cache_and_teaches_nothing(
         and observers
         and llm.engine.scheduler.pool.num_cached == 0
     )
-    assert llm.engine.scheduler.tiers is None or not llm.engine.scheduler.tiers.links.tokens
+    assert llm.engine.scheduler.tiers is None or not llm.engine.scheduler.tiers.costs.prefill_tokens
+
+
+def test_a_new_engine_draws_fetch_ids_from_the_runners_store(tmp_path: Path) -> None:
+    """An answer to a fetch of the engine before it must not match one of its own."""
+    llm = make(kv_disk_path=tmp_path)
+    tiers = llm.new_engine(llm.schedule).scheduler.tiers
+    assert tiers is not None and llm.runner.tiers is not None
+    assert tiers.fetch_ids is llm.runner.tiers.fetch_ids
+    llm.close()

@@ -89,9 +89,9 @@ def test_json_is_valid_at_any_temperature_and_the_same_however_it_is_computed() 
     ):
         llm = make(**options)
         assert texts(llm.generate(prompts, asked, use_tqdm=False)) == texts(first), options
-        assert all(r == 0 for r in llm.engine.scheduler.pool.refs[1:])
+        assert all(r == 0 for r in llm.engine.scheduler.pool.ref_counts[1:])
         if "num_gpu_blocks_override" in options:
-            assert llm.engine.scheduler.count.preemptions > 0
+            assert llm.engine.scheduler.counters.preemptions > 0
 
 
 @pytest.fixture(scope="module")

@@ -263,14 +263,14 @@ def trial(
             take(engine.abort(victim))
         epochs = {seq.id: seq.epoch for seq in scheduler.running}
         if dice.random() < 0.005:
-            scheduler.forget()
+            scheduler.clear_cache()
         take(engine.step())
         scheduler.check()
         for seq in scheduler.running:
             assert epochs.get(seq.id, seq.epoch) == seq.epoch, (
                 "a victim came straight back, in the plan that it gave way to"
             )
-        if scheduler.batches.form is not None:
+        if scheduler.shaper.batches.form_batch is not None:
             begun = {
                 seq.request.id
                 for seq in scheduler.live.values()
@@ -291,7 +291,9 @@ def trial(
         assert steps < 20_000, "no progress"
     run_dry(engine)
     scheduler.pool.check([])
-    assert len(scheduler.queues.rows) == rows and not scheduler.live and not scheduler.requests
+    assert (
+        len(scheduler.queues.free_slots) == rows and not scheduler.live and not scheduler.requests
+    )
 
     for r in requests.values():
         if (
@@ -341,7 +343,7 @@ def trial(
                 assert ended[key] == ("stop" if stopped else "length") and (stopped or length)
             result.sequences += 1
             result.guided += r.guide is not None
-    count = scheduler.count
+    count = scheduler.counters
     result.preemptions, result.copies, result.cached = (
         count.preemptions,
         count.copies,
@@ -350,7 +352,7 @@ def trial(
     result.recomputed, result.dropped, result.aside = (
         count.recomputed_tokens,
         count.dropped_blocks,
-        count.aside,
+        count.paused,
     )
     tiers = count.tiers
     result.host_tokens, result.disk_tokens, result.misses = (
@@ -372,5 +374,5 @@ def run_dry(engine: Engine) -> None:
         raise AssertionError("no progress")
     if tiers is not None:
         tiers.check()
-        assert not any(tiers.pins), "a slot is still pinned though nothing moves"
-        assert len(tiers.ready) + len(tiers.free) == tiers.slots
+        assert not any(tiers.pin_counts), "a slot is still pinned though nothing moves"
+        assert len(tiers.ready) + len(tiers.free_blocks) == tiers.num_host_blocks

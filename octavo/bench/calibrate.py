@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.bench.picture import Axis, Panel, Series, points
 from octavo.core.simulate import FEATURES, Costs, Report, features, percentile, replay, requests_of
-from octavo.core.trace import Entry
+from octavo.core.trace import TraceEntry
 from octavo.llm import LLM
 from octavo.types import Plan
 
@@ -21,7 +21,7 @@ class MeasuredStep(NamedTuple):
     seconds: float
 
 
-def record(llm: LLM, trace: list[Entry]) -> tuple[list[MeasuredStep], Report]:
+def record(llm: LLM, trace: list[TraceEntry]) -> tuple[list[MeasuredStep], Report]:
     """Play a trace on the model, in real time."""
     steps: list[MeasuredStep] = []
 

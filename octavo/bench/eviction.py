@@ -100,11 +100,11 @@ def generate(llm: LLM, prompt: list[int], tokens: int, every: int, done: Done) -
     most = 0
     told = 0
     pool = scheduler.pool
-    dropped = scheduler.count.dropped_blocks
+    dropped = scheduler.counters.dropped_blocks
     start = time.perf_counter()
     while not llm.engine.idle:
         count += sum(len(out.tokens) for out in llm.engine.step())
-        most = max(most, pool.num_blocks - len(pool.free))
+        most = max(most, pool.num_blocks - len(pool.free_blocks))
         if count - told >= every or (llm.engine.idle and count > told):
             now = time.perf_counter()
             part = {
@@ -113,14 +113,14 @@ def generate(llm: LLM, prompt: list[int], tokens: int, every: int, done: Done) -
                 "blocks": most,
                 "rss_bytes": rss_bytes(),
             }
-            parts.append({**part, "kv_bytes": most * pool.size * llm.memory.kv_per_token})
+            parts.append({**part, "kv_bytes": most * pool.block_size * llm.memory.kv_per_token})
             done(count, tokens, f"{parts[-1]['tok_s']:.0f} tok/s")
             start = time.perf_counter()
             most = 0
             told = count
     if count != tokens:
         raise OctavoError(f"{count} tokens arrived of {tokens}: not counted")
-    return {"parts": parts, "dropped_blocks": scheduler.count.dropped_blocks - dropped}
+    return {"parts": parts, "dropped_blocks": scheduler.counters.dropped_blocks - dropped}
 
 
 def flatness(parts: list[dict[str, Any]], budget: int) -> dict[str, Any]:

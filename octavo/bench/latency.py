@@ -16,7 +16,7 @@ from octavo.bench.scheduling import play
 from octavo.bench.throughput import measure_machine
 from octavo.bench.workloads import Machine, limit_seconds, uniform
 from octavo.core.simulate import percentile
-from octavo.core.trace import Entry
+from octavo.core.trace import TraceEntry
 from octavo.errors import InvalidRequest
 from octavo.llm import LLM
 from octavo.memory import parameter_count
@@ -41,14 +41,14 @@ def measure(
     machine = measure_machine(llm)
     results = []
     for batch in batches:
-        trace = [Entry(0.0, prompt, output)] * batch
+        trace = [TraceEntry(0.0, prompt, output)] * batch
         first = list[float]()
         gaps = list[float]()
         seconds = list[float]()
         for run in range(1 + repeat):
             report = play(llm, trace, llm.schedule)
             if run:
-                first += report.first.values()
+                first += report.first_token.values()
                 gaps += report.gaps
                 seconds.append(report.seconds)
             done()

@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.config import ScheduleConfig
 from octavo.core.simulate import Report, percentile, replay, requests_of
-from octavo.core.trace import Entry
+from octavo.core.trace import TraceEntry
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 
@@ -24,7 +24,7 @@ LOADED = 0.95  # of the urgent requests must come while all rows are wanted
 SPARE = 1.3
 
 
-def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
+def play(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
     asked, _ = requests_of(trace, llm.config.vocab_size)
     report = replay(llm.new_engine(schedule), asked)
     wanted = sum(entry.output for entry in trace)
@@ -40,18 +40,18 @@ def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
 
 def ragged(
     n: int, shortest: int = 16, longest: int = 512, prompt: int = 32, seed: int = 0
-) -> list[Entry]:
+) -> list[TraceEntry]:
     """Replies of all lengths, short ones more often: as many between 16 and 32 tokens as between 256 and 512."""
     g = random.Random(seed)
     low = math.log(shortest)
     high = math.log(longest)
     return [
-        Entry(0.0, g.randint(prompt // 2, prompt * 2), round(math.exp(g.uniform(low, high))))
+        TraceEntry(0.0, g.randint(prompt // 2, prompt * 2), round(math.exp(g.uniform(low, high))))
         for _ in range(n)
     ]
 
 
-def arrive(trace: list[Entry], rate: float, seed: int = 0) -> list[Entry]:
+def arrive(trace: list[TraceEntry], rate: float, seed: int = 0) -> list[TraceEntry]:
     """At random times, so many a second."""
     g = random.Random(seed)
     now = 0.0
@@ -108,13 +108,15 @@ def modes(
 # ---- priority -----------------------------------------------------------------------------------------------
 
 
-def busy(n: int, longest: int, output: int, seed: int = 0) -> list[Entry]:
+def busy(n: int, longest: int, output: int, seed: int = 0) -> list[TraceEntry]:
     """Work without hurry, all there from the start: prompts from 32 tokens to the longest, short ones more often."""
     g = random.Random(seed)
     low = math.log(min(32, longest))
     high = math.log(longest)
     return [
-        Entry(0.0, round(math.exp(g.uniform(low, high))), g.randint(max(output // 2, 1), output))
+        TraceEntry(
+            0.0, round(math.exp(g.uniform(low, high))), g.randint(max(output // 2, 1), output)
+        )
         for _ in range(n)
     ]
 
@@ -135,10 +137,10 @@ def priority(
     fcfs = replace(llm.schedule, policy="fcfs", depth=depth)
     rows = llm.schedule.max_num_seqs
     ranked = replace(fcfs, policy="priority")
-    urgent = Entry(0.0, prompt, 8, priority=URGENT)
+    urgent = TraceEntry(0.0, prompt, 8, priority=URGENT)
     g = random.Random(0)
     play(llm, busy(rows, longest, 8), ranked)  # a warm-up
-    idle = [play(llm, [urgent], fcfs).first["0"] for _ in range(3 + min(high, 30))][3:]
+    idle = [play(llm, [urgent], fcfs).first_token["0"] for _ in range(3 + min(high, 30))][3:]
     done()
     gap = GAP * percentile(idle, 50)
     times = [gap * (1 + i + g.random() / 2) for i in range(high)]
@@ -181,8 +183,8 @@ def priority(
 
 def _loaded(report: Report, low: int, times: list[float], rows: int) -> dict[str, Any]:
     """How urgent requests that came at these times fared, and the `low` others before them."""
-    first = [report.first[f"{low + i}"] for i in range(len(times))]
-    ends = [report.last[f"{i}"] for i in range(low) if f"{i}" in report.last]
+    first = [report.first_token[f"{low + i}"] for i in range(len(times))]
+    ends = [report.finished[f"{i}"] for i in range(low) if f"{i}" in report.finished]
     return {
         **{f"ttft_p{q}_ms": 1e3 * percentile(first, q) for q in (50, 99)},
         "ttft_max_ms": 1e3 * max(first),

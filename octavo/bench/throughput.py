@@ -127,5 +127,5 @@ def _best(work: Callable[[], Any], cuda: bool, repeat: int = 5) -> float:
 
 
 def _host_time(llm: LLM) -> tuple[float, ...]:
-    t = llm.engine.time
+    t = llm.engine.host_time
     return t.steps, t.plan, t.launch, t.wait, t.commit

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.bench.measure_batching import spread
-from octavo.core.blocks import chain
+from octavo.core.blocks import chain_hash
 from octavo.core.engine import Handle, Runner
 from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError
@@ -40,7 +40,7 @@ SETTLE = 0.5  # seconds without a new record, after which all are written
 class Eager(OffloadCosts):
     """Loads whatever can be loaded."""
 
-    def pays(self, disk: bool = False) -> bool:
+    def loading_pays(self, disk: bool = False) -> bool:
         return True
 
 
@@ -122,7 +122,7 @@ class Answer(NamedTuple):
 
 
 def ask(llm: LLM, prompt: list[int]) -> Answer:
-    before = llm.engine.scheduler.count.cached_tokens
+    before = llm.engine.scheduler.counters.cached_tokens
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     params.detokenize = False
     watched = llm.engine.runner if isinstance(llm.engine.runner, ObservedRunner) else None
@@ -136,7 +136,9 @@ def ask(llm: LLM, prompt: list[int]) -> Answer:
     tokens = [*first.token_ids, *(t for piece in stream for t in piece.token_ids)]
     if len(tokens) != OUTPUT:
         raise OctavoError(f"{len(tokens)} of {OUTPUT} tokens arrived: not counted")
-    return Answer(seconds, tokens, llm.engine.scheduler.count.cached_tokens - before, parts, lifted)
+    return Answer(
+        seconds, tokens, llm.engine.scheduler.counters.cached_tokens - before, parts, lifted
+    )
 
 
 def eager(llm: LLM) -> OffloadCosts:
@@ -146,9 +148,11 @@ def eager(llm: LLM) -> OffloadCosts:
         raise OctavoError(
             "this engine has no second tier: page-locked memory was refused, or no room was given"
         )
-    old = tiers.links
-    tiers.links = Eager(old.size, old.load, old.fetch, old.tokens, old.seconds)
-    return tiers.links
+    old = tiers.costs
+    tiers.costs = Eager(
+        old.block_size, old.load_seconds, old.fetch_seconds, old.prefill_tokens, old.prefill_seconds
+    )
+    return tiers.costs
 
 
 def measure(
@@ -170,7 +174,7 @@ def measure(
     llm.warm_up()
     ask(llm, prompt())
     costs = eager(llm)
-    tiers = llm.engine.scheduler.count.tiers
+    tiers = llm.engine.scheduler.counters.tiers
     watched = ObservedRunner(llm.engine.runner)
     llm.engine.runner = watched
     prompts = [prompt() for _ in range(repeat)]
@@ -205,7 +209,7 @@ def measure(
         "load_bytes_s": rate,
         "link_bytes_s": link,
         "of_link": rate / link,
-        "chooses_host": OffloadCosts.pays(costs),
+        "chooses_host": OffloadCosts.loading_pays(costs),
         "stores": tiers.stores,
     }
     llm.close()
@@ -221,7 +225,7 @@ def measure(
     llm.warm_up()
     ask(llm, prompt())
     costs = eager(llm)
-    count = llm.engine.scheduler.count.tiers
+    count = llm.engine.scheduler.counters.tiers
     llm.engine.runner = ObservedRunner(llm.engine.runner)
     runner = llm.runner.tiers
     if runner is None or runner.disk is None:
@@ -260,7 +264,7 @@ def measure(
         "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
         "disk_records": records,
         "disk_misses": dict(count.misses),
-        "chooses_disk": OffloadCosts.pays(costs, disk=True),
+        "chooses_disk": OffloadCosts.loading_pays(costs, disk=True),
         "same_tokens": all(
             len({tuple(a.tokens) for a in each}) == 1
             for each in zip(device, host, disk, paged, strict=True)
@@ -283,7 +287,7 @@ def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dic
     records: list[tuple[bytes, array[int]]] = []
     for j in range((len(prompt) - 1) // size):
         tokens = array("i", prompt[j * size : (j + 1) * size])
-        records.append((parent := chain(parent, tokens), tokens))
+        records.append((parent := chain_hash(parent, tokens), tokens))
     memory = area(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
     rates = dict[str, float]()
     threads = 1

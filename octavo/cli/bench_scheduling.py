@@ -173,7 +173,7 @@ def priority(
         "tok/s",
         "preempted",
         "recomputed",
-        "stood aside",
+        "paused",
     )
     for column in columns:
         table.add_column(column, justify="left" if not table.columns else "right")
@@ -185,7 +185,7 @@ def priority(
         table.add_row(
             f"full load, {name}", *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
             f"{one['low_finished']} of {r['low']}", f"{one['low_tok_s']:,.0f}", f"{one['preemptions']}",
-            f"{one['recomputed_tokens']:,}", f"{one['aside']:,}",
+            f"{one['recomputed_tokens']:,}", f"{one['paused']:,}",
         )  # fmt: skip
     console = Console(highlight=False)
     # a narrow terminal wraps lines rather than cutting numbers short

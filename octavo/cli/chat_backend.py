@@ -71,7 +71,7 @@ class Local:
     def pieces(self, prompt: Prompt, sampling: SamplingOptions) -> Iterator[Piece]:
         """Ends when `stop` was called, between two steps of a long prompt as well."""
         llm = self.llm
-        count = self.llm.engine.scheduler.count
+        count = self.llm.engine.scheduler.counters
         room = self.context - len(prompt)
         stream = llm.stream(prompt.ids, sampling.params(max_tokens=min(sampling.max_tokens, room)))
         generated = count.generated_tokens
@@ -93,7 +93,7 @@ class Local:
 
     def memory(self) -> str:
         pool = self.llm.engine.scheduler.pool
-        used = pool.num_blocks - len(pool.free)
+        used = pool.num_blocks - len(pool.free_blocks)
         cached = pool.num_cached
-        free = len(pool.free) - cached
+        free = len(pool.free_blocks) - cached
         return f"{used:,} used, {cached:,} cached, {free:,} free, of {self.llm.cache.block_size} tokens each"

@@ -16,7 +16,7 @@ from octavo.errors import InvalidRequest
 if TYPE_CHECKING:
     from octavo.bench.calibrate import MeasuredStep
     from octavo.core.simulate import Costs
-    from octavo.core.trace import Entry
+    from octavo.core.trace import TraceEntry
     from octavo.llm import LLM
 
 # Short prompts with long replies, long with short, and both: or rows and what they read would always come together.
@@ -124,7 +124,7 @@ def simulate(
 ) -> None:
     """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""
     from octavo.config import CacheConfig, ScheduleConfig
-    from octavo.core.batching import USED, check_batching
+    from octavo.core.batching import MODES_OF_OPTION, check_batching
     from octavo.core.simulate import EMBEDDED_CPU
     from octavo.core.simulate import simulate as run
     from octavo.core.trace import read
@@ -173,7 +173,7 @@ def simulate(
         mode = results[0]["batching"]
         given = {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}
         used_there: dict[str, Any] = {
-            name: value for name, value in given.items() if mode in USED[name]
+            name: value for name, value in given.items() if mode in MODES_OF_OPTION[name]
         }
         engine = EngineOptions(
             **asdict(sizes),
@@ -216,8 +216,8 @@ def _read_costs(path: Path) -> Costs:
 
 def _calibrate(
     llm: LLM,
-    traces: list[list[Entry]],
-    other: list[Entry],
+    traces: list[list[TraceEntry]],
+    other: list[TraceEntry],
     model: str,
     out: Path | None,
     picture: Path | None,
@@ -241,7 +241,7 @@ def _calibrate(
 
 
 def _verify(
-    llm: LLM, trace: list[Entry], costs: Costs, simulated: dict[str, Any], picture: Path | None
+    llm: LLM, trace: list[TraceEntry], costs: Costs, simulated: dict[str, Any], picture: Path | None
 ) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, record
 

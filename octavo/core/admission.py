@@ -1,4 +1,7 @@
-"""What a request must be to be queued, and the sequence that it becomes. Knows the limits, not who else is there."""
+"""Admission checks: what a request must satisfy to be queued, and the sequence it becomes.
+
+It knows the limits of the engine, not the other requests.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 from array import array
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core.bounded_kv import most_positions
+from octavo.core.bounded_kv import max_kv_positions
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
 from octavo.params import check_real, check_whole
 from octavo.types import Beam, Request, Sequence
@@ -22,7 +25,9 @@ def new_sequence(
     vocab_size: int,
     eos_ids: frozenset[int],
 ) -> Sequence:
-    """Raises InvalidRequest for what can never run. `seed`: of a request that names none."""
+    """Return a request's first sequence. Raises InvalidRequest for a request that can never run.
+
+    `seed` is used if the request's parameters name none."""
     params = request.params
     _check_prompt(request, vocab_size)
     check_whole("priority", request.priority, -(2**31), 2**31 - 1)
@@ -31,27 +36,24 @@ def new_sequence(
     params.check_vocabulary(vocab_size)
     if params.structured_outputs is not None and request.guide is None:
         raise InvalidRequest(
-            "structured_outputs come with a guide: compile them first (octavo/text/guide.py)"
+            "structured_outputs need a compiled guide: compile them first (octavo/text/guide.py)"
         )
-    endless = params.ignore_eos and request.guide is None  # what a guide leads to its end has ended
-    stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if endless else eos_ids)
-    if (
-        params.min_tokens
-        and params.allowed_token_ids is not None
-        and stop_ids.issuperset(params.allowed_token_ids)
-    ):
-        raise InvalidRequest(
-            "allowed_token_ids are all stop tokens, which min_tokens forbids: nothing could be said",
-            "min_tokens",
-        )
-    limit = _limit(request, cache, schedule)
+    stop_ids = _stop_ids(request, eos_ids)
+    position_limit = _position_limit(request, cache, schedule)
     if params.use_beam_search:
         _check_beams(request, cache, len(stop_ids), vocab_size)
-    seed = params.seed if params.seed is not None else seed
     seq = Sequence(
-        id, request, 0, array("i", request.prompt), len(request.prompt), limit, seed, stop_ids
+        id=id,
+        request=request,
+        index=0,
+        tokens=array("i", request.prompt),
+        prompt_len=len(request.prompt),
+        position_limit=position_limit,
+        seed=params.seed if params.seed is not None else seed,
+        stop_ids=stop_ids,
+        guide=None if request.guide is None else request.guide.copy(),
+        repetition=params.repetition,
     )
-    seq.guide = None if request.guide is None else request.guide.copy()
     if params.use_beam_search:
         seq.beam = Beam()
     else:
@@ -66,9 +68,12 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     if not prompt:
         raise InvalidRequest("the prompt is empty: at least one token is needed", "prompt")
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
-        bad = next(t for t in prompt if type(t) is not int or not 0 <= t < vocab_size)
+        invalid = next(
+            token for token in prompt if type(token) is not int or not 0 <= token < vocab_size
+        )
         raise InvalidRequest(
-            f"prompt holds token id {bad!r}, but ids are integers in 0..{vocab_size - 1}", "prompt"
+            f"prompt holds token id {invalid!r}, but ids are integers in 0..{vocab_size - 1}",
+            "prompt",
         )
     try:
         request.cache_salt.encode()
@@ -78,44 +83,68 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
         ) from None
 
 
-def _limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> int:
-    """Tokens that it may grow to, where they fit into the context, into its own cache and into the pool."""
-    length, most, size = len(request.prompt), most_positions(cache), cache.block_size
+def _stop_ids(request: Request, eos_ids: frozenset[int]) -> frozenset[int]:
+    params = request.params
+    # A guide decides itself when its text ends, so ignore_eos does not apply to it.
+    ignores_eos = params.ignore_eos and request.guide is None
+    stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if ignores_eos else eos_ids)
+    allowed = params.allowed_token_ids
+    if params.min_tokens and allowed is not None and stop_ids.issuperset(allowed):
+        raise InvalidRequest(
+            "allowed_token_ids are all stop tokens, which min_tokens forbids, so no token could be "
+            "generated: allow another token or set min_tokens to 0",
+            "min_tokens",
+        )
+    return stop_ids
+
+
+def _position_limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> int:
+    """Return the number of tokens the sequence may grow to. It must fit the context, the sequence's
+    own KV budget and the block pool."""
+    length = len(request.prompt)
+    kept_positions = max_kv_positions(cache)
+    block_size = cache.block_size
     room = schedule.max_model_len - length
     if room < 1:
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens, but the context holds {schedule.max_model_len} and one "
-            "must be left to generate: shorten the prompt or raise max_model_len"
+            f"the prompt has {length} tokens, but the context holds {schedule.max_model_len} and "
+            "one must be left to generate: shorten the prompt or raise max_model_len"
         )
-    if length > most:
+    if length > kept_positions:
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens, but a sequence keeps {most}: shorten the prompt or raise kv_budget"
+            f"the prompt has {length} tokens, but a sequence keeps {kept_positions}: "
+            "shorten the prompt or raise kv_budget"
         )
-    wanted = request.params.max_tokens or room
-    limit = length + (min(room, wanted) if most == sys.maxsize else wanted)
-    need = -(-min(limit - 1, most) // size)  # the last token is sampled and never computed
-    if need > cache.num_blocks:
+    max_tokens = request.params.max_tokens or room
+    is_bounded = kept_positions != sys.maxsize
+    limit = length + (max_tokens if is_bounded else min(room, max_tokens))
+    # The last token is sampled and never computed.
+    num_blocks = -(-min(limit - 1, kept_positions) // block_size)
+    if num_blocks > cache.num_blocks:
+        largest = max(cache.num_blocks * block_size + 1 - length, 0)
         raise KVCapacityExceeded(
-            f"request {request.id!r} needs {need} KV blocks of {size} for {length} prompt and {limit - length} new tokens, but "
-            f"the pool has {cache.num_blocks}: lower max_tokens to {max(cache.num_blocks * size + 1 - length, 0)} or enlarge the "
-            "pool"
+            f"request {request.id!r} needs {num_blocks} KV blocks of {block_size} for {length} "
+            f"prompt and {limit - length} new tokens, but the pool has {cache.num_blocks}: "
+            f"lower max_tokens to {largest} or enlarge the pool"
         )
     return limit
 
 
-def _check_beams(request: Request, cache: CacheConfig, stops: int, vocab_size: int) -> None:
+def _check_beams(request: Request, cache: CacheConfig, num_stop_ids: int, vocab_size: int) -> None:
     if cache.kv_eviction != "none":
         raise InvalidRequest(
-            "beams cannot go on in bounded caches: use kv_eviction none, or no beams",
+            "beam search does not work with bounded KV: use kv_eviction none, or no beam search",
             "use_beam_search",
         )
     width = request.params.width
-    if request.guide is not None or width + stops > vocab_size:
-        why = (
-            "a guide"
-            if request.guide is not None
-            else f"{stops} stop tokens in a vocabulary of {vocab_size}"
-        )
+    obstacle = ""
+    if request.guide is not None:
+        obstacle = "structured_outputs"
+    elif width + num_stop_ids > vocab_size:
+        obstacle = f"{num_stop_ids} stop tokens in a vocabulary of {vocab_size}"
+    if obstacle:
         raise InvalidRequest(
-            f"{width} beams are not possible with {why}", "use_beam_search", "unsupported_parameter"
+            f"{width} beams are not possible with {obstacle}: use fewer beams, or none",
+            "use_beam_search",
+            "unsupported_parameter",
         )

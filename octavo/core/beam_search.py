@@ -1,14 +1,17 @@
-"""Beam search: which of a request's beams go on, with which tokens, and which texts have ended. Decides, and moves nothing.
+"""Beam search: which beams of a request continue, with which tokens, and which texts are finished.
 
-A step of a search of width 2 (scores are sums of logprobs; "." ends a text):
+It decides and moves nothing. One step of a search of width 2 (a score is a sum of logprobs, "."
+ends a text):
 
-    beam A -1.0   reports   x -0.5   . -0.7   y -2.0          candidates, best first    A+x -1.5   goes on
-    beam B -1.4   reports   x -0.6   z -0.9   . -3.0                                    A+. -1.7   has ended: among the best 2
-                                                                                        B+x -2.0   goes on
-                                                                                        B+z -2.3 ...
+    beam A -1.0   reports   x -0.5   . -0.7   y -2.0       candidates, best first
+    beam B -1.4   reports   x -0.6   z -0.9   . -3.0         A+x -1.5   continues
+                                                             A+. -1.7   finished: among the best 2
+                                                             B+x -2.0   continues
+                                                             B+z -2.3   ...
 
-What it gives equals transformers' beam search: scores, texts and their order. Knows sequences and logprobs, no blocks:
-forks.py forks whoever goes on twice, and the scheduler ends whoever does not.
+Scores, texts and their order equal those of transformers' beam search. This file knows sequences
+and logprobs, no blocks: forks.py forks a beam that continues twice, and the scheduler ends a beam
+that does not continue.
 """
 
 from __future__ import annotations
@@ -19,107 +22,121 @@ from octavo.types import Beam, Output, Sequence, TokenLogprobs
 
 
 class Hypothesis(NamedTuple):
-    """A text that has ended."""
+    """A finished text."""
 
-    score: float  # its rank goes by this: the sum of its logprobs / its length ** length_penalty
-    said: list[TokenLogprobs]
-    stopped: bool  # by a stop token; otherwise by its length
+    score: float  # sum of its logprobs / length ** length_penalty; orders the results
+    output: list[TokenLogprobs]
+    stopped: bool  # by a stop token, otherwise by its length
 
 
-class Step(NamedTuple):
-    """A way for a beam to go on."""
+class Continuation(NamedTuple):
+    """One beam extended by one token."""
 
     seq: Sequence
-    score: float  # of it and the new token
+    score: float  # sum of logprobs, the new token included
     token: TokenLogprobs
-    entered: bool  # the device has chosen this token itself, and entered it in the row
+    on_device: bool  # the device sampled this token itself and has it in the batch slot
 
 
 class BeamSearch:
-    """Of one request."""
+    """The search of one request."""
 
     def __init__(self, root: Sequence):
-        # the sequence that computes the prompt: later one of the beams
-        self.root, self.params = root, root.params
-        self.width, self.longest = root.params.width, root.position_limit - root.prompt_len
-        self.candidates = candidates(root)
-        self.ended: list[Hypothesis] = []  # best first, at most `width`
+        self.root = root  # computes the prompt, later one of the beams
+        self.params = root.params
+        self.width = root.params.width
+        self.max_length = root.position_limit - root.prompt_len
+        self.num_candidates = num_candidates(root)
+        self.finished: list[Hypothesis] = []  # best first, at most `width`
 
-    def step(self, beams: list[Sequence]) -> list[Step]:
-        """All beams have reported, in the order of their scores: those that go on, best first. None: the search is over."""
-        order = sorted((s for seq in beams for s in self._ways(seq)), key=lambda s: -s.score)
-        length = len(order[0].seq.tokens) + 1 - self.root.prompt_len
-        on: list[Step] = []
-        for rank, step in enumerate(order):
+    def advance(self, beams: list[Sequence]) -> list[Continuation]:
+        """All beams have reported: return those that continue, best first. Empty: the search is
+        over."""
+        candidates = [step for seq in beams for step in self._continuations(seq)]
+        candidates.sort(key=lambda step: -step.score)
+        length = candidates[0].seq.num_generated + 1
+        continuing: list[Continuation] = []
+        for position, step in enumerate(candidates):
             stopped = step.token.token in self.root.stop_ids
-            if rank < self.width and (stopped or length == self.longest):
-                self._end(step, length, stopped)
-            elif not stopped and len(on) < self.width:
-                on.append(step)
-        return [] if length == self.longest or self._over(on[0].score, length) else on
+            if position < self.width and (stopped or length == self.max_length):
+                self._finish(step, length, stopped)
+            elif not stopped and len(continuing) < self.width:
+                continuing.append(step)
+        if length == self.max_length or self._is_over(continuing[0].score, length):
+            return []
+        return continuing
 
-    def _ways(self, seq: Sequence) -> list[Step]:
+    def _continuations(self, seq: Sequence) -> list[Continuation]:
         assert seq.beam is not None and seq.beam.report is not None
-        score, sampled, found = seq.beam.score, seq.beam.report.token, seq.beam.report.top
-        early = len(seq.tokens) - seq.prompt_len < self.params.min_tokens
-        top = found[: self.params.logprobs or 0]
+        report = seq.beam.report
+        too_short = seq.num_generated < self.params.min_tokens
+        top = report.top[: self.params.logprobs or 0]
         return [
-            Step(seq, score + logprob, TokenLogprobs(token, logprob, rank, top), token == sampled)
-            for rank, (token, logprob) in enumerate(found[: self.candidates], 1)
-            if not (early and token in self.root.stop_ids)
+            Continuation(
+                seq=seq,
+                score=seq.beam.score + logprob,
+                token=TokenLogprobs(token, logprob, rank, top),
+                on_device=token == report.token,
+            )
+            for rank, (token, logprob) in enumerate(report.top[: self.num_candidates], 1)
+            if not (too_short and token in self.root.stop_ids)
         ]
 
-    def _end(self, step: Step, length: int, stopped: bool) -> None:
+    def _finish(self, step: Continuation, length: int, stopped: bool) -> None:
         assert step.seq.beam is not None
-        said = [*step.seq.beam.output, step.token]
-        self.ended.append(
-            Hypothesis(step.score / length**self.params.length_penalty, said, stopped)
-        )
-        self.ended.sort(key=lambda h: -h.score)
-        del self.ended[self.width :]
+        score = step.score / length**self.params.length_penalty
+        output = [*step.seq.beam.output, step.token]
+        self.finished.append(Hypothesis(score, output, stopped))
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self.width :]
 
-    def _over(self, best: float, length: int) -> bool:
-        """Nothing that goes on is expected to beat the worst of those that have ended: transformers' three ways to tell. A
-        single beam is greedy, as in transformers, and ends with its text."""
-        early, penalty = self.params.early_stopping, self.params.length_penalty
-        if len(self.ended) < self.width:
+    def _is_over(self, best_score: float, length: int) -> bool:
+        """Return whether no continuing beam can beat the worst finished text, by the rules of
+        transformers' early_stopping. A single beam is greedy, and its search ends with its text."""
+        early_stopping = self.params.early_stopping
+        penalty = self.params.length_penalty
+        if len(self.finished) < self.width:
             return False
-        if self.width == 1:
+        if self.width == 1 or early_stopping is True:
             return True
-        if early == "never" and penalty > 0:
-            length = self.longest  # the longest text is favoured the most
-        return early is True or best / length**penalty <= self.ended[-1].score
+        if early_stopping == "never" and penalty > 0:
+            length = self.max_length  # the penalty favours the longest text most
+        return best_score / length**penalty <= self.finished[-1].score
 
     def outputs(self, eos_ids: frozenset[int]) -> list[Output]:
-        """What the request is told, at the end and at once."""
-        found = []
-        for index, text in enumerate(self.ended[: self.params.n]):
-            tokens = [at.token for at in text.said]
-            out = Output(
-                self.root.request.id, index, tokens, text.said, "stop" if text.stopped else "length"
+        """Return the results. A beam search reports them together, at its end."""
+        outputs = []
+        for index, text in enumerate(self.finished[: self.params.n]):
+            tokens = [logprobs.token for logprobs in text.output]
+            by_stop_token = text.stopped and tokens[-1] not in eos_ids
+            outputs.append(
+                Output(
+                    request_id=self.root.request.id,
+                    index=index,
+                    tokens=tokens,
+                    logprobs=text.output,
+                    finish_reason="stop" if text.stopped else "length",
+                    stop_reason=tokens[-1] if by_stop_token else None,
+                    cached_tokens=self.root.cached_tokens,
+                    prompt_logprobs=self.root.prompt_logprobs,
+                )
             )
-            out.stop_reason = tokens[-1] if text.stopped and tokens[-1] not in eos_ids else None
-            out.cached_tokens, out.prompt_logprobs = (
-                self.root.cached_tokens,
-                self.root.prompt_logprobs,
-            )
-            found.append(out)
-        return found
+        return outputs
 
 
-def candidates(seq: Sequence) -> int:
-    """How many of the likeliest tokens a beam must report: as many as may go on, and all that could end it. Then there are
-    always `width` that go on."""
+def num_candidates(seq: Sequence) -> int:
+    """Return how many of the likeliest tokens a beam must report: `width`, and one for each token
+    that could end it. At least `width` of them then continue."""
     return seq.params.width + len(seq.stop_ids)
 
 
-def reported(seq: Sequence) -> bool:
-    """A beam that has said what it may go on with, and waits for its siblings to have done so."""
+def has_reported(seq: Sequence) -> bool:
+    """Return whether a beam has reported its candidates and waits for its siblings."""
     return seq.beam is not None and seq.beam.report is not None
 
 
-def go_on(seq: Sequence, step: Step) -> None:
-    """The sequence goes on as decided; `step.seq` is its parent, or itself."""
+def extend_beam(seq: Sequence, step: Continuation) -> None:
+    """Continue a sequence as decided; `step.seq` is its parent or the sequence itself."""
     assert step.seq.beam is not None
     seq.beam = Beam(step.score, [*step.seq.beam.output, step.token])
     seq.tokens.append(step.token.token)

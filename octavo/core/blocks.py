@@ -1,12 +1,13 @@
-"""The block pool: reference counts, an LRU of reusable blocks, and an index of their contents.
+"""The block pool: reference counts, an LRU of reusable blocks and an index of block contents.
 
-Knows blocks and hashes, not sequences. Every block is in exactly one state:
+It knows blocks and hashes, not sequences. Every block is in exactly one state:
 
-    used     some table holds it                    refs > 0
-    cached   nobody holds it, its content is known  refs == 0, hash set      } both wait in `free`, oldest first,
-    free     nobody holds it, nothing to reuse      refs == 0, no hash       } so a cached block is taken last
+    used     some block table holds it             ref_counts > 0
+    cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks,
+    free     no table holds it, nothing to reuse   ref_counts == 0, no hash    } oldest first
 
-Block 0 belongs to nobody: padding in a batch writes there. Cached blocks may have an owner: cache_quota.py says whose goes first.
+Free blocks stand before cached ones, so a cached block is reused last. No sequence uses block 0:
+padding in a batch writes to it. Cached blocks may belong to a tenant (cache_quota.py).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from typing import NamedTuple
 from octavo.core.cache_quota import CacheQuota
 
 
-def chain(parent: bytes, tokens: array[int]) -> bytes:
-    """Hash of a full block: of its tokens and, through the parent's hash, of everything before them."""
+def chain_hash(parent: bytes, tokens: array[int]) -> bytes:
+    """Hash a full block: its tokens and, through the parent's hash, everything before them."""
     return hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
 
 
-def root(salt: str) -> bytes:
-    """The parent of a sequence's first block: sequences of different salts share nothing."""
+def root_hash(salt: str) -> bytes:
+    """Return the parent of a sequence's first block. Different salts never share blocks."""
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
 class Content(NamedTuple):
-    """What is known of a block that others can find."""
+    """A published block and what it holds."""
 
     block: int
     hash: bytes
@@ -41,133 +42,142 @@ class Content(NamedTuple):
 
 class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.size = num_blocks, block_size
-        self.refs = [0] * (num_blocks + 1)
-        self.hash: list[bytes | None] = [None] * (num_blocks + 1)
-        # content of hashed blocks, compared on a hit
-        self.tokens: list[array[int] | None] = [None] * (num_blocks + 1)
-        self.parent = [b""] * (num_blocks + 1)  # hash of the block before it
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
-        self.index: dict[bytes, int] = {}
-        self.owner = [""] * (num_blocks + 1)  # who published it; "": nobody in particular
-        self.shares = CacheQuota()  # of owners in particular
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # The lists below are indexed by block.
+        self.ref_counts = [0] * (num_blocks + 1)
+        self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
+        self.block_tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # compared on a hit
+        self.parent_hashes = [b""] * (num_blocks + 1)
+        self.tenants = [""] * (num_blocks + 1)  # who published it; "": no tenant
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self.hash_index: dict[bytes, int] = {}
+        self.quota = CacheQuota()
         self.evictions = 0
-        self.evicted: list[Content] = []  # since somebody last cleared it
+        self.evicted_contents: list[Content] = []  # since the caller cleared it last
 
     @property
     def num_cached(self) -> int:
-        return sum(self.refs[b] == 0 for b in self.index.values())
+        return sum(self.ref_counts[block] == 0 for block in self.hash_index.values())
 
-    def take(self) -> int:
-        """A block to write to. Forgets the least recently used cached content if nothing else is left."""
-        block, _ = self.free.popitem(last=False)
-        if self.owner[block] and self.hash[block] is not None:
-            block = self._instead_of(block)
-        self.evictions += self.hash[block] is not None
-        self.withdraw(block)
-        self.refs[block] = 1
+    def allocate(self) -> int:
+        """Return a block to write to. Evicts the least recently used content if no block is free."""
+        block, _ = self.free_blocks.popitem(last=False)
+        if self.tenants[block] and self.hashes[block] is not None:
+            block = self._apply_quota(block)
+        self.evictions += self.hashes[block] is not None
+        self.evict(block)
+        self.ref_counts[block] = 1
         return block
 
-    def withdraw(self, block: int) -> None:
-        """It is about to be overwritten: what it holds can no longer be found."""
-        if (h := self.hash[block]) is not None and (content := self.content(h)):
-            self.evicted.append(content)
-        self.disown(block)
+    def evict(self, block: int) -> None:
+        """Unpublish a block that is about to be overwritten. Its content may move to a lower tier."""
+        content_hash = self.hashes[block]
+        if content_hash is not None and (content := self.content_of(content_hash)):
+            self.evicted_contents.append(content)
+        self.invalidate(block)
 
-    def disown(self, block: int) -> None:
-        """What it holds can no longer be found, and goes nowhere else."""
-        if (h := self.hash[block]) is not None:
-            self.hash[block] = self.tokens[block] = None
-            del self.index[h]
+    def invalidate(self, block: int) -> None:
+        """Unpublish a block whose content must not be used any more, in any tier."""
+        content_hash = self.hashes[block]
+        if content_hash is not None:
+            self.hashes[block] = None
+            self.block_tokens[block] = None
+            del self.hash_index[content_hash]
 
-    def _instead_of(self, oldest: int) -> int:
-        """The block that gives way, which is the oldest one if its owner has more than a fair share."""
-        owner, block = self.shares.victim(self.owner[oldest], oldest)
-        self.shares.remove(owner, block)
-        if block != oldest:
-            self.free[oldest] = None
-            self.free.move_to_end(oldest, last=False)
-            self.free.pop(block)
+    def _apply_quota(self, oldest: int) -> int:
+        """Return the cached block to evict: the oldest one, unless its tenant is within its quota."""
+        tenant, victim = self.quota.pick_victim(self.tenants[oldest], oldest)
+        self.quota.remove(tenant, victim)
+        if victim != oldest:
+            self.free_blocks[oldest] = None
+            self.free_blocks.move_to_end(oldest, last=False)
+            self.free_blocks.pop(victim)
+        return victim
+
+    def acquire(self, block: int) -> int:
+        """Add a reference to a block that is used or cached."""
+        if self.ref_counts[block] == 0:
+            del self.free_blocks[block]
+            if self.tenants[block]:
+                self.quota.remove(self.tenants[block], block)
+        self.ref_counts[block] += 1
         return block
 
-    def share(self, block: int) -> int:
-        if self.refs[block] == 0:
-            del self.free[block]
-            if self.owner[block]:
-                self.shares.remove(self.owner[block], block)
-        self.refs[block] += 1
-        return block
+    def release(self, block: int) -> None:
+        """Remove a reference. A block without content is the next to be reused."""
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self.free_blocks[block] = None
+            if self.hashes[block] is None:
+                self.free_blocks.move_to_end(block, last=False)
+            elif self.tenants[block]:
+                self.quota.add(self.tenants[block], block)
 
-    def drop(self, block: int) -> None:
-        self.refs[block] -= 1
-        if self.refs[block] == 0:
-            self.free[block] = None
-            if self.hash[block] is None:  # nothing to reuse: the next to be taken
-                self.free.move_to_end(block, last=False)
-            elif self.owner[block]:
-                self.shares.add(self.owner[block], block)
+    def publish(self, content: Content, tenant: str = "") -> None:
+        """Make a full, committed block findable. It is never written again while it is published."""
+        block = content.block
+        if content.hash not in self.hash_index and self.hashes[block] is None:
+            self.hash_index[content.hash] = block
+            self.hashes[block] = content.hash
+            self.block_tokens[block] = content.tokens
+            self.parent_hashes[block] = content.parent
+            self.tenants[block] = tenant
 
-    def publish(
-        self, block: int, h: bytes, tokens: array[int], parent: bytes = b"", owner: str = ""
-    ) -> None:
-        """The content of a full, committed block becomes findable. Nobody writes to the block from now on."""
-        if h not in self.index and self.hash[block] is None:
-            self.index[h] = block
-            self.hash[block], self.tokens[block], self.parent[block], self.owner[block] = (
-                h,
-                tokens,
-                parent,
-                owner,
-            )
-
-    def find(self, h: bytes, tokens: array[int]) -> int:
-        """The block of this content, 0 if there is none. Tokens are compared: a colliding hash is a miss, never wrong KV."""
-        block = self.index.get(h, 0)
-        return block if block and self.tokens[block] == tokens else 0
+    def find(self, content_hash: bytes, tokens: array[int]) -> int:
+        """Return the block with this content, or 0. A hash collision is a miss, because the tokens
+        are compared."""
+        block = self.hash_index.get(content_hash, 0)
+        return block if block and self.block_tokens[block] == tokens else 0
 
     def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
-        """Blocks of the longest known prefix."""
-        hit: list[int] = []
-        for j, h in enumerate(hashes):
-            if not (block := self.find(h, tokens[j * self.size : (j + 1) * self.size])):
+        """Return the blocks of the longest known prefix."""
+        blocks: list[int] = []
+        for index, content_hash in enumerate(hashes):
+            start = index * self.block_size
+            block = self.find(content_hash, tokens[start : start + self.block_size])
+            if not block:
                 break
-            hit.append(block)
-        return hit
+            blocks.append(block)
+        return blocks
 
-    def content(self, h: bytes) -> Content | None:
-        if block := self.index.get(h, 0):
-            tokens = self.tokens[block]
-            assert tokens is not None
-            return Content(block, h, tokens, self.parent[block])
-        return None
+    def content_of(self, content_hash: bytes) -> Content | None:
+        block = self.hash_index.get(content_hash, 0)
+        if not block:
+            return None
+        tokens = self.block_tokens[block]
+        assert tokens is not None
+        return Content(block, content_hash, tokens, self.parent_hashes[block])
 
-    def forget(self) -> None:
-        """Empty the cache: no content is findable any more, whoever holds a block keeps it."""
-        for block in self.index.values():
-            self.hash[block] = self.tokens[block] = None
-        self.index.clear()
-        self.shares.clear()
+    def clear(self) -> None:
+        """Forget all contents. Blocks in use stay with the sequences that hold them."""
+        for block in self.hash_index.values():
+            self.hashes[block] = None
+            self.block_tokens[block] = None
+        self.hash_index.clear()
+        self.quota.clear()
 
-    def check(self, tables: Iterable[list[int]]) -> None:
+    def check(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless references, free list and index agree with the tables."""
-        want = [0] * (self.num_blocks + 1)
-        for table in tables:
-            for block in table:
-                want[block] += 1
-        assert want == self.refs, "reference counts disagree with the tables"
-        assert want[0] == 0, "the padding block is in a table"
-        assert set(self.free) == {b for b in range(1, self.num_blocks + 1) if self.refs[b] == 0}, (
-            "free list is wrong"
+        expected = [0] * (self.num_blocks + 1)
+        for block_table in block_tables:
+            for block in block_table:
+                expected[block] += 1
+        assert expected == self.ref_counts, "reference counts disagree with the block tables"
+        assert expected[0] == 0, "the padding block is in a block table"
+        unused = {block for block in range(1, self.num_blocks + 1) if not self.ref_counts[block]}
+        assert set(self.free_blocks) == unused, "the free list is wrong"
+        assert all(
+            self.hashes[block] == content_hash for content_hash, block in self.hash_index.items()
+        ), "the index names a block with another content"
+        num_hashed = sum(content_hash is not None for content_hash in self.hashes)
+        assert num_hashed == len(self.hash_index), "a hashed block is not in the index"
+        assert all(
+            (content_hash is None) == (tokens is None)
+            for content_hash, tokens in zip(self.hashes, self.block_tokens, strict=True)
         )
-        assert all(self.hash[b] == h for h, b in self.index.items()), (
-            "index names a block of another content"
-        )
-        assert sum(h is not None for h in self.hash) == len(self.index), (
-            "a hashed block is not in the index"
-        )
-        assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
-        owned: dict[str, set[int]] = {}
-        for block in self.free:
-            if self.hash[block] is not None and self.owner[block]:
-                owned.setdefault(self.owner[block], set()).add(block)
-        self.shares.check(owned)
+        cached: dict[str, set[int]] = {}
+        for block in self.free_blocks:
+            if self.hashes[block] is not None and self.tenants[block]:
+                cached.setdefault(self.tenants[block], set()).add(block)
+        self.quota.check(cached)

@@ -1,12 +1,16 @@
-"""Bounded KV: which block leaves a sequence's full cache, and what that changes of what the host knows. No tensors, no pool.
+"""Bounded KV: which block leaves a sequence whose KV cache has reached its budget.
 
-    sinks    the first blocks stay, and the latest: the oldest behind the sinks leaves
-    heavy    likewise, but of those between the sinks and the latest half the one leaves that was attended to least
+It knows one sequence, no tensors and no pool.
 
-A token's position is its place in the cache: what stands behind a block that leaves moves up by a block.
+    sinks    the first blocks and the latest stay; the oldest block behind the sinks leaves
+             (StreamingLLM)
+    heavy    likewise, but among the blocks between the sinks and the latest half, the block that
+             received the least attention leaves (H2O)
 
-    text     a b c d | e f g h | i j k l | m        limit 20, dropped 0
-    cache    a b c d | i j k l | m                  limit 16, dropped 4
+A token's position is its place in the cache: tokens behind a dropped block move up by one block.
+
+    text     a b c d | e f g h | i j k l | m        position_limit 20, dropped_tokens 0
+    cache    a b c d | i j k l | m                  position_limit 16, dropped_tokens 4
 """
 
 from __future__ import annotations
@@ -18,69 +22,73 @@ from octavo.config import CacheConfig
 from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
-POLICIES = ("none", "sinks", "heavy")
-# how often attention is looked at in a block's time: a look may cost a pass over the keys in
-# float32
-LOOKS = 4
-DECAY = 0.9  # what a look counts for at the next one
+KV_EVICTIONS = ("none", "sinks", "heavy")
+# Attention samples per block. A sample may cost a pass over the keys in float32.
+SAMPLES_PER_BLOCK = 4
+MASS_DECAY = 0.9  # weight of the previous samples when a new one is added
 
 
-def most_positions(cache: CacheConfig) -> int:
-    """Positions that one sequence keeps; where nothing leaves, more than there will ever be."""
+def max_kv_positions(cache: CacheConfig) -> int:
+    """Return how many positions one sequence may keep. Without a budget there is no bound."""
     return sys.maxsize if cache.kv_eviction == "none" else cache.kv_budget
 
 
-def check_eviction(cache: CacheConfig, max_model_len: int) -> None:
-    """Raise InvalidRequest unless the budget is of use."""
-    size, sinks = cache.block_size, cache.kv_sinks
-    if cache.kv_eviction not in POLICIES:
+def check_kv_eviction(cache: CacheConfig, max_model_len: int) -> None:
+    """Raise InvalidRequest unless the eviction policy exists and the budget can be kept."""
+    block_size = cache.block_size
+    if cache.kv_eviction not in KV_EVICTIONS:
         raise InvalidRequest(
-            f"kv_eviction is {', '.join(POLICIES)}, not {cache.kv_eviction!r}", "kv_eviction"
+            f"kv_eviction is {', '.join(KV_EVICTIONS)}, not {cache.kv_eviction!r}", "kv_eviction"
         )
     if cache.kv_eviction == "none":
         return
-    least = (sinks + 2) * size
-    if not least <= cache.kv_budget <= max_model_len or cache.kv_budget % size:
+    smallest = (cache.kv_sinks + 2) * block_size
+    in_range = smallest <= cache.kv_budget <= max_model_len
+    if not in_range or cache.kv_budget % block_size:
         raise InvalidRequest(
-            f"kv_budget {cache.kv_budget} cannot be kept: use a multiple of the block size {size}, from {least} ({sinks} blocks of "
-            f"sinks and two more) to max_model_len ({max_model_len})",
+            f"kv_budget {cache.kv_budget} cannot be kept: use a multiple of the block size "
+            f"{block_size}, from {smallest} ({cache.kv_sinks} blocks of sinks and two more) to "
+            f"max_model_len ({max_model_len})",
             "kv_budget",
         )
 
 
-def pick(seq: Sequence, cache: CacheConfig) -> int:
-    """The logical block that leaves. Called when the cache is full: `budget` positions."""
-    blocks, sinks = cache.kv_budget // cache.block_size, cache.kv_sinks
-    if cache.kv_eviction == "sinks" or not seq.attention_mass:
+def pick_block(seq: Sequence, cache: CacheConfig) -> int:
+    """Return the logical block to drop. The sequence holds `kv_budget` positions."""
+    num_blocks = cache.kv_budget // cache.block_size
+    sinks = cache.kv_sinks
+    mass = seq.attention_mass
+    if cache.kv_eviction == "sinks" or not mass:
         return sinks
-    middle = range(sinks, max(sinks + 1, blocks - max(blocks // 2, 1)))
-    # the oldest of equals
-    return min(middle, key=lambda j: seq.attention_mass[j] if j < len(seq.attention_mass) else 1.0)
+    candidates = range(sinks, max(sinks + 1, num_blocks - max(num_blocks // 2, 1)))
+    # min() takes the oldest of several equals.
+    return min(candidates, key=lambda block: mass[block] if block < len(mass) else 1.0)
 
 
-def looks(seq: Sequence, at: int, cache: CacheConfig) -> bool:
-    """Whether position `at` of a sequence is one whose attention counts: for those who will outgrow their budget."""
+def samples_attention(seq: Sequence, position: int, cache: CacheConfig) -> bool:
+    """Return whether the attention of a generated token counts: only if the sequence will outgrow
+    its budget, and SAMPLES_PER_BLOCK times per block."""
     return (
-        at + seq.dropped_tokens >= seq.prompt_len
+        position + seq.dropped_tokens >= seq.prompt_len
         and seq.position_limit > cache.kv_budget
-        and (at + 1) % max(cache.block_size // LOOKS, 1) == 0
+        and (position + 1) % max(cache.block_size // SAMPLES_PER_BLOCK, 1) == 0
     )
 
 
-def weigh(seq: Sequence, found: list[float]) -> None:
-    """A look at how attention is spread."""
+def add_attention_sample(seq: Sequence, sample: list[float]) -> None:
+    """Fold one sample of attention per block into the sequence's running sums."""
     seq.attention_mass = [
-        DECAY * before + now
-        for before, now in zip_longest(seq.attention_mass, found, fillvalue=0.0)
+        MASS_DECAY * previous + current
+        for previous, current in zip_longest(seq.attention_mass, sample, fillvalue=0.0)
     ]
 
 
-def drop(seq: Sequence, j: int, size: int) -> None:
-    """Logical block j leaves the tokens. Limit and prompt_len move with the positions; the content chain was another text's."""
-    first = j * size
-    seq.dropped_prompt_tokens += min(max(seq.kept_prompt_tokens - first, 0), size)
-    seq.dropped_tokens += size
-    del seq.tokens[first : first + size]
-    del seq.attention_mass[j : j + 1]
-    seq.position_limit -= size
+def drop_block_tokens(seq: Sequence, block: int, block_size: int) -> None:
+    """Remove a logical block's tokens. The hash chain belongs to the old text and is cleared."""
+    start = block * block_size
+    seq.dropped_prompt_tokens += min(max(seq.kept_prompt_tokens - start, 0), block_size)
+    seq.dropped_tokens += block_size
+    del seq.tokens[start : start + block_size]
+    del seq.attention_mass[block : block + 1]
+    seq.position_limit -= block_size
     seq.block_hashes = []

@@ -1,10 +1,13 @@
-"""Whose the cached blocks are, so that nobody's flood empties the others' cache. Knows owners and blocks, no contents.
+"""Per-tenant quota of cached blocks, so that one tenant's flood does not empty the others' cache.
 
-When a block must give way it is the oldest of all, unless its owner has no more than a fair share of what is cached: then
-the oldest block of whoever has the most goes instead. So who keeps to the share loses nothing to others. Constant time:
+It knows tenants and blocks, not contents. The pool evicts the oldest cached block of all, unless
+its tenant holds no more than an equal share of the cached blocks. In that case the oldest block of
+the tenant with the most cached blocks goes instead. A tenant within its share therefore loses
+nothing to others. Every operation takes constant time:
 
-    blocks   owner -> its cached blocks, oldest first
-    having   how many -> owners that have so many; `most` is the highest, and moves by one at a time, as the counts do
+    blocks_by_tenant    tenant -> its cached blocks, oldest first
+    tenants_by_count    number of blocks -> tenants that have that many; max_count is the highest
+                        key and moves by one at a time, as the counts do
 """
 
 from __future__ import annotations
@@ -14,55 +17,57 @@ from collections import OrderedDict
 
 class CacheQuota:
     def __init__(self) -> None:
-        self.blocks: dict[str, OrderedDict[int, None]] = {}
-        self.having: dict[int, dict[str, None]] = {}
-        self.most = self.total = 0
+        self.blocks_by_tenant: dict[str, OrderedDict[int, None]] = {}
+        self.tenants_by_count: dict[int, dict[str, None]] = {}
+        self.max_count = 0
+        self.total = 0
 
-    def add(self, owner: str, block: int) -> None:
-        mine = self.blocks.setdefault(owner, OrderedDict())
-        mine[block] = None
-        self._moved(owner, len(mine) - 1, len(mine))
+    def add(self, tenant: str, block: int) -> None:
+        blocks = self.blocks_by_tenant.setdefault(tenant, OrderedDict())
+        blocks[block] = None
+        self._count_changed(tenant, len(blocks) - 1, len(blocks))
 
-    def remove(self, owner: str, block: int) -> None:
-        mine = self.blocks[owner]
-        del mine[block]
-        self._moved(owner, len(mine) + 1, len(mine))
-        if not mine:
-            del self.blocks[owner]
+    def remove(self, tenant: str, block: int) -> None:
+        blocks = self.blocks_by_tenant[tenant]
+        del blocks[block]
+        self._count_changed(tenant, len(blocks) + 1, len(blocks))
+        if not blocks:
+            del self.blocks_by_tenant[tenant]
 
-    def victim(self, owner: str, oldest: int) -> tuple[str, int]:
-        """Who gives way and which block, where the oldest of all is this owner's."""
-        if (
-            len(self.blocks[owner]) * len(self.blocks) <= self.total
-            and self.most * len(self.blocks) > self.total
-        ):
-            owner = next(iter(self.having[self.most]))
-            oldest = next(iter(self.blocks[owner]))
-        return owner, oldest
+    def pick_victim(self, tenant: str, oldest: int) -> tuple[str, int]:
+        """Return (tenant, block) to evict, where `oldest` is the oldest block and `tenant`'s."""
+        num_tenants = len(self.blocks_by_tenant)
+        within_share = len(self.blocks_by_tenant[tenant]) * num_tenants <= self.total
+        if within_share and self.max_count * num_tenants > self.total:
+            tenant = next(iter(self.tenants_by_count[self.max_count]))
+            oldest = next(iter(self.blocks_by_tenant[tenant]))
+        return tenant, oldest
 
     def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.blocks_by_tenant.clear()
+        self.tenants_by_count.clear()
+        self.max_count = 0
+        self.total = 0
 
-    def _moved(self, owner: str, old: int, new: int) -> None:
-        self.total += new - old
-        if new:
-            self.having.setdefault(new, {})[owner] = None
-        if old:
-            del self.having[old][owner]
-            if not self.having[old]:
-                del self.having[old]
-        if new > self.most or self.most not in self.having:
-            self.most = new
+    def _count_changed(self, tenant: str, old_count: int, new_count: int) -> None:
+        self.total += new_count - old_count
+        if new_count:
+            self.tenants_by_count.setdefault(new_count, {})[tenant] = None
+        if old_count:
+            del self.tenants_by_count[old_count][tenant]
+            if not self.tenants_by_count[old_count]:
+                del self.tenants_by_count[old_count]
+        if new_count > self.max_count or self.max_count not in self.tenants_by_count:
+            self.max_count = new_count
 
-    def check(self, blocks: dict[str, set[int]]) -> None:
-        """Raise AssertionError unless these are the cached blocks of each owner."""
-        assert {owner: set(mine) for owner, mine in self.blocks.items()} == blocks, (
-            "a cached block is not its owner's"
-        )
-        counts = {owner: len(mine) for owner, mine in blocks.items()}
-        assert {o: n for n, owners in self.having.items() for o in owners} == counts, (
-            "an owner is counted wrongly"
-        )
-        assert self.total == sum(counts.values()) and self.most == max(
-            counts.values(), default=0
-        ), "the most is not the most"
+    def check(self, expected: dict[str, set[int]]) -> None:
+        """Raise AssertionError unless these are the cached blocks of each tenant."""
+        blocks = {tenant: set(blocks) for tenant, blocks in self.blocks_by_tenant.items()}
+        assert blocks == expected, "a cached block is not counted for its tenant"
+        counts = {tenant: len(blocks) for tenant, blocks in expected.items()}
+        counted = {
+            tenant: count for count, tenants in self.tenants_by_count.items() for tenant in tenants
+        }
+        assert counted == counts, "a tenant's count is wrong"
+        assert self.total == sum(counts.values()), "the total is wrong"
+        assert self.max_count == max(counts.values(), default=0), "max_count is not the highest"

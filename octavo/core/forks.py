@@ -1,8 +1,12 @@
-"""A request's sequences: one at first, more where it is forked (n > 1, best_of) or searched by beams. Forks them and counts them
-in and out; which beams go on is decided by beam_search.py, what becomes of rows and blocks of those that end by the scheduler.
+"""The sequences of each request: one at first, more after forks (n > 1, best_of) or beam search.
 
-    n > 1    the prompt is computed but for its last token; then each child shares the table and computes that token itself
-    beams    all have reported; who goes on twice is forked, who does not go on ends
+This file forks sequences and keeps track of them. beam_search.py decides which beams continue; the
+scheduler frees slots and blocks of sequences that end.
+
+    n > 1    the prompt is computed but for its last token; then each child shares the block table
+             and computes that token itself
+    beams    when all have reported, a beam that continues twice is forked, and one that does not
+             continue ends
 """
 
 from __future__ import annotations
@@ -10,142 +14,168 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from octavo.core.beam_search import BeamSearch, go_on, reported
+from octavo.core.beam_search import BeamSearch, Continuation, extend_beam, has_reported
 from octavo.core.blocks import BlockPool
-from octavo.core.queues import Queues, new_slot
+from octavo.core.queues import Queues, fill_slot
 from octavo.types import Output, Plan, Sequence, Status, TokenLogprobs, child_seed
 
 
 class SequenceGroups:
     def __init__(self, queues: Queues, pool: BlockPool):
-        self.queues, self.pool = queues, pool
+        self.queues = queues
+        self.pool = pool
         self.live: dict[int, Sequence] = {}
-        self.requests: dict[str, list[Sequence]] = {}
+        self.by_request: dict[str, list[Sequence]] = {}
         self.searches: dict[str, BeamSearch] = {}  # by request
-        # whose row the next plan must write: forks, and beams that were told a token
-        self.rewritten: dict[int, Sequence] = {}
+        # Sequences whose batch slot the next plan must fill: forks, and beams whose token the
+        # device did not choose itself.
+        self.stale_slots: dict[int, Sequence] = {}
         self.ids = itertools.count(1)
 
-    def enter(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence) -> None:
         self.live[seq.id] = seq
-        self.requests.setdefault(seq.request.id, []).append(seq)
+        self.by_request.setdefault(seq.request.id, []).append(seq)
         self.queues.policy.arrived(seq)
         if seq.beam is not None:
             self.searches[seq.request.id] = BeamSearch(seq)
 
-    def leave(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
         del self.live[seq.id]
-        self.queues.policy.ended(seq)
-        family = self.requests[seq.request.id]
-        family.remove(seq)
-        if not family:
-            del self.requests[seq.request.id]
+        self.queues.policy.finished(seq)
+        group = self.by_request[seq.request.id]
+        group.remove(seq)
+        if not group:
+            del self.by_request[seq.request.id]
             self.searches.pop(seq.request.id, None)
 
-    def missing(self, request_id: str) -> list[int]:
-        """Completions that the request has not been told the end of: of those that run, and of children never born."""
-        family = self.requests.get(request_id, [])
+    def unfinished_indices(self, request_id: str) -> list[int]:
+        """Return the completions without a terminal output: live ones and children not yet
+        forked."""
+        group = self.by_request.get(request_id, [])
         if request_id in self.searches:
-            return list(range(family[0].params.completions))
+            return list(range(group[0].params.completions))
         return [
-            index for seq in family for index in range(seq.index, seq.index + 1 + seq.pending_forks)
+            index for seq in group for index in range(seq.index, seq.index + 1 + seq.pending_forks)
         ]
 
     def fork(self, seq: Sequence, index: int) -> Sequence:
-        """A child has its parent's tokens and shares its blocks. Without a row, or if the parent has no blocks, it waits like any
-        other sequence, and finds in the cache what is there."""
-        seed = child_seed(seq.seed, index)
+        """Create a child with its parent's tokens, sharing its blocks.
+
+        If no slot is free, or the parent does not run, the child waits like any other sequence and
+        finds in the prefix cache what is there."""
         child = Sequence(
-            next(self.ids),
-            seq.request,
-            index,
-            seq.tokens[:],
-            seq.prompt_len,
-            seq.position_limit,
-            seed,
-            seq.stop_ids,
+            id=next(self.ids),
+            request=seq.request,
+            index=index,
+            tokens=seq.tokens[:],
+            prompt_len=seq.prompt_len,
+            position_limit=seq.position_limit,
+            seed=child_seed(seq.seed, index),
+            stop_ids=seq.stop_ids,
+            rank=(*seq.rank[:4], index),
+            guide=None if seq.guide is None else seq.guide.copy(),
+            repetition=seq.repetition,
+            block_hashes=list(seq.block_hashes),
+            cached_tokens=seq.cached_tokens,
+            queued_at=seq.queued_at,
         )
-        child.block_hashes, child.cached_tokens, child.rank = (
-            list(seq.block_hashes),
-            seq.cached_tokens,
-            (*seq.rank[:2], index),
-        )
-        child.guide, child.queued_at = (
-            None if seq.guide is None else seq.guide.copy(),
-            seq.queued_at,
-        )
-        self.enter(child)
-        if not self.queues.rows or seq.status is not Status.RUNNING:
-            self.queues.come_back(child)
+        self.add(child)
+        if not self.queues.free_slots or seq.status is not Status.RUNNING:
+            self.queues.requeue(child)
             return child
-        child.computed = child.planned = seq.computed
+        child.computed = seq.computed
+        child.planned = seq.computed
         child.published_blocks = seq.published_blocks
-        child.block_table = [self.pool.share(b) for b in seq.block_table]
-        self.queues.join(child)
-        self.rewritten[child.id] = child
+        child.block_table = [self.pool.acquire(block) for block in seq.block_table]
+        self.queues.start_decode(child)
+        self.stale_slots[child.id] = child
         return child
 
-    def split(self, plan: Plan) -> None:
-        """Prompts that are computed but for their last token fork; the rows of all forks since the last plan are written."""
-        prefilling = self.queues.prefilling
-        for seq in [
-            q
-            for q in prefilling
-            if q.pending_forks and not q.steps_in_flight and q.computed == len(q.tokens) - 1
-        ]:
-            forks, seq.pending_forks = seq.pending_forks, 0
-            self.queues.decode(seq)
-            for index in range(1, forks + 1):
+    def fork_prompts(self) -> None:
+        """Fork the prompts that are computed but for their last token."""
+        ready = [
+            seq
+            for seq in self.queues.prefilling
+            if seq.pending_forks and not seq.steps_in_flight and seq.computed == len(seq.tokens) - 1
+        ]
+        for seq in ready:
+            num_forks = seq.pending_forks
+            seq.pending_forks = 0
+            self.queues.move_to_decode(seq)
+            for index in range(1, num_forks + 1):
                 self.fork(seq, index).inherited_tokens = seq.prompt_len
-        for seq in self.rewritten.values():
+
+    def fill_stale_slots(self, plan: Plan) -> None:
+        """Fill the batch slots of forks and beams that have changed since the last plan."""
+        for seq in self.stale_slots.values():
             if seq.status is Status.RUNNING:
-                plan.new_slots.append(new_slot(seq))
-        self.rewritten.clear()
+                plan.new_slots.append(fill_slot(seq))
+        self.stale_slots.clear()
 
     # ---- beams -------------------------------------------------------------------------------------
 
-    def in_the_way(self) -> list[Sequence]:
-        """A beam that has reported keeps its room as long as all that have not are decoding: those get on. Otherwise it is in
-        the way of its siblings, which it waits for."""
-        found = []
-        for id in self.searches:
-            todo = [s for s in self.requests[id] if not reported(s)]
-            if any(s.status is Status.WAITING or s in self.queues.prefilling for s in todo):
-                found += [
-                    s for s in self.requests[id] if s.status is Status.RUNNING and reported(s)
-                ]
-        return found
+    def blocking_beams(self) -> list[Sequence]:
+        """Return beams that have reported and hold slots and blocks that their siblings need.
 
-    def report(
+        They may keep them while every sibling that has not reported is decoding, because such a
+        sibling makes progress without more room."""
+        blocking: list[Sequence] = []
+        for request_id in self.searches:
+            group = self.by_request[request_id]
+            sibling_stuck = any(
+                seq.status is Status.WAITING or seq in self.queues.prefilling
+                for seq in group
+                if not has_reported(seq)
+            )
+            if sibling_stuck:
+                blocking += [
+                    seq for seq in group if seq.status is Status.RUNNING and has_reported(seq)
+                ]
+        return blocking
+
+    def report_beam(
         self,
         seq: Sequence,
-        found: TokenLogprobs,
+        candidates: TokenLogprobs,
         eos_ids: frozenset[int],
         end: Callable[[Sequence, bool], None],
     ) -> list[Output]:
-        """A beam says what it may go on with. The last of a search to do so lets all go on, or ends the search."""
+        """Record a beam's candidates. The last beam to report advances the search or ends it.
+
+        `end(seq, pruned)` ends a sequence; `pruned` is False at the end of the search."""
         assert seq.beam is not None
-        seq.beam.report = found
-        family, search = self.requests[seq.request.id], self.searches[seq.request.id]
-        if not all(map(reported, family)):
+        seq.beam.report = candidates
+        group = self.by_request[seq.request.id]
+        search = self.searches[seq.request.id]
+        if not all(map(has_reported, group)):
             return []
-        steps = search.step(family)
-        best = {step.seq.id: step for step in reversed(steps)}  # of each parent
-        out = [] if steps else search.outputs(eos_ids)
-        for seq in list(family):
-            if seq.id not in best:
-                end(seq, bool(steps))
-        free = set(range(search.width)) - {seq.index for seq in family}
+        steps = search.advance(group)
+        outputs = [] if steps else search.outputs(eos_ids)
+        best_steps = {step.seq.id: step for step in reversed(steps)}  # of each parent
+        for member in list(group):
+            if member.id not in best_steps:
+                end(member, bool(steps))
+        self._apply_steps(search, group, steps, best_steps)
+        return outputs
+
+    def _apply_steps(
+        self,
+        search: BeamSearch,
+        group: list[Sequence],
+        steps: list[Continuation],
+        best_steps: dict[int, Continuation],
+    ) -> None:
+        """Extend the beams. A parent takes its best step itself, after its other steps have forked
+        from where it stood: hence the worst step first."""
+        free_indices = set(range(search.width)) - {seq.index for seq in group}
         beams = []
-        # a parent takes its best step itself, after its forks have begun where it stood
         for step in reversed(steps):
             seq = step.seq
-            if best[seq.id] is not step:
-                seq = self.fork(seq, free.pop())
+            if best_steps[seq.id] is not step:
+                seq = self.fork(seq, free_indices.pop())
                 seq.inherited_tokens = len(seq.tokens)
-            elif not step.entered:
-                self.rewritten[seq.id] = seq
-            go_on(seq, step)
+            elif not step.on_device:
+                self.stale_slots[seq.id] = seq
+            extend_beam(seq, step)
             beams.append(seq)
-        family[:] = reversed(beams)
-        return out
+        group[:] = reversed(beams)

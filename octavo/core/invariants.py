@@ -1,85 +1,91 @@
-"""What holds between two steps, whatever was asked: an AssertionError tells what does not. Sees all of the scheduler's state and
-changes none of it. docs/core.md says why each must hold.
+"""What holds between two steps, whatever was requested. An AssertionError names what does not hold.
+
+These functions see all of the scheduler's state and change none of it. docs/core.md gives the
+reason for each invariant.
 """
 
 from __future__ import annotations
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core.beam_search import reported
+from octavo.core.beam_search import has_reported
 from octavo.core.blocks import BlockPool
-from octavo.core.bounded_kv import most_positions
+from octavo.core.bounded_kv import max_kv_positions
 from octavo.core.forks import SequenceGroups
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues
-from octavo.core.tables import NEVER
+from octavo.core.tables import NEVER_PUBLISH
 from octavo.types import Sequence
 
 
-def check(
+def check_invariants(
     queues: Queues,
-    families: SequenceGroups,
+    groups: SequenceGroups,
     prefix: PrefixCache,
     cache: CacheConfig,
     schedule: ScheduleConfig,
 ) -> None:
-    pool, tiers, running = prefix.pool, prefix.tiers, queues.running
+    pool = prefix.pool
+    tiers = prefix.tiers
+    running = queues.running
     queues.check()
-    lifted = [up.content.block for up in tiers.ups()] if tiers is not None else []
-    pool.check([lifted, *(seq.block_table for seq in running)])
+    promoted: list[int] = []
     if tiers is not None:
+        promoted = [promotion.content.block for promotion in tiers.all_promotions()]
         tiers.check()
+    pool.check([promoted, *(seq.block_table for seq in running)])
     for seq in running:
-        check_positions(seq, pool.size, schedule.depth)
+        check_positions(seq, pool.block_size, schedule.depth)
         check_blocks(seq, pool, cache)
-    alive = {seq.id for seq in running}
-    assert alive | {seq.id for seq in queues.waiting} == set(families.live), (
-        "a sequence is in no queue"
-    )
-    members = sorted(seq.id for family in families.requests.values() for seq in family)
-    assert members == sorted(families.live), "a sequence is in no family"
-    for id, search in families.searches.items():
-        beams = families.requests[id]
-        assert len(beams) <= search.width and not all(map(reported, beams)), (
-            f"{id}: its beams stand still"
-        )
-        assert all(
-            seq.planned == len(seq.tokens) and not seq.steps_in_flight
-            for seq in beams
-            if reported(seq) and seq.slot >= 0
-        )
-    assert all(owner in alive for owner in prefix.computing.values()), (
-        "somebody waits for content that nobody computes"
+    running_ids = {seq.id for seq in running}
+    queued_ids = running_ids | {seq.id for seq in queues.waiting}
+    assert queued_ids == set(groups.live), "a sequence is in no queue"
+    check_groups(groups)
+    assert all(seq_id in running_ids for seq_id in prefix.computing.values()), (
+        "a sequence waits for content that no running sequence computes"
     )
 
 
-def check_positions(seq: Sequence, size: int, depth: int) -> None:
-    assert seq.computed <= seq.planned <= len(seq.block_table) * size, (
-        f"{seq.id}: positions out of order"
-    )
-    assert seq.steps_in_flight or seq.planned == seq.computed, (
-        f"{seq.id}: planned drifted from computed"
-    )
+def check_groups(groups: SequenceGroups) -> None:
+    members = sorted(seq.id for group in groups.by_request.values() for seq in group)
+    assert members == sorted(groups.live), "a sequence is in no group"
+    for request_id, search in groups.searches.items():
+        beams = groups.by_request[request_id]
+        assert len(beams) <= search.width, f"{request_id}: more beams than its width"
+        assert not all(map(has_reported, beams)), f"{request_id}: its beams do not advance"
+        for seq in beams:
+            if has_reported(seq) and seq.slot >= 0:
+                assert seq.planned == len(seq.tokens), f"{seq.id}: planned beyond its report"
+                assert not seq.steps_in_flight, f"{seq.id}: in flight after its report"
+
+
+def check_positions(seq: Sequence, block_size: int, depth: int) -> None:
+    in_order = seq.computed <= seq.planned <= len(seq.block_table) * block_size
+    assert in_order, f"{seq.id}: positions out of order"
+    settled = seq.steps_in_flight or seq.planned == seq.computed
+    assert settled, f"{seq.id}: planned differs from computed with no step in flight"
     assert 0 <= seq.steps_in_flight <= depth, f"{seq.id}: {seq.steps_in_flight} steps in flight"
     assert seq.planned < seq.position_limit, f"{seq.id}: planned beyond its limit"
-    led = seq.guide is not None or seq.beam is not None
-    assert not led or seq.planned <= len(seq.tokens), f"{seq.id}: planned beyond what was decided"
+    if seq.guide is not None or seq.beam is not None:
+        assert seq.planned <= len(seq.tokens), f"{seq.id}: planned beyond the tokens decided"
 
 
 def check_blocks(seq: Sequence, pool: BlockPool, cache: CacheConfig) -> None:
-    size, most = pool.size, most_positions(cache)
-    assert seq.published_blocks <= seq.computed // size or seq.published_blocks == NEVER, (
-        f"{seq.id}: published what is not computed"
+    block_size = pool.block_size
+    kept_positions = max_kv_positions(cache)
+    published_ok = (
+        seq.published_blocks <= seq.computed // block_size or seq.published_blocks == NEVER_PUBLISH
     )
-    for block in seq.block_table[seq.planned // size :]:
-        assert pool.hash[block] is None, f"{seq.id}: would write to a published block"
-    assert len(seq.block_table) * size <= most and seq.dropped_tokens % size == 0, (
+    assert published_ok, f"{seq.id}: published a block that is not computed"
+    for block in seq.block_table[seq.planned // block_size :]:
+        assert pool.hashes[block] is None, f"{seq.id}: would write to a published block"
+    within_budget = len(seq.block_table) * block_size <= kept_positions
+    assert within_budget and seq.dropped_tokens % block_size == 0, (
         f"{seq.id}: more blocks than its budget"
     )
-    assert seq.dropped_tokens == 0 or len(seq.tokens) <= most + 1, (
+    assert seq.dropped_tokens == 0 or len(seq.tokens) <= kept_positions + 1, (
         f"{seq.id}: keeps more tokens than its budget"
     )
-    if seq.published_blocks == NEVER and cache.kv_eviction == "sinks":
-        moved = seq.block_table[cache.kv_sinks :]
-        assert all(pool.refs[b] == 1 and pool.hash[b] is None for b in moved), (
-            f"{seq.id}: shares what was moved"
-        )
+    if seq.published_blocks == NEVER_PUBLISH and cache.kv_eviction == "sinks":
+        for block in seq.block_table[cache.kv_sinks :]:
+            is_private = pool.ref_counts[block] == 1 and pool.hashes[block] is None
+            assert is_private, f"{seq.id}: shares a block that was shifted"

@@ -1,5 +1,7 @@
-"""Load or recompute? Seconds for a block over each link against seconds to compute it, as measured while running. Knows plans and
-what their steps took, no contents.
+"""The offload cost model: is loading a block from a lower tier faster than recomputing it?
+
+It compares measured seconds per block of each tier with the measured prefill speed. It knows plans
+and how long their steps took, not contents.
 """
 
 from __future__ import annotations
@@ -8,51 +10,55 @@ from dataclasses import dataclass
 
 from octavo.types import Plan, StepResult
 
-# bytes a second, until something was measured: hope is put right by the first block, fear by none
-LINK_RATE = DISK_RATE = 10e9
-SMOOTH = 0.2  # weight of the newest measurement
-PROBE = 32  # one time in so many, what does not seem to pay is tried: a link may have become faster
+# Bytes per second assumed until something is measured. An optimistic rate is corrected by the first
+# block loaded; a pessimistic one never would be, because nothing would be loaded.
+HOST_RATE = 10e9
+DISK_RATE = 10e9
+SMOOTHING = 0.2  # weight of the newest measurement
+# Loading is tried once in this many times although it seems slow: the tier may have become faster.
+PROBE_INTERVAL = 32
 
 
 @dataclass(slots=True)
 class OffloadCosts:
-    """What each way to a block takes, in seconds."""
+    block_size: int
+    load_seconds: float  # per block, from host memory to the device
+    fetch_seconds: float  # per block, from disk to host memory
+    prefill_tokens: float = 0.0  # in recent prefill steps, later steps weigh more
+    prefill_seconds: float = 0.0  # device time of the same steps
+    refusals: int = 0
 
-    size: int  # tokens in a block
-    load: float  # a block, from host memory
-    fetch: float  # from disk, before that
-    tokens: float = 0.0  # of recent steps that computed prompts, later ones weighing more,
-    seconds: float = 0.0  # and what those took
-    refused: int = 0
-
-    def pays(self, disk: bool = False) -> bool:
-        return (
-            not self.tokens
-            or self.load + disk * self.fetch < self.size * self.seconds / self.tokens
-        )
-
-    def try_it(self, disk: bool = False) -> bool:
-        if self.pays(disk):
+    def loading_pays(self, disk: bool = False) -> bool:
+        """Return whether loading a block, from disk or host memory, beats recomputing it."""
+        if not self.prefill_tokens:
             return True
-        self.refused += 1
-        return self.refused % PROBE == 0
+        recompute_seconds = self.block_size * self.prefill_seconds / self.prefill_tokens
+        return self.load_seconds + disk * self.fetch_seconds < recompute_seconds
 
-    def in_tokens(self, loads: int) -> int:
-        """How many tokens could be computed while these blocks are loaded."""
-        return int(loads * self.load * self.tokens / self.seconds) if loads and self.seconds else 0
+    def should_load(self, disk: bool = False) -> bool:
+        if self.loading_pays(disk):
+            return True
+        self.refusals += 1
+        return self.refusals % PROBE_INTERVAL == 0
 
-    def learn(self, plan: Plan, result: StepResult) -> None:
+    def tokens_in_load_time(self, num_blocks: int) -> int:
+        """Return how many tokens the device could compute while it loads this many blocks."""
+        if not num_blocks or not self.prefill_seconds:
+            return 0
+        return int(num_blocks * self.load_seconds * self.prefill_tokens / self.prefill_seconds)
+
+    def observe_step(self, plan: Plan, result: StepResult) -> None:
         if plan.loads and result.load_seconds:
-            self.load += SMOOTH * (result.load_seconds / len(plan.loads) - self.load)
+            measured = result.load_seconds / len(plan.loads)
+            self.load_seconds += SMOOTHING * (measured - self.load_seconds)
         if result.compute_seconds:
-            prompt, total = (
-                sum(item.num_tokens for item in plan.items if item.start is not None),
-                plan.num_tokens,
-            )
-            # shorter ones tell what a step costs, not what a token does
-            if prompt >= 2 * self.size and 2 * prompt > total:
-                self.tokens = (1 - SMOOTH) * self.tokens + total
-                self.seconds = (1 - SMOOTH) * self.seconds + result.compute_seconds
+            num_tokens = plan.num_tokens
+            prompt_tokens = sum(item.num_tokens for item in plan.items if item.start is not None)
+            # Steps with fewer prompt tokens show the cost of a step, not of a token.
+            if prompt_tokens >= 2 * self.block_size and 2 * prompt_tokens > num_tokens:
+                keep = 1 - SMOOTHING
+                self.prefill_tokens = keep * self.prefill_tokens + num_tokens
+                self.prefill_seconds = keep * self.prefill_seconds + result.compute_seconds
 
-    def learn_fetch(self, seconds: float) -> None:
-        self.fetch += SMOOTH * (seconds - self.fetch)
+    def observe_fetch(self, seconds: float) -> None:
+        self.fetch_seconds += SMOOTHING * (seconds - self.fetch_seconds)

@@ -1,15 +1,20 @@
-"""Who comes first: orders of the queue, and who gives way when rows or blocks run out. Knows sequences, no blocks, no time.
+"""Scheduling policies: the order of the queue, and which sequence is preempted when batch slots or
+blocks run out. Policies know sequences, no blocks and no clock.
 
-A policy is a rank: a number of seconds for each sequence, the lowest comes first. The scheduler does the rest:
+A policy is a rank: a number of seconds for each sequence, lowest first. The scheduler does the rest:
 
-    waiting, prefilling and decoding are kept in the order of ranks, and plans are filled from the front
-    whoever needs room takes it from somebody of a higher rank who is not in the plan yet, or gives way itself
+    waiting, prefilling and decoding are kept in rank order, and plans are filled from the front
+    a sequence that needs room takes it from one with a higher rank that is not in the plan yet,
+    or is preempted itself
 
-So whoever ranks first of all gets on in every step, or in every other, whatever the policy: no livelock, because the rank of what
-has begun is not changed (but once: under a policy of changing ranks, whoever had to give way comes first from then on).
-Ranks start from the time of arrival and add a bounded number of seconds: what comes much later comes after. No starvation.
+No livelock: the sequence with the lowest rank makes progress in every step or in every other one,
+whatever the policy, because the rank of a sequence that has started does not change. (It changes
+once: under a policy with changing ranks, a preempted sequence comes first from then on.)
 
-A policy of your own is a subclass with a `rank`, given by name: --policy package.module:Class.
+No starvation: a rank is the time of arrival plus a bounded number of seconds, so a request that
+arrives much later comes after.
+
+To write your own policy, subclass Policy with a `rank` and name it: --policy package.module:Class.
 """
 
 from __future__ import annotations
@@ -23,45 +28,54 @@ from octavo.types import Sequence
 
 
 class Policy:
-    """First come, first served, and the base of all others."""
+    """First come, first served. Base class of all policies."""
 
-    # ranks never change. Otherwise they are asked for anew as long as a sequence waits to begin
-    fixed = True
-    pausing = False  # `pauses` may say yes
+    # True: a rank never changes. False: the scheduler asks again until the sequence starts.
+    fixed_ranks = True
+    preemptive = False  # `preempts` may return True
 
     def rank(self, seq: Sequence) -> float:
-        """Lower is sooner; equal ranks go by arrival."""
+        """Lower ranks come first; equal ranks go by arrival."""
         return 0.0
 
-    def pauses(self, seq: Sequence, other: Sequence) -> bool:
-        """May `seq` take the place of `other`, which runs and ranks after it, rather than wait for it to end?"""
+    def preempts(self, seq: Sequence, other: Sequence) -> bool:
+        """May `seq` preempt `other`, which runs and has a higher rank, instead of waiting for it?"""
         return False
 
     def outranks(self, seq: Sequence, other: Sequence) -> bool:
-        """Does `other`, which ranks after it, stand aside in steps that compute `seq`'s prompt? Its row and blocks stay. This
-        should tell few classes of requests apart: prompts of different ones are not computed in one step. Equals that decode
-        sit out every other of these steps."""
+        """Does `other`, which has a higher rank, pause in steps that compute `seq`'s prompt?
+
+        A paused sequence keeps its batch slot and blocks. This function should tell few classes of
+        requests apart: prompts of different classes are not computed in one step, and decoding
+        sequences of `seq`'s own class skip every other of these steps."""
         return False
 
-    def victim(self, weaker: list[Sequence]) -> Sequence:
-        """Who of these gives way. All rank after the one that needs room; any choice is safe."""
-        return max(weaker, key=lambda s: s.rank)
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        """Choose the sequence to preempt. All candidates rank after the one that needs room, so any
+        choice is safe."""
+        return max(candidates, key=lambda seq: seq.rank)
 
-    def look(
-        self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
+    def before_ranking(
+        self,
+        running: list[Sequence],
+        waiting: list[Sequence],
+        count_cached_tokens: Callable[[Sequence], int],
     ) -> None:
-        """Before ranks that are not fixed are asked for. `cached`: how much of a prompt the cache has, or is about to have."""
+        """Prepare for calls of `rank`, if ranks are not fixed. `count_cached_tokens` returns how
+        many tokens of a prompt the prefix cache has or is about to have."""
 
     def arrived(self, seq: Sequence) -> None: ...
 
-    def ended(self, seq: Sequence) -> None: ...
+    def finished(self, seq: Sequence) -> None: ...
 
 
 class Priority(Policy):
-    """Lower `Request.priority` first, as in vLLM, pausing what runs where there is no room. One level is worth `ageing` seconds:
-    a request that has waited for so long is not overtaken any more by later ones of the level before its own."""
+    """Lower `Request.priority` first, as in vLLM, preempting lower-priority work if there is no room.
 
-    pausing = True
+    One level is worth `ageing` seconds: a request that has waited that long is no longer overtaken
+    by later requests one level above its own."""
+
+    preemptive = True
     ageing = 10.0
 
     def rank(self, seq: Sequence) -> float:
@@ -70,15 +84,16 @@ class Priority(Policy):
     def outranks(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.priority < other.request.priority
 
-    pauses = outranks
+    preempts = outranks
 
-    def victim(self, weaker: list[Sequence]) -> Sequence:
-        """Of the lowest priority, the cheapest to bring back."""
-        return max(weaker, key=lambda s: (s.request.priority, -s.planned, s.rank))
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        """Choose the lowest priority and, within it, the sequence that is cheapest to resume."""
+        return max(candidates, key=lambda seq: (seq.request.priority, -seq.planned, seq.rank))
 
 
 class Shortest(Policy):
-    """Short prompts first: a prompt lets those pass that come up to `ageing` seconds for each of its tokens later."""
+    """Short prompts first. A prompt lets requests pass that arrive up to `ageing` seconds later for
+    each of its tokens."""
 
     ageing = 0.01
 
@@ -87,19 +102,20 @@ class Shortest(Policy):
 
 
 class Deadline(Policy):
-    """The earliest deadline first, pausing what has more time. Without one, `patience` seconds from arrival."""
+    """Earliest deadline first, preempting requests with later ones. A request without a deadline has
+    one of `default_seconds` after its arrival."""
 
-    pausing = True
-    patience = 60.0
+    preemptive = True
+    default_seconds = 60.0
 
     def rank(self, seq: Sequence) -> float:
         request = seq.request
         if request.deadline is None:
-            return request.arrival + self.patience
-        # what is past when it comes does not overtake for ever
+            return request.arrival + self.default_seconds
+        # A deadline in the past counts as now, so that it cannot overtake for ever.
         return max(request.deadline, request.arrival)
 
-    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+    def preempts(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.deadline is not None
 
     def outranks(self, seq: Sequence, other: Sequence) -> bool:
@@ -107,102 +123,120 @@ class Deadline(Policy):
 
 
 class Fair(Policy):
-    """As many tokens for each tenant that waits. A tenant's counter is what it was given so far; the lowest comes next. A tenant that had
-    nothing waiting starts where one that always had would stand (`even`): what it left to others earns nothing, and whoever
-    waits is not overtaken by ever new tenants."""
+    """An equal number of tokens for each tenant that has requests waiting.
 
-    fixed = False
+    A tenant's counter is the number of tokens it was given so far; the lowest counter comes next. A
+    tenant that had nothing waiting starts at `fair_counter`, the counter of an imaginary tenant that
+    always had something waiting. Tokens it left to others therefore earn it nothing, and a waiting
+    tenant is not overtaken by an endless stream of new ones."""
+
+    fixed_ranks = False
 
     def __init__(self) -> None:
-        # tenant -> tokens of what has ended, and what it did not ask for
+        # tenant -> tokens of its finished sequences, and tokens it was credited for being away
         self.served: dict[str, int] = {}
-        self.live: dict[str, int] = {}  # tenant -> sequences that have not
-        self.even = 0.0  # the counter of a tenant that always has something waiting
-        # tokens of all that has ended; and what was given up to the last look
-        self._ended, self._given_before = 0, 0
-        self._turn: dict[int, int] = {}  # Sequence.id -> its tenant's counter when its turn comes
+        self.live: dict[str, int] = {}  # tenant -> number of live sequences
+        self.fair_counter = 0.0
+        self._finished_tokens = 0  # of all tenants
+        self._given_before = 0  # tokens given to all tenants up to the last ranking
+        self._turns: dict[int, int] = {}  # Sequence.id -> its tenant's counter before its turn
 
     def arrived(self, seq: Sequence) -> None:
         tenant = seq.request.tenant
         self.served.setdefault(tenant, 0)
         self.live[tenant] = self.live.get(tenant, 0) + 1
 
-    def ended(self, seq: Sequence) -> None:
+    def finished(self, seq: Sequence) -> None:
         tenant = seq.request.tenant
-        if seq.num_generated > 0:  # who never got to speak is charged nothing
-            given = self._given(seq, len(seq.tokens))
+        if seq.num_generated > 0:  # a sequence without output is free
+            given = self._tokens_given(seq, len(seq.tokens))
             self.served[tenant] += given
-            self._ended += given
+            self._finished_tokens += given
         self.live[tenant] -= 1
         if not self.live[tenant]:
             del self.live[tenant]
 
-    def _given(self, seq: Sequence, upto: int) -> int:
-        # a request's completions share its prompt, its beams more
-        return max(upto + seq.dropped_tokens - seq.inherited_tokens, 0)
+    def _tokens_given(self, seq: Sequence, positions: int) -> int:
+        # Completions of a request share its prompt, and beams share more: count that once.
+        return max(positions + seq.dropped_tokens - seq.inherited_tokens, 0)
 
-    def look(
-        self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
+    def before_ranking(
+        self,
+        running: list[Sequence],
+        waiting: list[Sequence],
+        count_cached_tokens: Callable[[Sequence], int],
     ) -> None:
-        counter, given = {tenant: self.served[tenant] for tenant in self.live}, self._ended
+        counters = {tenant: self.served[tenant] for tenant in self.live}
+        given = self._finished_tokens
         for seq in [*running, *(seq for seq in waiting if seq.preemptions)]:
-            counter[seq.request.tenant] += (
-                some := self._given(seq, max(seq.planned, seq.preempted_positions))
-            )
-            given += some
-        waited = {seq.request.tenant for seq in waiting if seq.id in self._turn}
-        new = {seq.request.tenant for seq in waiting} - waited
-        self._move_on(counter, waited, given - self._given_before)
-        for tenant in new:
-            lift = max(math.ceil(self.even) - counter[tenant], 0)
-            self.served[tenant] += lift
-            counter[tenant] += lift
+            tokens = self._tokens_given(seq, max(seq.planned, seq.preempted_positions))
+            counters[seq.request.tenant] += tokens
+            given += tokens
+        waited = {seq.request.tenant for seq in waiting if seq.id in self._turns}
+        new_tenants = {seq.request.tenant for seq in waiting} - waited
+        self._advance_fair_counter(counters, waited, given - self._given_before)
+        for tenant in new_tenants:
+            credit = max(math.ceil(self.fair_counter) - counters[tenant], 0)
+            self.served[tenant] += credit
+            counters[tenant] += credit
         self.served = {
-            tenant: n for tenant, n in self.served.items() if tenant in self.live or n > self.even
+            tenant: tokens
+            for tenant, tokens in self.served.items()
+            if tenant in self.live or tokens > self.fair_counter
         }
         self._given_before = given
-        self._turn.clear()
-        # by arrival: each adds to its tenant's counter
-        for seq in sorted(waiting, key=lambda s: s.rank[1:]):
-            self._turn[seq.id] = counter[seq.request.tenant]
-            counter[seq.request.tenant] += len(seq.tokens)
+        self._turns.clear()
+        # In order of arrival: each request raises its tenant's counter for the next one.
+        for seq in sorted(waiting, key=lambda seq: seq.rank[1:]):
+            self._turns[seq.id] = counters[seq.request.tenant]
+            counters[seq.request.tenant] += len(seq.tokens)
 
-    def _move_on(self, counter: dict[str, int], waited: set[str], given: int) -> None:
-        """`even`, by an equal part of what was given since the last look, for each tenant that waited for it; at most to where the
-        last of them stands. Where none waited, to the most that anybody has had: nobody is owed anything."""
+    def _advance_fair_counter(self, counters: dict[str, int], waited: set[str], given: int) -> None:
+        """Advance `fair_counter` by an equal part, for each tenant that waited, of the tokens given
+        since the last ranking, but not beyond the highest counter among them. If no tenant waited,
+        advance it to the highest counter of all: no tenant is owed anything."""
         if waited:
-            most = max(counter[tenant] for tenant in waited)
-            self.even = max(self.even, min(self.even + max(given, 0) / len(waited), most))
+            highest = max(counters[tenant] for tenant in waited)
+            advanced = self.fair_counter + max(given, 0) / len(waited)
+            self.fair_counter = max(self.fair_counter, min(advanced, highest))
         else:
-            self.even = max(self.even, *counter.values(), *self.served.values())
+            self.fair_counter = max(self.fair_counter, *counters.values(), *self.served.values())
 
     def rank(self, seq: Sequence) -> float:
-        return self._turn[seq.id]
+        return self._turns[seq.id]
 
 
 class Prefix(Policy):
-    """Those first whose prompt begins with what the cache has or is about to have, so that it is used before it is forgotten.
-    A token found there is worth `ageing` seconds."""
+    """Prompts first that begin with what the prefix cache has or is about to have, so that it is used
+    before it is evicted. Each cached token is worth `ageing` seconds."""
 
-    fixed = False
+    fixed_ranks = False
     ageing = 0.01
 
-    def look(
-        self, running: list[Sequence], waiting: list[Sequence], cached: Callable[[Sequence], int]
+    def before_ranking(
+        self,
+        running: list[Sequence],
+        waiting: list[Sequence],
+        count_cached_tokens: Callable[[Sequence], int],
     ) -> None:
-        self._cached = cached
+        self._count_cached_tokens = count_cached_tokens
 
     def rank(self, seq: Sequence) -> float:
-        return seq.request.arrival - self.ageing * self._cached(seq)
+        return seq.request.arrival - self.ageing * self._count_cached_tokens(seq)
 
 
 POLICIES: dict[str, type[Policy]] = {
-    "fcfs": Policy, "priority": Priority, "shortest": Shortest, "deadline": Deadline, "fair": Fair, "prefix": Prefix,
-}  # fmt: skip
+    "fcfs": Policy,
+    "priority": Priority,
+    "shortest": Shortest,
+    "deadline": Deadline,
+    "fair": Fair,
+    "prefix": Prefix,
+}
 
 
 def find_policy(name: str) -> Policy:
-    """By its name, or somebody's own as package.module:Class."""
+    """Return a built-in policy by its name, or a user's own as package.module:Class."""
     if name in POLICIES:
         return POLICIES[name]()
     module, _, attribute = name.partition(":")
@@ -210,13 +244,13 @@ def find_policy(name: str) -> Policy:
     if not attribute:
         raise InvalidRequest(f"unknown scheduling policy {name!r}: {allowed}", "scheduling_policy")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        policy = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidRequest(
             f"cannot load the scheduling policy {name!r} ({error}): {allowed}", "scheduling_policy"
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise InvalidRequest(
             f"{name} is not a subclass of octavo.core.policy.Policy", "scheduling_policy"
         )
-    return found()
+    return policy()

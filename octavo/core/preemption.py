@@ -1,162 +1,223 @@
-"""Room for the urgent, under policies that pause what runs: who computes a prompt in the next step, who stands aside for it and
-who gives way to it. Knows ranks, rows and blocks; the rules are the policy's.
+"""Preemption for urgent requests, under preemptive policies: which prompts the next step computes,
+which running sequences pause for them, and which are preempted.
 
-    outranked    by a prompt in this step: stands aside. It keeps row and blocks, and goes on in the step after
-    equal        and decoding: sits out one step, never two in a row
-    paused       for lack of rows or blocks: back to the queue
+It knows ranks, batch slots and blocks; the rules are the policy's. With respect to an urgent prompt
+in the step, a running sequence is
 
-All of that is decided before anything is planned, so nobody concerned is in the plan.
+    outranked    it pauses: it keeps slot and blocks and continues in the step after
+    equal        if it decodes, it skips one step, never two in a row
+    a victim     it is preempted, if slots or blocks do not suffice
+
+All of this is decided before anything is planned, so no sequence concerned is in the plan.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from heapq import merge
 
-from octavo.core.batching import Pace
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues, by_rank
-from octavo.core.tables import admission_takes, chunk
+from octavo.core.step_budget import PromptBudget, StepTimes
+from octavo.core.tables import blocks_to_admit, chunk_size
 from octavo.types import Plan, Rank, Sequence, Status
 
-LAST: Rank = (math.inf, sys.maxsize, 0)
+LAST_RANK: Rank = (math.inf, sys.maxsize, 0, sys.maxsize, 0)
 
 
-class Room:
-    """What the next step is for."""
+@dataclass(slots=True)
+class UrgentStep:
+    """What the next step is for, as far as it has been decided."""
 
-    def __init__(self, before: Rank, tokens: int, ahead: list[Sequence]):
-        # the rank of the first that was paused or may not begin: nor may who ranks after it
-        self.before = before
-        self.tokens = tokens  # of the step; 0: not decided here
-        self.ahead = ahead  # for whom others stand aside,
-        self.stood = sum(seq.planned for seq in ahead)  # and positions that they had
+    free_slots: int
+    free_blocks: int
+    decoding: list[Sequence]  # sequences that decode in this step
+    token_budget: int | None = None  # None: no prompt has been considered
+    prompt_tokens: int = 0  # of the prompts considered so far
+    # Rank of the first sequence that is preempted or may not start. Later ranks may not start.
+    admit_before: Rank = LAST_RANK
+    prompts: list[Sequence] = field(default_factory=list)  # computed in this step
+    urgent: list[Sequence] = field(default_factory=list)  # prompts that other sequences pause for
+    victims: list[Sequence] = field(default_factory=list)
+    released: Counter[int] = field(default_factory=Counter)  # block -> references of the victims
 
 
-class Urgency:
-    def __init__(self, queues: Queues, prefix: PrefixCache, pace: Pace | None, depth: int):
-        self.queues, self.policy, self.prefix, self.pool = (
-            queues,
-            queues.policy,
-            prefix,
-            prefix.pool,
-        )
-        self.pace, self.depth = pace, depth
-        self.latest: Sequence | None = None  # that others stood aside for
-        self.sat_out = False  # equals of an urgent prompt, in the last step
-        self.vain = False  # the last time that some stood aside, nobody got on by it
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the next chunk of a prompt takes."""
 
-    def make_room(
+    slots: int
+    blocks: int
+    tokens: int
+
+
+class UrgentPreemption:
+    def __init__(
         self,
-        cap: int,
-        budget: Callable[[int], int],
-        may_begin: Callable[[Sequence], bool],
-        preempt: Callable[[Sequence, str], None],
-    ) -> Room:
-        """`cap`: tokens of a step, at most; `budget`: of one in which so many decode."""
-        queues, policy, pool, before = self.queues, self.policy, self.pool, LAST
-        if not policy.pausing:
-            return Room(LAST, 0, [])
-        rows, blocks, used, tokens = len(queues.rows), len(pool.free), 0, 0
-        stay, begin, ahead = queues.decoding, list[Sequence](), list[Sequence]()
-        for seq in merge(list(queues.prefilling), list(queues.waiting), key=by_rank):
-            if seq.rank >= before:
+        queues: Queues,
+        prefix: PrefixCache,
+        step_times: StepTimes,
+        depth: int,
+        may_start: Callable[[Sequence], bool],
+    ):
+        self.queues = queues
+        self.policy = queues.policy
+        self.prefix = prefix
+        self.pool = prefix.pool
+        self.step_times = step_times
+        self.depth = depth
+        self.may_start = may_start
+        self.last_urgent: Sequence | None = None  # the latest prompt that others paused for
+        self.equals_skipped = False  # decoding equals of an urgent prompt skipped the last step
+        self.paused_in_vain = False  # sequences paused in the last step, and no prompt advanced
+
+    # ---- before a step -----------------------------------------------------------------------------
+
+    def shape(self, token_cap: int, prompt_budget: PromptBudget) -> UrgentStep:
+        """Decide which prompts the next step computes. Steps have at most `token_cap` tokens."""
+        step = UrgentStep(
+            free_slots=len(self.queues.free_slots),
+            free_blocks=len(self.pool.free_blocks),
+            decoding=list(self.queues.decoding),
+        )
+        for seq in merge(list(self.queues.prefilling), list(self.queues.waiting), key=by_rank):
+            if seq.rank >= step.admit_before:
                 break
-            if first := next((a for a in begin if policy.outranks(a, seq)), None):
-                ahead += [first] if first not in ahead else []
-                before = seq.rank if seq.status is Status.WAITING else before
-                continue
-            if seq.status is Status.WAITING and not may_begin(seq):
-                continue
-            weaker = {s.id for s in self._outranked(seq)} if not self.vain else ()
-            kept = [s for s in stay if s.id not in weaker and s.status is Status.RUNNING]
-            tokens = (
-                cap
-                if weaker
-                else tokens
-                or min(budget(len(kept)), len(kept) + self._polite(seq, cap - len(kept)))
-            )
-            if tokens <= len(kept) + used:
+            if not self._consider(seq, step, token_cap, prompt_budget):
                 break
-            claim = self._claim(seq, tokens - len(kept) - used)
-            if claim is None:
-                continue
-            rows, blocks, used = rows - claim[0], blocks - claim[1], used + claim[2]
-            # by those who decode: theirs come first
-            wanted = sum(s.planned % pool.size == 0 for s in kept)
-            while rows < 0 or blocks < wanted:
-                victims = [s for s in queues.running if s.rank > seq.rank and policy.pauses(seq, s)]
-                if (
-                    not victims
-                    or blocks + sum(pool.refs[b] == 1 for s in victims for b in s.block_table)
-                    < wanted
-                ):
-                    return Room(before, tokens, ahead)  # to pause them would not help
-                victim, free = policy.victim(victims), len(pool.free)
-                preempt(victim, "a more urgent request took its place")
-                rows, blocks, before = (
-                    rows + 1,
-                    blocks + len(pool.free) - free,
-                    min(before, victim.rank),
-                )
-            stay = kept
-            if not self.vain:
-                begin.append(seq)
-            ahead += [seq] if weaker else []
-        return Room(before, tokens, ahead)
+        return step
 
-    def _outranked(self, seq: Sequence) -> list[Sequence]:
-        return [
-            s for s in self.queues.running if s.rank > seq.rank and self.policy.outranks(seq, s)
-        ]
+    def _consider(
+        self, seq: Sequence, step: UrgentStep, token_cap: int, prompt_budget: PromptBudget
+    ) -> bool:
+        """Give a prompt room in the step, if there is any. False: nothing is left for later ones."""
+        outranker = next((p for p in step.prompts if self.policy.outranks(p, seq)), None)
+        if outranker is not None:
+            if outranker not in step.urgent:
+                step.urgent.append(outranker)
+            if seq.status is Status.WAITING:
+                step.admit_before = seq.rank
+            return True
+        if seq.status is Status.WAITING and not self.may_start(seq):
+            return True
+        outranked = set() if self.paused_in_vain else self._outranked(seq, step.victims)
+        decoding = [other for other in step.decoding if other.id not in outranked]
+        num_decoding = len(decoding)
+        if outranked:
+            step.token_budget = token_cap
+        elif step.token_budget is None:
+            limit = token_cap - num_decoding
+            allowed = prompt_budget.allow(limit, num_decoding, self.queues).tokens
+            step.token_budget = num_decoding + min(allowed, self._background_limit(seq, limit))
+        tokens_left = step.token_budget - num_decoding - step.prompt_tokens
+        if tokens_left <= 0:
+            return False
+        claim = self._claim(seq, tokens_left)
+        if claim is None:
+            return True
+        step.free_slots -= claim.slots
+        step.free_blocks -= claim.blocks
+        step.prompt_tokens += claim.tokens
+        if not self._find_victims(seq, step, decoding):
+            return False
+        victim_ids = {victim.id for victim in step.victims}
+        step.decoding = [other for other in decoding if other.id not in victim_ids]
+        if not self.paused_in_vain:
+            step.prompts.append(seq)
+        if outranked:
+            step.urgent.append(seq)
+        return True
 
-    def _polite(self, prompt: Sequence, most: int) -> int:
-        """Tokens of prompts: where an urgent request may come, as many as it may have to wait for."""
-        assert self.pace is not None
-        if self.latest is None or self.policy.outranks(self.latest, prompt):
-            return self.pace.polite(most, self.depth)
-        return most
+    def _outranked(self, seq: Sequence, victims: list[Sequence]) -> set[int]:
+        """Return the running sequences, by id, that pause while `seq`'s prompt is computed."""
+        return {
+            other.id
+            for other in self.queues.running
+            if other.rank > seq.rank and self.policy.outranks(seq, other) and other not in victims
+        }
 
-    def _claim(self, seq: Sequence, left: int) -> tuple[int, int, int] | None:
-        """Rows, blocks and tokens that its next chunk takes. None: it cannot begin yet, or has nothing left to begin."""
-        size = self.pool.size
+    def _background_limit(self, prompt: Sequence, limit: int) -> int:
+        """Return the prompt tokens of a step that a later urgent request may have to wait for."""
+        if self.last_urgent is None or self.policy.outranks(self.last_urgent, prompt):
+            return self.step_times.background_chunk(limit, self.depth)
+        return limit
+
+    def _claim(self, seq: Sequence, token_budget: int) -> Claim | None:
+        """Return what the next chunk of a prompt takes. None: it cannot start yet, or it is done."""
+        block_size = self.pool.block_size
         if seq.status is Status.RUNNING:
-            num = chunk(seq, seq.planned, left)
-            return (
-                (0, max(-(-(seq.planned + num) // size) - len(seq.block_table), 0), num)
-                if num
-                else None
-            )
-        found = self.prefix.match(seq)
-        if found is None:
+            num_tokens = chunk_size(seq, seq.planned, token_budget)
+            if not num_tokens:
+                return None
+            num_blocks = -(-(seq.planned + num_tokens) // block_size) - len(seq.block_table)
+            return Claim(0, max(num_blocks, 0), num_tokens)
+        match = self.prefix.match(seq)
+        if match is None:
             return None
-        num = chunk(seq, len(found.hits) * size, left)
-        return 1, admission_takes(self.pool, found.hits, num), num
+        num_tokens = chunk_size(seq, len(match.blocks) * block_size, token_budget)
+        return Claim(1, blocks_to_admit(self.pool, match.blocks, num_tokens), num_tokens)
 
-    def aside(self, room: Room) -> set[int]:
-        """Who stands aside."""
-        return {s.id for a in room.ahead for s in self._outranked(a)}
-
-    def sit_out(self, room: Room) -> set[int]:
-        """Equals of those for whom others stand aside, of those that decode: a prompt is computed alone, for one row more may
-        cost much (on a GPU, the next larger graph), and they go on right after it."""
-        outranks, equals = self.policy.outranks, set[int]()
-        if room.ahead and not self.sat_out:
-            equals = {
-                s.id
-                for s in self.queues.decoding
-                if not any(outranks(s, a) or outranks(a, s) for a in room.ahead)
-            }
-        self.sat_out = bool(equals)
-        return equals
-
-    def settle(self, room: Room, plan: Plan) -> None:
-        """The plan is complete: did anybody get on by it?"""
-        if room.ahead:
-            plan.urgent, self.latest = (
-                sum(seq.planned for seq in room.ahead) > room.stood,
-                room.ahead[-1],
+    def _find_victims(self, seq: Sequence, step: UrgentStep, decoding: list[Sequence]) -> bool:
+        """Choose victims until slots and blocks suffice for the prompt and for the decoding
+        sequences, whose new blocks come first. False: preempting all candidates would not help."""
+        decode_blocks = sum(other.planned % self.pool.block_size == 0 for other in decoding)
+        while step.free_slots < 0 or step.free_blocks < decode_blocks:
+            candidates = [
+                other
+                for other in self.queues.running
+                if other.rank > seq.rank
+                and self.policy.preempts(seq, other)
+                and other not in step.victims
+            ]
+            possible = sum(
+                self.pool.ref_counts[block] - step.released[block] == 1
+                for other in candidates
+                for block in other.block_table
             )
-        self.vain = bool(room.ahead) and not plan.urgent
+            if not candidates or step.free_blocks + possible < decode_blocks:
+                return False
+            victim = self.policy.victim(candidates)
+            step.victims.append(victim)
+            step.admit_before = min(step.admit_before, victim.rank)
+            step.free_slots += 1
+            for block in victim.block_table:
+                step.released[block] += 1
+                step.free_blocks += self.pool.ref_counts[block] == step.released[block]
+        return True
+
+    def paused(self, step: UrgentStep) -> frozenset[int]:
+        """Return the running sequences, by id, that pause in this step."""
+        return frozenset(
+            other_id for seq in step.urgent for other_id in self._outranked(seq, step.victims)
+        )
+
+    def skipping_equals(self, step: UrgentStep) -> frozenset[int]:
+        """Return decoding equals of the urgent prompts that skip this step.
+
+        An urgent prompt is computed alone, because one more sequence may cost much (on a GPU, the
+        next larger graph). Its equals continue in the step after."""
+        outranks = self.policy.outranks
+        skipping: frozenset[int] = frozenset()
+        if step.urgent and not self.equals_skipped:
+            skipping = frozenset(
+                other.id
+                for other in self.queues.decoding
+                if other not in step.victims
+                and not any(outranks(other, seq) or outranks(seq, other) for seq in step.urgent)
+            )
+        self.equals_skipped = bool(skipping)
+        return skipping
+
+    # ---- after a step ------------------------------------------------------------------------------
+
+    def settle(self, plan: Plan, urgent: tuple[Sequence, ...], positions_before: int) -> None:
+        """The plan is complete: note whether an urgent prompt advanced. If none did, no sequence
+        pauses in the next step."""
+        plan.urgent = bool(urgent) and sum(seq.planned for seq in urgent) > positions_before
+        if urgent:
+            self.last_urgent = urgent[-1]
+        self.paused_in_vain = bool(urgent) and not plan.urgent

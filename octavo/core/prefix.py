@@ -1,11 +1,13 @@
-"""The prefix cache: which blocks of a sequence's text are known, in the pool or in the tiers below it, or are about to be.
+"""The prefix cache: which blocks of a sequence's text are cached on the device, can be loaded from
+a lower tier, or are being computed by another sequence.
 
-    hashes      a b c d e f g        the content chain of its full blocks, but always with a token left to compute
-    pool        a b                  shared at once
-    tiers           c d              loaded into blocks of its own
-    computing           e f          by another sequence: worth waiting for, if that is most of the rest
+    block_hashes  a b c d e f g    hash chain of the full blocks, one token left to compute
+    pool          a b              shared at once
+    tiers             c d          loaded into new blocks
+    computing             e f      another sequence computes them: worth waiting for if they are
+                                   most of the rest
 
-Knows sequences, blocks and hashes; who is admitted, and when, is the scheduler's business.
+It knows sequences, blocks and hashes. The scheduler decides which sequence starts, and when.
 """
 
 from __future__ import annotations
@@ -13,171 +15,188 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.config import CacheConfig
-from octavo.core.blocks import BlockPool, chain, root
+from octavo.core.blocks import BlockPool, Content, chain_hash, root_hash
 from octavo.core.tier_index import TierIndex
 from octavo.types import DiskWait, Plan, Sequence, StepResult
 
 
 class Match(NamedTuple):
-    """What is known of a text, from its beginning on."""
+    """The known prefix of a text."""
 
-    hits: list[int]  # blocks; 0 for one that a lower tier has
-    loads: list[tuple[int, int]]  # (logical block, host slot) of those
+    blocks: list[int]  # physical blocks; 0 for a block that a lower tier has
+    loads: list[tuple[int, int]]  # (logical block, host block) of the blocks to load
 
 
 class PrefixCache:
     def __init__(self, cache: CacheConfig, pool: BlockPool):
-        self.on, self.pool, self.size = cache.prefix_caching, pool, pool.size
+        self.enabled = cache.prefix_caching
+        self.pool = pool
+        self.block_size = pool.block_size
         self.tiers: TierIndex | None = None
-        if self.on and cache.host_blocks:
+        if self.enabled and cache.host_blocks:
             self.tiers = TierIndex(
-                cache.host_blocks, cache.block_size, cache.block_bytes, cache.has_disk
+                num_host_blocks=cache.host_blocks,
+                block_size=cache.block_size,
+                block_bytes=cache.block_bytes,
+                has_disk=cache.has_disk,
             )
-        # content of blocks on their way into the cache -> whose sequence computes it
+        # Hash of a block that will be published -> Sequence.id of the sequence that computes it.
         self.computing: dict[bytes, int] = {}
 
     # ---- admission ---------------------------------------------------------------------------------
 
-    def extend_hashes(self, seq: Sequence, full: int) -> None:
-        size, hashes = self.size, seq.block_hashes
-        for j in range(len(hashes), full):
-            parent = hashes[-1] if j else root(seq.request.cache_salt)
-            hashes.append(chain(parent, seq.tokens[j * size : (j + 1) * size]))
+    def extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
+        """Extend the hash chain to the first `num_blocks` blocks of the sequence."""
+        hashes = seq.block_hashes
+        for block in range(len(hashes), num_blocks):
+            parent = hashes[-1] if block else root_hash(seq.request.cache_salt)
+            start = block * self.block_size
+            hashes.append(chain_hash(parent, seq.tokens[start : start + self.block_size]))
 
-    def cached_tokens(self, seq: Sequence) -> int:
-        """How much of its prompt the prefix cache has, or is about to have."""
-        found = 0
-        while self.on and found < (len(seq.tokens) - 1) // self.size:
-            self.extend_hashes(seq, found + 1)
-            if (
-                seq.block_hashes[found] not in self.pool.index
-                and seq.block_hashes[found] not in self.computing
-            ):
+    def count_cached_tokens(self, seq: Sequence) -> int:
+        """Return how many prompt tokens are cached on the device or about to be."""
+        num_blocks = 0
+        while self.enabled and num_blocks < (len(seq.tokens) - 1) // self.block_size:
+            self.extend_hashes(seq, num_blocks + 1)
+            content_hash = seq.block_hashes[num_blocks]
+            if content_hash not in self.pool.hash_index and content_hash not in self.computing:
                 break
-            found += 1
-        return found * self.size
+            num_blocks += 1
+        return num_blocks * self.block_size
 
     def match(self, seq: Sequence) -> Match | None:
-        """What there is of its text. None: most of the rest will be there soon."""
+        """Find the known prefix. None: another sequence is computing most of the rest."""
         if not self._may_match(seq):
             return Match([], [])
-        full = (len(seq.tokens) - 1) // self.size  # always leave a token to compute
-        self.extend_hashes(seq, full)
-        hits, loads = self.pool.match(seq.block_hashes[:full], seq.tokens), list[tuple[int, int]]()
+        num_full = (len(seq.tokens) - 1) // self.block_size  # always leave a token to compute
+        self.extend_hashes(seq, num_full)
+        hashes = seq.block_hashes[:num_full]
+        blocks = self.pool.match(hashes, seq.tokens)
+        loads: list[tuple[int, int]] = []
         if self.tiers is not None:
-            loads = self.tiers.extend(
-                hits, seq.block_hashes[:full], seq.tokens, self.pool, self.computing
-            )
-        soon = len(hits)
-        while soon < full and seq.block_hashes[soon] in self.computing:
+            loads = self.tiers.extend_match(blocks, hashes, seq.tokens, self.pool, self.computing)
+        soon = len(blocks)
+        while soon < num_full and hashes[soon] in self.computing:
             soon += 1
-        return (
-            None
-            if 2 * (soon - len(hits)) * self.size > len(seq.tokens) - len(hits) * self.size
-            else Match(hits, loads)
-        )
+        being_computed = (soon - len(blocks)) * self.block_size
+        if 2 * being_computed > len(seq.tokens) - len(blocks) * self.block_size:
+            return None
+        return Match(blocks, loads)
 
     def _may_match(self, seq: Sequence) -> bool:
-        # those of a position are had by computing it
-        return self.on and not seq.owes_prompt_logprobs
+        # The logprobs of a prompt position exist only after that position has been computed.
+        return self.enabled and not seq.owes_prompt_logprobs
 
-    def waits(self, seq: Sequence) -> bool:
-        """For the disk, which has brought nothing since it looked."""
+    def waits_for_disk(self, seq: Sequence) -> bool:
+        """Return whether the sequence waits and no host block has settled since it last looked."""
         return (
             self.tiers is not None
             and seq.disk_wait is DiskWait.WAITING
             and seq.disk_events_seen == self.tiers.settled
         )
 
-    def ask_disk(self, seq: Sequence, found: Match, plan: Plan, spare: int) -> int | None:
-        """None: it need not wait for the disk. Otherwise what has come is lifted, as long as so many `spare` blocks are left:
-        as many tokens as could be computed in the time."""
+    def request_from_disk(
+        self, seq: Sequence, match: Match, plan: Plan, reserved: int
+    ) -> int | None:
+        """Fetch the blocks that follow a match from disk, and promote those that have arrived.
+
+        Promotion leaves `reserved` device blocks free. Returns None if the sequence need not wait.
+        Otherwise it returns the token cost of the promotions: how many tokens the device could
+        compute in the same time. Blocks that cannot be promoted for lack of room are removed from
+        the match: the sequence computes them."""
         tiers = self.tiers
         if tiers is None or not self._may_match(seq):
             return None
-        waits, lifted = (
-            tiers.ask(seq, *found, self.pool, plan, spare),
-            tiers.lift(seq, self.pool, plan, spare),
-        )
-        if waits or lifted:
-            return self.load_tokens(lifted)
-        for k, (j, slot) in enumerate(found.loads):
-            if slot in tiers.fetched:  # there is no room to lift it: it does without
-                del found.hits[j:], found.loads[k:]
+        waits = tiers.request_fetches(seq, match.blocks, match.loads, self.pool, plan, reserved)
+        num_promoted = tiers.promote(seq, self.pool, plan, reserved)
+        if waits or num_promoted:
+            return self.load_cost_tokens(num_promoted)
+        for position, (block, host_block) in enumerate(match.loads):
+            if host_block in tiers.unverified:
+                del match.blocks[block:]
+                del match.loads[position:]
                 break
         return None
 
-    def load_tokens(self, loads: int) -> int:
-        """How many tokens could be computed while so many blocks are loaded."""
-        return self.tiers.links.in_tokens(loads) if self.tiers is not None else 0
+    def load_cost_tokens(self, num_blocks: int) -> int:
+        """Return how many tokens the device could compute while it loads this many blocks."""
+        return self.tiers.costs.tokens_in_load_time(num_blocks) if self.tiers is not None else 0
 
-    def give(self, seq: Sequence, found: Match, plan: Plan) -> None:
-        """The sequence begins with what was found. The rest of its text is on its way into the cache from now on."""
-        # pinned before anything is evicted
-        seq.block_table = [self.pool.share(b) if b else 0 for b in found.hits]
-        for j, slot in found.loads:
+    def attach(self, seq: Sequence, match: Match, plan: Plan) -> None:
+        """Start a sequence with a match. From now on it computes the rest of its text, and other
+        sequences may wait for that."""
+        # References are taken before any allocation, so that nothing matched is evicted.
+        seq.block_table = [self.pool.acquire(block) if block else 0 for block in match.blocks]
+        for logical_block, host_block in match.loads:
             assert self.tiers is not None
-            self.tiers.load(slot, block := self.pool.take(), plan)
-            seq.block_table[j] = block
-        seq.computed = seq.planned = len(found.hits) * self.size
-        # what is loaded counts once it is committed
-        seq.published_blocks = found.loads[0][0] if found.loads else len(found.hits)
-        for h in seq.block_hashes[seq.published_blocks :]:
-            self.computing.setdefault(h, seq.id)
+            block = self.pool.allocate()
+            self.tiers.load(host_block, block, plan)
+            seq.block_table[logical_block] = block
+        seq.planned = len(match.blocks) * self.block_size
+        seq.computed = seq.planned
+        # Loaded blocks are published when their step is committed.
+        seq.published_blocks = match.loads[0][0] if match.loads else len(match.blocks)
+        for content_hash in seq.block_hashes[seq.published_blocks :]:
+            self.computing.setdefault(content_hash, seq.id)
 
-    def give_up(self, seq: Sequence) -> None:
-        """It computes nothing any more."""
-        for h in seq.block_hashes[seq.published_blocks :]:
-            if self.computing.get(h) == seq.id:
-                del self.computing[h]
+    def stop_computing(self, seq: Sequence) -> None:
+        """The sequence was preempted or has ended: nothing will be published by it."""
+        for content_hash in seq.block_hashes[seq.published_blocks :]:
+            if self.computing.get(content_hash) == seq.id:
+                del self.computing[content_hash]
 
-    # ---- what steps change -------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------
 
     def publish(self, seq: Sequence) -> None:
-        """Make newly full, committed blocks findable. Only the new ones: a walk from zero costs 2 ms a step at 256 rows."""
-        size = self.size
-        full = seq.computed // size
-        self.extend_hashes(seq, full)
-        for j in range(seq.published_blocks, full):
-            parent = seq.block_hashes[j - 1] if j else b""
-            tokens = seq.tokens[j * size : (j + 1) * size]
-            self.pool.publish(
-                seq.block_table[j], seq.block_hashes[j], tokens, parent, seq.request.tenant
-            )
-            self.computing.pop(seq.block_hashes[j], None)
-        seq.published_blocks = full
+        """Publish newly full, committed blocks.
 
-    def disown(self, seq: Sequence) -> None:
-        """What this sequence has computed is no good, or what it was given: nobody is to find any of it."""
+        It visits only the new blocks: a walk from zero costs 2 ms a step at 256 sequences."""
+        num_full = seq.computed // self.block_size
+        self.extend_hashes(seq, num_full)
+        hashes = seq.block_hashes
+        for block in range(seq.published_blocks, num_full):
+            start = block * self.block_size
+            content = Content(
+                block=seq.block_table[block],
+                hash=hashes[block],
+                tokens=seq.tokens[start : start + self.block_size],
+                parent=hashes[block - 1] if block else b"",
+            )
+            self.pool.publish(content, seq.request.tenant)
+            self.computing.pop(content.hash, None)
+        seq.published_blocks = num_full
+
+    def invalidate(self, seq: Sequence) -> None:
+        """The KV of this sequence is bad: no sequence may reuse any of its blocks."""
         for block in seq.block_table:
-            self.pool.disown(block)
+            self.pool.invalidate(block)
         if self.tiers is not None:
-            self.tiers.disown(seq.block_hashes)
+            self.tiers.invalidate(seq.block_hashes)
 
     def demote(self, plan: Plan) -> None:
-        """The plan is complete: what it evicts goes to the tiers."""
+        """The plan is complete: what it evicts from the device moves to the lower tiers."""
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
-            plan.awaits_disk = bool(self.tiers.fetching or self.tiers.rising)
-        self.pool.evicted.clear()
+            plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)
+        self.pool.evicted_contents.clear()
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         if self.tiers is not None:
             self.tiers.commit(plan, result)
-            self.tiers.land(plan, self.pool, True, result.corrupt_host_blocks)
+            self.tiers.finish_promotions(plan, self.pool, True, result.corrupt_host_blocks)
 
     def fail(self, plan: Plan) -> None:
-        """Nothing that the step was to move is where it was to be."""
+        """A step failed: none of its moves between tiers counts."""
         if self.tiers is not None:
             self.tiers.fail(plan)
-            self.tiers.land(plan, self.pool, loaded=False)
+            self.tiers.finish_promotions(plan, self.pool, loaded=False)
 
     def flush(self, plan: Plan) -> None:
-        """What only the device has goes to disk, where there is one."""
-        if self.tiers is not None and self.tiers.disk:
+        """Store what only the device has, if there is a disk to save it to."""
+        if self.tiers is not None and self.tiers.has_disk:
             self.tiers.flush(self.pool, plan)
 
-    def forget(self) -> None:
-        self.pool.forget()
+    def clear(self) -> None:
+        self.pool.clear()
         if self.tiers is not None:
-            self.tiers.forget()
+            self.tiers.clear()

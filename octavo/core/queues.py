@@ -1,10 +1,12 @@
-"""Where each living sequence is, in the order of ranks, and who has which device row. Moves them; decides nothing.
+"""Where each live sequence is, in rank order, and which batch slots are free.
 
-arrive          begin               decode
-  |               |                   |
-waiting  ---->  prefilling  ------->  decoding          RUNNING: these two have a row
-  ^               |                   |
-  +-- come_back --+------ leave ------+                 join: a fork begins among those that decode
+Queues moves sequences between its lists. It decides nothing.
+
+    enqueue         start_prefill       move_to_decode
+      |               |                   |
+    waiting  ---->  prefilling  ------->  decoding          RUNNING: these two hold a batch slot
+      ^               |                   |  ^
+      +--- requeue ---+----- remove ------+  start_decode: a fork starts here
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from operator import attrgetter
 
-from octavo.core.beam_search import candidates
+from octavo.core.beam_search import num_candidates
 from octavo.core.policy import Policy
 from octavo.types import NewSlot, Sequence, Status
 
@@ -23,85 +25,114 @@ by_rank = attrgetter("rank")
 
 
 class Queues:
-    def __init__(self, policy: Policy, rows: int):
-        self.policy, self.num_rows = policy, rows
+    def __init__(self, policy: Policy, num_slots: int, longest_offline_first: bool = False):
+        """`longest_offline_first`: offline requests that arrive together form a list, and the
+        requests of a list start in the order of their reply limits, longest first."""
+        self.policy = policy
+        self.num_slots = num_slots
+        self.longest_offline_first = longest_offline_first
+        self._list_number = 0
+        self._list_arrival: float | None = None
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
-        self.rows = list(range(rows))  # that nobody uses
+        self.free_slots = list(range(num_slots))
 
     @property
     def running(self) -> list[Sequence]:
         return self.decoding + self.prefilling
 
-    def arrive(self, seq: Sequence, number: int) -> None:
-        seq.rank = (self.policy.rank(seq) if self.policy.fixed else 0.0, number, 0)
+    def enqueue(self, seq: Sequence, arrival_number: int) -> None:
+        policy_rank = self.policy.rank(seq) if self.policy.fixed_ranks else 0.0
+        list_number, place = self._place_in_list(seq, arrival_number)
+        seq.rank = (policy_rank, list_number, place, arrival_number, 0)
         insort(self.waiting, seq, key=by_rank)
 
-    def come_back(self, seq: Sequence) -> None:
-        """To its place in the queue, which for what has begun once is mostly the head."""
-        if not self.policy.fixed:
+    def _place_in_list(self, seq: Sequence, arrival_number: int) -> tuple[int, int]:
+        """Return the number of the request's list, which is that of its first request, and the
+        place in it. An online request is a list of its own."""
+        request = seq.request
+        if not (self.longest_offline_first and request.offline):
+            self._list_arrival = None
+            return arrival_number, 0
+        if request.arrival != self._list_arrival:
+            self._list_arrival = request.arrival
+            self._list_number = arrival_number
+        return self._list_number, seq.prompt_len - seq.position_limit
+
+    def requeue(self, seq: Sequence) -> None:
+        """Put a sequence that has run before back into its place in the queue.
+
+        Under a policy with changing ranks it comes first from now on: no livelock."""
+        if not self.policy.fixed_ranks:
             seq.rank = (-math.inf, *seq.rank[1:])
         seq.status = Status.WAITING
         insort(self.waiting, seq, key=by_rank)
 
-    def rank_waiting(self, cached: Callable[[Sequence], int]) -> None:
-        """Ranks that change are asked for. What has begun once comes first, in any case."""
-        self.policy.look(self.running, self.waiting, cached)
+    def rerank_waiting(self, count_cached_tokens: Callable[[Sequence], int]) -> None:
+        """Update the ranks of waiting sequences that have not run yet."""
+        self.policy.before_ranking(self.running, self.waiting, count_cached_tokens)
         for seq in self.waiting:
             if seq.rank[0] > -math.inf:
                 seq.rank = (self.policy.rank(seq), *seq.rank[1:])
         self.waiting.sort(key=by_rank)
 
-    def begin(self, seq: Sequence) -> None:
+    def start_prefill(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
-        seq.status, seq.slot = Status.RUNNING, self.rows.pop()
+        seq.status = Status.RUNNING
+        seq.slot = self.free_slots.pop()
         insort(self.prefilling, seq, key=by_rank)
 
-    def join(self, seq: Sequence) -> None:
-        seq.status, seq.slot = Status.RUNNING, self.rows.pop()
+    def start_decode(self, seq: Sequence) -> None:
+        seq.status = Status.RUNNING
+        seq.slot = self.free_slots.pop()
         insort(self.decoding, seq, key=by_rank)
 
-    def decode(self, seq: Sequence) -> None:
-        """All that it knows is planned."""
+    def move_to_decode(self, seq: Sequence) -> None:
+        """All known tokens of the sequence are planned."""
         self.prefilling.remove(seq)
         insort(self.decoding, seq, key=by_rank)
 
-    def leave(self, seq: Sequence) -> None:
-        (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
-        self.rows.append(seq.slot)
+    def remove(self, seq: Sequence) -> None:
+        queue = self.prefilling if seq in self.prefilling else self.decoding
+        queue.remove(seq)
+        self.free_slots.append(seq.slot)
         seq.slot = -1
 
     def check(self) -> None:
-        """Raise AssertionError unless each queue is in order and each row in one place."""
+        """Raise AssertionError unless each queue is in order and each slot is in one place."""
         for queue in (self.waiting, self.prefilling, self.decoding):
-            assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
+            in_order = all(first.rank < second.rank for first, second in pairwise(queue))
+            assert in_order, "a queue is out of order"
         for seq in self.waiting:
-            waits = (
-                seq.status is Status.WAITING
-                and not seq.block_table
-                and seq.slot == -1
-                and not seq.steps_in_flight
-            )
-            assert waits, f"{seq.id}: waits with what only those have that run"
-        assert all(seq.status is Status.RUNNING for seq in self.running), (
-            "somebody runs and is not said to"
-        )
-        rows = sorted(self.rows + [seq.slot for seq in self.running])
-        assert rows == list(range(self.num_rows)), "rows lost or used twice"
+            assert seq.status is Status.WAITING, f"{seq.id}: waits but has another status"
+            holds_resources = seq.block_table or seq.slot != -1 or seq.steps_in_flight
+            assert not holds_resources, f"{seq.id}: waits but holds a slot, blocks or a step"
+        for seq in self.running:
+            assert seq.status is Status.RUNNING, f"{seq.id}: runs but has another status"
+        slots = sorted(self.free_slots + [seq.slot for seq in self.running])
+        assert slots == list(range(self.num_slots)), "a batch slot is lost or used twice"
 
 
-def new_slot(seq: Sequence) -> NewSlot:
-    """Everything the device must know of a sequence that runs."""
-    p, logprobs = seq.params, seq.params.logprobs
-    if p.ranked:
-        logprobs = max(logprobs or 0, candidates(seq) if p.use_beam_search else 0)
-    tokens, table, said = (
-        seq.tokens[:],
-        list(seq.block_table),
-        seq.dropped_tokens - seq.dropped_prompt_tokens,
-    )
+def fill_slot(seq: Sequence) -> NewSlot:
+    """Describe a running sequence to the device."""
+    params = seq.params
+    num_logprobs = params.logprobs
+    if params.ranked:
+        num_needed = num_candidates(seq) if params.use_beam_search else 0
+        num_logprobs = max(num_logprobs or 0, num_needed)
     return NewSlot(
-        seq.id, seq.epoch, seq.slot, tokens, seq.computed, table, seq.kept_prompt_tokens, seq.seed, seq.stop_ids, p, logprobs,
-        seq.dropped_tokens, said,
-    )  # fmt: skip
+        seq_id=seq.id,
+        epoch=seq.epoch,
+        slot=seq.slot,
+        tokens=seq.tokens[:],
+        computed=seq.computed,
+        block_table=list(seq.block_table),
+        prompt_len=seq.kept_prompt_tokens,
+        seed=seq.seed,
+        stop_ids=seq.stop_ids,
+        params=params,
+        num_logprobs=num_logprobs,
+        dropped_tokens=seq.dropped_tokens,
+        dropped_output_tokens=seq.dropped_tokens - seq.dropped_prompt_tokens,
+    )

@@ -1,38 +1,49 @@
-"""Whether a text repeats itself: its last tokens are one pattern, several times in a row."""
+"""Repetition detection: do the last tokens of a text consist of one pattern, several times in a row?"""
 
 from __future__ import annotations
 
 from array import array
 
 from octavo.params import RepetitionDetectionParams
+from octavo.types import Sequence
 
-STOP_REASON = "repetition_detected"  # vLLM's
+REPETITION_DETECTED = "repetition_detected"  # vLLM's stop_reason
 
 
-def repeats(tokens: array[int], generated: int, params: RepetitionDetectionParams) -> bool:
-    """Whether the last of `tokens`, of which so many were generated, repeat. Depends on the tokens alone.
+def is_repeating(seq: Sequence) -> bool:
+    """Return whether a sequence repeats itself and its request wants it ended."""
+    if seq.repetition is None or seq.num_generated < seq.params.min_tokens:
+        return False
+    # Bounded KV drops tokens from the middle: the last ones are still contiguous.
+    num_generated = len(seq.tokens) - seq.kept_prompt_tokens
+    return repeats(seq.tokens, num_generated, seq.repetition)
 
-    A text of period p has the same token p places before its last one. Only such places are looked at, and most texts have
-    few of them. They are found in the tokens' bytes, which is ten times as fast as to compare Python's integers.
-    """
-    longest = min(params.max_pattern_size, generated // params.min_count)
+
+def repeats(tokens: array[int], num_generated: int, params: RepetitionDetectionParams) -> bool:
+    """Return whether the last tokens repeat, considering the last `num_generated` of them.
+
+    A text of period p has the same token p places before its last one. Only those places are
+    examined, and most texts have few. They are searched in the bytes of the array, which is ten
+    times as fast as comparing Python integers."""
+    longest = min(params.max_pattern_size, num_generated // params.min_count)
     shortest = max(params.min_pattern_size, 1)
     if longest < shortest:
         return False
-    size = tokens.itemsize
+    token_bytes = tokens.itemsize
     recent = tokens[-1 - longest :].tobytes()
-    last = recent[-size:]
-    end = (longest + 1 - shortest) * size  # where the latest place that counts ends
-    start = recent.find(last, 0, end)
+    last_token = recent[-token_bytes:]
+    search_end = (longest + 1 - shortest) * token_bytes
+    start = recent.find(last_token, 0, search_end)
     while start >= 0:
-        if start % size == 0 and _is_periodic(tokens, longest - start // size, params.min_count):
+        period = longest - start // token_bytes
+        if start % token_bytes == 0 and _is_periodic(tokens, period, params.min_count):
             return True
-        start = recent.find(last, start + 1, end)
+        start = recent.find(last_token, start + 1, search_end)
     return False
 
 
 def _is_periodic(tokens: array[int], period: int, count: int) -> bool:
-    """Whether the last tokens are `count` times the same `period` tokens."""
+    """Return whether the last tokens are `count` times the same `period` tokens."""
     if tokens[-1 - period * (count - 1)] != tokens[-1]:
         return False
     tail = tokens[-period * count :]

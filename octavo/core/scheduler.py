@@ -1,43 +1,50 @@
-"""Decides what the next step computes, and folds its results back in. Knows sequences and blocks, no tensors.
+"""The scheduler: decides what the next step computes, and folds its results back in.
 
-A sequence is in one of three places while it lives:
+It knows sequences and blocks, no tensors. A live sequence is in one of three places:
 
-    waiting      not on the device; its blocks, if any were published, are only in the prefix cache
-    prefilling   some known tokens are still to be computed           } RUNNING: it has a row and a block table
-    decoding     every known token is computed or about to be         }
+    waiting      not on the device; its published blocks, if any, are only in the prefix cache
+    prefilling   known tokens are still to be computed                     } RUNNING: it holds a
+    decoding     every known token is computed or is in a step in flight   } slot and blocks
 
-plan() fills a token budget: decoding first, then prefilling, then whoever waits; but a share of it is for short prompts that
-would wait for a long one. Several plans may be in flight, so a plan looks at `planned` (where the sequence will be once they
-land) and commit() moves `computed` (where it is).
+plan() fills a token budget: decoding sequences first, then prompts in rank order. A share of it is
+for short prompts that would otherwise wait for a long one. Several plans may be in flight, so
+plan() looks at `planned` (where a sequence will be once they land) and commit() advances `computed`
+(where it is).
 
-This file is the loop: admit, plan, commit, preempt, finish. What it asks and tells others to do:
+This file is the loop: admit, plan, commit, preempt, finish. It relies on
 
-    intake     a request becomes a sequence             queues      who is where, in the order of ranks (policy.py); rows
-    batching   which may begin, and how much at once    families    forks and beams of a request
-    prefix     what of a text is known already          tables      the blocks that a sequence writes to are its own
-    urgency    who stands aside for whom                invariants  what always holds
+    admission    a request becomes a sequence        queues      sequences in rank order, slots
+    step_shape   budget, pauses and victims          forks       forks and beams of a request
+    prefix       which prefix is cached              tables      exclusive blocks to write to
+    policy       ranks and victims                   invariants  what always holds
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import merge
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core import repetition
 from octavo.core.admission import new_sequence
-from octavo.core.batching import Batches, Pace, Piggyback
-from octavo.core.beam_search import reported
 from octavo.core.blocks import BlockPool
-from octavo.core.bounded_kv import check_eviction, drop, looks, most_positions, pick, weigh
+from octavo.core.bounded_kv import (
+    add_attention_sample,
+    check_kv_eviction,
+    drop_block_tokens,
+    max_kv_positions,
+    pick_block,
+    samples_attention,
+)
 from octavo.core.forks import SequenceGroups
-from octavo.core.invariants import check
+from octavo.core.invariants import check_invariants
 from octavo.core.policy import find_policy
-from octavo.core.preemption import Room, Urgency
 from octavo.core.prefix import Match, PrefixCache
-from octavo.core.queues import Queues, new_slot
-from octavo.core.tables import admission_takes, chunk, evict, reserve
+from octavo.core.queues import Queues, by_rank, fill_slot
+from octavo.core.repetition import REPETITION_DETECTED, is_repeating
+from octavo.core.step_shape import StepShape, StepShaper, piggybacks
+from octavo.core.tables import blocks_to_admit, chunk_size, drop_block, reserve
 from octavo.core.tier_index import TierCounters
 from octavo.core.trace import Recorder
 from octavo.errors import GuideError, InvalidRequest, NotANumber
@@ -47,7 +54,6 @@ from octavo.types import (
     Item,
     Output,
     Plan,
-    Rank,
     Request,
     Sequence,
     Status,
@@ -56,28 +62,48 @@ from octavo.types import (
     child_seed,
 )
 
-RELAX = 200  # steps after which larger ones are tried again, when the device was short of memory
-NO_BLOCK = "no block was free"
-NO_NUMBER = "the model computed no finite number to choose a token by: its weights are damaged, or its dtype too narrow for it"
+NO_FREE_BLOCK = "no block was free"
+OUTRANKED = "a more urgent request took its place"
+SIBLING_BEAMS = "its sibling beams need the room"
+OUT_OF_MEMORY = "the device ran out of memory"
+NOT_A_NUMBER = (
+    "the model's output holds no finite number to choose a token by: "
+    "its weights are damaged, or its dtype is too narrow"
+)
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened so far."""
+    """Totals since the start."""
 
     steps: int = 0
     queried_tokens: int = 0  # prompt positions looked up in the prefix cache
-    cached_tokens: int = 0  # of those, how many it had
+    cached_tokens: int = 0  # of those, found
     computed_tokens: int = 0
     generated_tokens: int = 0
-    copies: int = 0
-    dropped_blocks: int = 0  # that left a full cache
+    copies: int = 0  # blocks copied on write
+    dropped_blocks: int = 0  # blocks that left a sequence with bounded KV
     preemptions: int = 0
-    shrunk: int = 0  # steps that were too large for the device's memory
-    recomputed_tokens: int = 0  # computed again by those who were preempted
-    # steps that running sequences sat out, for somebody more urgent
-    aside: int = field(default=0, repr=False)
+    oom_steps: int = 0  # steps that were too large for the device's memory
+    recomputed_tokens: int = 0  # tokens computed again after a preemption
+    # Sum over all steps of the sequences that paused for an urgent request.
+    paused: int = field(default=0, repr=False)
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
+
+
+@dataclass(slots=True)
+class StepFill:
+    """A plan being filled."""
+
+    plan: Plan
+    shape: StepShape
+    tokens_left: int
+    preempted: bool = False  # a sequence was preempted, so none starts: no victim comes right back
+    blocked: bool = False  # a sequence lacked blocks, so none behind it starts
+
+    @property
+    def closed(self) -> bool:
+        return self.preempted or self.blocked
 
 
 class Scheduler:
@@ -92,52 +118,39 @@ class Scheduler:
     ):
         if schedule.max_num_batched_tokens < schedule.max_num_seqs:
             raise InvalidRequest(
-                f"max_num_batched_tokens ({schedule.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({schedule.max_num_seqs}): every running sequence needs one token of the budget",
+                f"max_num_batched_tokens ({schedule.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({schedule.max_num_seqs}): every running sequence needs one token "
+                "of the budget",
                 "max_num_batched_tokens",
             )
-        check_eviction(cache, schedule.max_model_len)
-        self.cache, self.schedule, self.most = cache, schedule, most_positions(cache)
-        self.vocab_size, self.eos_ids, self.seed, self.clock = (
-            vocab_size,
-            frozenset(eos_ids),
-            seed,
-            clock,
-        )
-        self.policy, self.batches = find_policy(schedule.policy), Batches(schedule)
+        check_kv_eviction(cache, schedule.max_model_len)
+        self.cache = cache
+        self.schedule = schedule
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset(eos_ids)
+        self.seed = seed
+        self.clock = clock
+        self.max_kv_positions = max_kv_positions(cache)
+        self.policy = find_policy(schedule.policy)
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
         self.prefix = PrefixCache(cache, self.pool)
-        self.queues = Queues(self.policy, schedule.max_num_seqs)
-        self.families = SequenceGroups(self.queues, self.pool)
-        self.adaptive = schedule.batching == "adaptive"
-        self.pace = Pace(schedule.latency_target) if self.adaptive or self.policy.pausing else None
-        piggybacks = (
-            schedule.piggyback_tokens
-            and schedule.batching == "continuous"
-            and not self.policy.pausing
-        )
-        self.piggyback = (
-            Piggyback(schedule.piggyback_tokens, schedule.max_num_seqs) if piggybacks else None
-        )
-        self.urgency = Urgency(self.queues, self.prefix, self.pace, schedule.depth)
-        self.cap = schedule.max_num_batched_tokens  # lower while the device is short of memory,
-        self.relaxed = 0  # until this step
-        self.gave_way = False  # somebody did, in this plan
-        self.stuck = False  # somebody had no blocks, in this plan
-        self.full = False  # who waits does so for rows, blocks or a batch, not just for a turn
+        self.queues = Queues(self.policy, schedule.max_num_seqs, piggybacks(schedule))
+        self.groups = SequenceGroups(self.queues, self.pool)
+        self.shaper = StepShaper(schedule, self.queues, self.prefix)
         self.arrivals = 0
-        self.count = Counters()
+        # Waiting sequences lack slots, blocks or a batch, not just the next step.
+        self.saturated = False
+        self.counters = Counters()
         self.recorder: Recorder | None = None
-        # The same objects, by the names that others read: never replaced.
-        self.waiting, self.prefilling, self.decoding = (
-            self.queues.waiting,
-            self.queues.prefilling,
-            self.queues.decoding,
-        )
-        self.live, self.requests = self.families.live, self.families.requests
+        # Other names of the same objects, for readers outside. They are never replaced.
+        self.waiting = self.queues.waiting
+        self.prefilling = self.queues.prefilling
+        self.decoding = self.queues.decoding
+        self.live = self.groups.live
+        self.requests = self.groups.by_request
         self.tiers = self.prefix.tiers
         if self.tiers is not None:
-            self.count.tiers = self.tiers.count
+            self.counters.tiers = self.tiers.counters
 
     @property
     def running(self) -> list[Sequence]:
@@ -145,22 +158,28 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds that can be seen between two steps."""
-        check(self.queues, self.families, self.prefix, self.cache, self.schedule)
+        check_invariants(self.queues, self.groups, self.prefix, self.cache, self.schedule)
 
-    # ---- requests in and out -----------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request, or raise InvalidRequest for what can never run."""
+        """Queue a request. Raises InvalidRequest for one that can never run."""
         if request.id in self.requests:
             raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
-        id, number = next(self.families.ids), self.arrivals + 1
-        seed = child_seed(self.seed, request.number or number)
+        arrival_number = self.arrivals + 1
         seq = new_sequence(
-            request, id, seed, self.cache, self.schedule, self.vocab_size, self.eos_ids
+            request=request,
+            id=next(self.groups.ids),
+            seed=child_seed(self.seed, arrival_number),
+            cache=self.cache,
+            schedule=self.schedule,
+            vocab_size=self.vocab_size,
+            eos_ids=self.eos_ids,
         )
-        self.arrivals, seq.queued_at = number, self.clock()
-        self.queues.arrive(seq, number)
-        self.families.enter(seq)
+        self.arrivals = arrival_number
+        seq.queued_at = self.clock()
+        self.queues.enqueue(seq, arrival_number)
+        self.groups.add(seq)
 
     def abort(
         self,
@@ -169,419 +188,455 @@ class Scheduler:
         error: str | None = None,
         code: str | None = None,
     ) -> list[Output]:
-        """End what is left of a request, at once. Returns its terminal outputs; an unknown id is nothing to do."""
-        family, missing = list(self.requests.get(request_id, ())), self.families.missing(request_id)
-        out = [
+        """End what is left of a request at once. Returns its terminal outputs; an unknown id has
+        none."""
+        group = list(self.requests.get(request_id, ()))
+        outputs = [
             Output(
-                request_id,
-                index,
-                [],
-                None,
-                reason,
-                None,
-                family[0].cached_tokens,
-                None,
-                error,
-                code,
+                request_id=request_id,
+                index=index,
+                tokens=[],
+                finish_reason=reason,
+                cached_tokens=group[0].cached_tokens,
+                error=error,
+                code=code,
             )
-            for index in missing
+            for index in self.groups.unfinished_indices(request_id)
         ]
-        for seq in family:
-            self._end(seq)
-        return out
+        for seq in group:
+            self._finish(seq)
+        return outputs
 
     def stop(self, request_id: str, index: int) -> None:
-        """End one sequence whose text met a stop string. The caller, who read the text, reports it."""
+        """End one sequence whose text met a stop string. The caller, who has the text, reports it."""
         for seq in list(self.requests.get(request_id, ())):
             if seq.index == index:
-                self._end(seq)
+                self._finish(seq)
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
-        """A step went wrong on the device: end every request it touched. Others never shared its writes."""
-        ids = {seq.request.id: None for seq in self._undo(plan)}
-        return [out for request_id in ids for out in self.abort(request_id, "error", error)]
+        """A step failed on the device: end every request in it. Others never share its writes."""
+        request_ids = {seq.request.id: None for seq in self._undo(plan)}
+        return [
+            output
+            for request_id in request_ids
+            for output in self.abort(request_id, "error", error)
+        ]
 
-    def shrink(self, plan: Plan, error: str, code: str) -> list[Output]:
-        """A step was too large for the device's memory: what it touched is computed again in steps half as large. Who is alone in
-        such a step for the second time ends."""
-        touched = self._undo(plan)
-        self.count.shrunk += 1
-        self.cap, self.relaxed = (
-            max(min(self.cap, plan.num_tokens or self.cap) // 2, 1),
-            self.count.steps + RELAX,
-        )
-        for seq in touched:
-            self._preempt(seq, "the device ran out of memory")
-        if self.cap > 1 and len({seq.request.id for seq in touched}) > 1:
+    def retry_smaller(self, plan: Plan, error: str, code: str) -> list[Output]:
+        """A step was too large for the device's memory: compute its sequences again in steps half as
+        large. A request that is alone in such a step for the second time ends."""
+        affected = self._undo(plan)
+        self.counters.oom_steps += 1
+        token_cap = self.shaper.token_cap
+        token_cap.halve(plan.num_tokens, self.counters.steps)
+        for seq in affected:
+            self._preempt(seq, OUT_OF_MEMORY)
+        if token_cap.limit > 1 and len({seq.request.id for seq in affected}) > 1:
             return []
-        again = {seq.request.id: None for seq in touched if seq.retried_after_oom}
-        for seq in touched:
+        failed_again = {seq.request.id: None for seq in affected if seq.retried_after_oom}
+        for seq in affected:
             seq.retried_after_oom = True
-        return [out for request_id in again for out in self.abort(request_id, "error", error, code)]
+        return [
+            output
+            for request_id in failed_again
+            for output in self.abort(request_id, "error", error, code)
+        ]
 
     def _undo(self, plan: Plan) -> list[Sequence]:
-        """Nothing that a step was to bring is there. Returns the sequences that it was for, those that still wait for it."""
+        """Cancel a step that brings no results. Returns the live sequences that were in it."""
         self.prefix.fail(plan)
-        touched = [(row.seq_id, row.epoch) for row in plan.new_slots] + [
-            (item.seq_id, item.epoch) for item in plan.items
-        ]
-        return list(
-            {
-                seq: s for seq, epoch in touched if (s := self.live.get(seq)) and s.epoch == epoch
-            }.values()
-        )
+        planned = [(new.seq_id, new.epoch) for new in plan.new_slots]
+        planned += [(item.seq_id, item.epoch) for item in plan.items]
+        affected = {}
+        for seq_id, epoch in planned:
+            seq = self.live.get(seq_id)
+            if seq is not None and seq.epoch == epoch:
+                affected[seq_id] = seq
+        return list(affected.values())
 
     def flush(self) -> Plan:
-        """A last step, for an engine that is idle: what only the device has goes to disk, where there is one."""
-        self.count.steps += 1
-        plan = Plan(self.count.steps)
+        """Return a last step for an idle engine, which saves what only the device has to disk."""
+        self.counters.steps += 1
+        plan = Plan(self.counters.steps)
         self.prefix.flush(plan)
         return plan
 
-    def forget(self) -> None:
-        """Empty the cache in every tier but the disk: as if the engine had just started."""
-        self.prefix.forget()
+    def clear_cache(self) -> None:
+        """Empty the prefix cache in every tier but the disk."""
+        self.prefix.clear()
 
     # ---- plan --------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        self.count.steps += 1
-        plan = Plan(self.count.steps)
-        if self.count.steps >= self.relaxed:
-            self.cap, self.relaxed = (
-                min(self.cap * 2, self.schedule.max_num_batched_tokens),
-                self.count.steps + RELAX,
-            )
-        for seq in self.families.in_the_way():
-            self._preempt(seq, "its sibling beams need the room")
-        if not self.policy.fixed and self.queues.rows and self.waiting:
-            self.queues.rank_waiting(self.prefix.cached_tokens)
-        if self.batches.form is not None and self.waiting:
-            self.batches.look(self.waiting, self.requests, self.clock())
-        room = self.urgency.make_room(self.cap, self._budget, self._may_begin, self._preempt)
-        self.gave_way = self.stuck = False
-        self.families.split(plan)
-        aside = self.urgency.aside(room)
-        left = room.tokens or self._budget(len(self.decoding))
-        left -= self._plan_decoding(plan, aside | self.urgency.sit_out(room))
-        left -= self._plan_short(plan, left, room)
-        left = self._plan_prefilling(plan, left, room.before, aside)
-        self._plan_waiting(plan, left, room.before)
-        self.full = bool(self.waiting) and (
-            self.stuck or self.gave_way or not self.queues.rows or self.batches.form is not None
-        )
-        self.urgency.settle(room, plan)
+        """Decide the next step."""
+        self.counters.steps += 1
+        for seq in self.groups.blocking_beams():
+            self._preempt(seq, SIBLING_BEAMS)
+        if not self.policy.fixed_ranks and self.queues.free_slots and self.waiting:
+            self.queues.rerank_waiting(self.prefix.count_cached_tokens)
+        self.shaper.form_batch(self.requests, self.clock)
+        self.groups.fork_prompts()
+        shape = self.shaper.shape(self.counters.steps)
+        for victim in shape.victims:
+            self._preempt(victim, OUTRANKED)
+        plan = Plan(self.counters.steps)
+        self.groups.fill_stale_slots(plan)
+        fill = StepFill(plan, shape, shape.token_budget)
+        self._plan_decoding(fill)
+        self._admit_short_prompts(fill)
+        self._plan_prompts(fill)
+        forms_batches = self.shaper.batches.form_batch is not None
+        lacks_room = fill.closed or not self.queues.free_slots
+        self.saturated = bool(self.waiting) and (lacks_room or forms_batches)
+        self.shaper.settle(plan, shape)
         self.prefix.demote(plan)
-        self.count.aside += len(aside)
-        self.count.copies += len(plan.copies)
+        self.counters.paused += len(shape.paused)
+        self.counters.copies += len(plan.copies)
         return plan
 
-    def _budget(self, decoding: int) -> int:
-        """Tokens of a step in which so many decode. Where it adapts to a target: as many of prompts as let those have their
-        next in time. Where nobody waits: as many as ride along."""
-        most = self.cap - decoding
-        if self.piggyback is not None:
-            return decoding + self.piggyback.chunk(
-                most, self.decoding, self.prefilling, self.waiting
-            )
-        return decoding + (
-            self.pace.chunk(most) if self.pace is not None and self.adaptive and decoding else most
-        )
+    def _plan_decoding(self, fill: StepFill) -> None:
+        """Plan one token for every decoding sequence, in rank order.
 
-    def _plan_decoding(self, plan: Plan, aside: set[int]) -> int:
-        """One token for every decoding sequence but those that stand aside, the oldest first. Most own the block they write to:
-        nothing to decide. What a guided one may say, and what a beam does say, the host decides: until it has, it sits out."""
-        size, refs, items, heavy = (
-            self.pool.size,
-            self.pool.refs,
-            plan.items,
-            self.cache.kv_eviction == "heavy",
-        )
-        i = 0
-        while i < len(self.decoding):
-            seq = self.decoding[i]
-            i += 1
-            at = seq.planned
-            # The steps in flight already reach the limit.
-            if at + 1 >= seq.position_limit or seq.id in aside:
+        Most sequences own the block they write to, so there is nothing to decide. A guided sequence
+        or a beam waits until the host has decided its last token."""
+        plan = fill.plan
+        items = plan.items
+        skip = fill.shape.skip_decode
+        block_size = self.pool.block_size
+        ref_counts = self.pool.ref_counts
+        max_positions = self.max_kv_positions
+        samples_heavy = self.cache.kv_eviction == "heavy"
+        decoding = self.decoding
+        index = 0
+        while index < len(decoding):
+            seq = decoding[index]
+            index += 1
+            position = seq.planned
+            # The steps in flight may already reach the limit.
+            if position + 1 >= seq.position_limit or seq.id in skip:
                 continue
-            if at >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
+            if position >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
                 continue
-            # a block will leave its cache: when all that stands there has landed
-            if at >= self.most and seq.steps_in_flight:
+            # A block leaves a full bounded KV only after all of its writes have landed.
+            if position >= max_positions and seq.steps_in_flight:
                 continue
-            j = at // size
-            if j >= len(seq.block_table) or refs[seq.block_table[j]] > 1:
-                while not self._reserve(seq, 1, plan):
-                    weaker = self.decoding[i:] + [s for s in self.prefilling if s.rank > seq.rank]
-                    # not in this plan yet: plans are never edited
-                    victim = self.policy.victim(weaker) if weaker else seq
-                    self._preempt(victim, NO_BLOCK)
-                    if victim is seq:
-                        return len(items)
-                at = seq.planned
-            seq.planned = at + 1
+            block = position // block_size
+            if block >= len(seq.block_table) or ref_counts[seq.block_table[block]] > 1:
+                if not self._reserve_or_preempt(seq, index, fill):
+                    break
+                position = seq.planned
+            seq.planned = position + 1
             seq.steps_in_flight += 1
             if seq.guide is not None:
                 plan.token_masks[len(items)] = seq.guide.mask
-            look = heavy and looks(seq, at, self.cache)
-            items.append(Item(seq.id, seq.epoch, seq.slot, None, 1, True, at + 1, None, look))
-        return len(items)
+            sample = samples_heavy and samples_attention(seq, position, self.cache)
+            # By position, because keywords would double the cost of the loop's only allocation:
+            # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs, mass
+            items.append(
+                Item(seq.id, seq.epoch, seq.slot, None, 1, True, position + 1, None, sample)
+            )
+        fill.tokens_left -= len(items)
 
-    def _plan_short(self, plan: Plan, left: int, room: Room) -> int:
-        """Short prompts do not wait for long ones that are being computed: those that fit whole into a share of the step come
-        first. Not where the long ones may need the memory. Returns the tokens they take."""
-        share = min(int(left * self.schedule.short_prompt_share), left - 1)
-        todo = [len(seq.tokens) - seq.planned for seq in self.prefilling]
-        if (
-            (self.piggyback is not None and self.piggyback.on)
-            or room.ahead
-            or not self.waiting
-            or share < 1
-            or sum(todo) <= left - share
-        ):
-            return 0  # nobody is in a hurry, or all fit
-        if len(self.pool.free) - sum(-(-num // self.pool.size) for num in todo) < share + len(
-            self.decoding
-        ):
-            return 0
-        return share - self._plan_waiting(plan, share, room.before, whole=True)
-
-    def _plan_prefilling(self, plan: Plan, left: int, before: Rank, aside: set[int]) -> int:
-        """Prompts that have begun, each after those that wait and rank before it. Returns what is left of the budget."""
-        for seq in list(self.prefilling):
-            left = self._plan_waiting(plan, left, min(before, seq.rank))
-            num = chunk(seq, seq.planned, left)
-            if num <= 0 or seq.status is not Status.RUNNING or seq.id in aside:
-                continue
-            while not self._reserve(seq, num, plan):
-                weaker = self.prefilling[self.prefilling.index(seq) + 1 :]
-                if not weaker:
-                    self.stuck = True
-                    # it waits for older work to finish, and nobody younger may take what it waits
-                    # for
-                    return 0
-                self._preempt(self.policy.victim(weaker), NO_BLOCK)
-            self._schedule(seq, num, plan)
-            left -= num
-        return left
-
-    def _reserve(self, seq: Sequence, num: int, plan: Plan) -> bool:
-        """Own what its next positions will be written to, or nothing more than before."""
-        if seq.planned + num <= self.most:
-            return reserve(self.pool, seq, num, plan)
-        if not evict(self.pool, self.cache, seq, plan):
-            return False
-        self.count.dropped_blocks += 1
-        plan.new_slots.append(new_slot(seq))
+    def _reserve_or_preempt(self, seq: Sequence, next_index: int, fill: StepFill) -> bool:
+        """Reserve a block for a decoding sequence, preempting others for it. False: the sequence was
+        preempted itself, because no sequence after it is left."""
+        while not self._reserve(seq, 1, fill.plan):
+            # Only sequences that are not in the plan yet: plans are never edited.
+            candidates = self.decoding[next_index:]
+            candidates += [other for other in self.prefilling if other.rank > seq.rank]
+            victim = self.policy.victim(candidates) if candidates else seq
+            self._preempt(victim, NO_FREE_BLOCK)
+            fill.preempted = True
+            if victim is seq:
+                return False
         return True
 
-    def _schedule(self, seq: Sequence, num: int, plan: Plan) -> None:
-        """A chunk of known tokens. With the last of them the sequence starts to decode."""
-        start, seq.planned = seq.planned, seq.planned + num
+    def _admit_short_prompts(self, fill: StepFill) -> None:
+        """Admit short prompts before long ones that are being computed, if they fit whole into a
+        share of the step and the long ones do not need the memory."""
+        shape = fill.shape
+        share = min(int(fill.tokens_left * shape.short_prompt_share), fill.tokens_left - 1)
+        if not self.waiting or share < 1:
+            return
+        unplanned = [len(seq.tokens) - seq.planned for seq in self.prefilling]
+        if sum(unplanned) <= fill.tokens_left - share:
+            return  # everything fits
+        num_blocks = sum(-(-num_tokens // self.pool.block_size) for num_tokens in unplanned)
+        if len(self.pool.free_blocks) - num_blocks < share + len(self.decoding):
+            return
+        awaited: set[bytes] = set()
+        for seq in self._startable(fill):
+            if share <= 0:
+                break
+            if not seq.pending_forks and len(seq.tokens) <= share:
+                used = self._try_start(seq, share, fill, awaited)
+                share -= used
+                fill.tokens_left -= used
+
+    def _plan_prompts(self, fill: StepFill) -> None:
+        """Plan chunks of prompts that have started and admit waiting ones, merged in rank order."""
+        awaited: set[bytes] = set()
+        for seq in merge(list(self.prefilling), self._startable(fill), key=by_rank):
+            if fill.tokens_left <= 0:
+                break
+            if seq.status is Status.WAITING:
+                if not fill.closed and self.queues.free_slots:
+                    fill.tokens_left -= self._try_start(seq, fill.tokens_left, fill, awaited)
+            elif seq.id not in fill.shape.paused and not self._plan_chunk(seq, fill):
+                break
+
+    def _startable(self, fill: StepFill) -> Iterator[Sequence]:
+        """Yield waiting sequences in rank order, until no more may start."""
+        for seq in list(self.waiting) if self.queues.free_slots else ():
+            if fill.closed or not self.queues.free_slots or seq.rank >= fill.shape.admit_before:
+                return
+            yield seq
+
+    def _plan_chunk(self, seq: Sequence, fill: StepFill) -> bool:
+        """Plan the next chunk of a prompt that has started. False: it waits for older work to free
+        blocks, and no prompt after it may take them."""
+        num_tokens = chunk_size(seq, seq.planned, fill.tokens_left)
+        if num_tokens <= 0:
+            return True
+        while not self._reserve(seq, num_tokens, fill.plan):
+            candidates = self.prefilling[self.prefilling.index(seq) + 1 :]
+            if not candidates:
+                fill.blocked = True
+                return False
+            self._preempt(self.policy.victim(candidates), NO_FREE_BLOCK)
+            fill.preempted = True
+        self._schedule_chunk(seq, num_tokens, fill.plan)
+        fill.tokens_left -= num_tokens
+        return True
+
+    def _reserve(self, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
+        """Make the blocks exclusive that the next positions are written to, or change nothing."""
+        if seq.planned + num_tokens <= self.max_kv_positions:
+            return reserve(self.pool, seq, num_tokens, plan)
+        if not drop_block(self.pool, self.cache, seq, plan):
+            return False
+        self.counters.dropped_blocks += 1
+        plan.new_slots.append(fill_slot(seq))
+        return True
+
+    def _schedule_chunk(self, seq: Sequence, num_tokens: int, plan: Plan) -> None:
+        """Add a chunk of known tokens to the plan. With the last of them the sequence decodes."""
+        start = seq.planned
+        seq.planned += num_tokens
         seq.steps_in_flight += 1
-        sample = seq.planned == len(seq.tokens)
-        logprobs = seq.params.prompt_logprobs if seq.owes_prompt_logprobs else None
-        if sample and seq.guide is not None:
+        is_last = seq.planned == len(seq.tokens)
+        if is_last and seq.guide is not None:
             plan.token_masks[len(plan.items)] = seq.guide.mask
         plan.items.append(
-            Item(seq.id, seq.epoch, seq.slot, start, num, sample, seq.planned, logprobs)
-        )
-        if sample:
-            self.queues.decode(seq)
-
-    def _may_begin(self, seq: Sequence) -> bool:
-        """Its batch has formed, and it need not wait: for the disk, or as a beam that has reported for its siblings."""
-        return self.batches.formed(seq) and not reported(seq) and not self.prefix.waits(seq)
-
-    def _plan_waiting(self, plan: Plan, left: int, before: Rank, whole: bool = False) -> int:
-        """Admit in order, up to this rank; of those that can be computed at once if `whole`. Who shares most of a prompt with one
-        that is being computed waits for that instead of computing it again, and who has much of its prompt on disk waits for the
-        disk; those behind need not wait for it. Where somebody gave way nobody begins: a victim does not come straight back.
-        Returns what is left of the budget."""
-        # first blocks of those who wait: the like of them are not looked at again
-        held: set[bytes] = set()
-        i = 0
-        while i < len(self.waiting) and self.queues.rows and left > 0 and not self.gave_way:
-            seq = self.waiting[i]
-            if seq.rank >= before:
-                break
-            if not self._may_begin(seq) or (
-                whole and (seq.pending_forks or len(seq.tokens) > left)
-            ):
-                i += 1
-                continue
-            if held and self.pool.size < len(seq.tokens):
-                self.prefix.extend_hashes(seq, 1)
-            if seq.block_hashes and seq.block_hashes[0] in held:
-                i += 1
-                continue
-            found = self.prefix.match(seq)
-            if found is None:
-                held.add(seq.block_hashes[0])
-                i += 1
-                continue
-            loading = self.prefix.ask_disk(
-                seq, found, plan, self.schedule.max_num_seqs - len(self.queues.rows)
+            Item(
+                seq_id=seq.id,
+                epoch=seq.epoch,
+                slot=seq.slot,
+                start=start,
+                num_tokens=num_tokens,
+                sample=is_last,
+                max_kv_len=seq.planned,
+                prompt_logprobs=seq.params.prompt_logprobs if seq.owes_prompt_logprobs else None,
             )
-            if loading is not None:
-                left -= loading
-                i += 1
-                continue
-            used = self._admit(seq, found, left, plan)
-            if used == 0:
-                self.stuck = True
-                break
-            left -= used
-        return left
+        )
+        if is_last:
+            self.queues.move_to_decode(seq)
 
-    def _admit(self, seq: Sequence, found: Match, left: int, plan: Plan) -> int:
-        """Give the sequence a row, the blocks the prefix cache has, those to load into and those its first chunk needs.
-        Tokens of the budget that it takes; loads take as many as could be computed in their time. 0: no room."""
-        cached = len(found.hits) * self.pool.size
-        num = chunk(seq, cached, left)
-        if admission_takes(self.pool, found.hits, num) > len(self.pool.free):
+    # ---- admission ---------------------------------------------------------------------------------
+
+    def _try_start(
+        self, seq: Sequence, token_budget: int, fill: StepFill, awaited: set[bytes]
+    ) -> int:
+        """Admit a waiting sequence if it may start and there is room. Returns the tokens used.
+
+        A sequence waits for another that computes most of its prompt, and for the disk if that has
+        much of its prompt; sequences behind it need not wait. `awaited` holds the first block hash
+        of sequences that wait for another: sequences with the same first block are not matched
+        again in this plan."""
+        if not self.shaper.may_start(seq):
             return 0
-        self.queues.begin(seq)
-        self.prefix.give(seq, found, plan)
-        seq.block_table += [
-            self.pool.take()
-            for _ in range(len(seq.block_table), -(-(cached + num) // self.pool.size))
-        ]
+        if awaited and self.pool.block_size < len(seq.tokens):
+            self.prefix.extend_hashes(seq, 1)
+        if seq.block_hashes and seq.block_hashes[0] in awaited:
+            return 0
+        match = self.prefix.match(seq)
+        if match is None:
+            awaited.add(seq.block_hashes[0])
+            return 0
+        num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
+        load_cost = self.prefix.request_from_disk(seq, match, fill.plan, num_running)
+        if load_cost is not None:
+            return load_cost
+        return self._admit(seq, match, token_budget, fill)
+
+    def _admit(self, seq: Sequence, match: Match, token_budget: int, fill: StepFill) -> int:
+        """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
+        chunk. Returns the tokens used: a load counts as many tokens as could be computed in its
+        time. 0: there are too few blocks."""
+        plan = fill.plan
+        num_cached = len(match.blocks) * self.pool.block_size
+        num_tokens = chunk_size(seq, num_cached, token_budget)
+        if blocks_to_admit(self.pool, match.blocks, num_tokens) > len(self.pool.free_blocks):
+            fill.blocked = True
+            return 0
+        self.queues.start_prefill(seq)
+        self.prefix.attach(seq, match, plan)
+        num_blocks = -(-(num_cached + num_tokens) // self.pool.block_size)
+        while len(seq.block_table) < num_blocks:
+            seq.block_table.append(self.pool.allocate())
         if seq.preemptions == 0 and not seq.inherited_tokens:
-            seq.cached_tokens = cached
-            self.count.queried_tokens += len(seq.tokens)
-            self.count.cached_tokens += cached
+            seq.cached_tokens = num_cached
+            self.counters.queried_tokens += len(seq.tokens)
+            self.counters.cached_tokens += num_cached
         else:
-            self.count.recomputed_tokens += max(seq.preempted_positions - cached, 0)
-        plan.new_slots.append(new_slot(seq))
-        if num > 0:
-            self._schedule(seq, num, plan)
-        return max(num, 1) + self.prefix.load_tokens(len(found.loads))
+            self.counters.recomputed_tokens += max(seq.preempted_positions - num_cached, 0)
+        plan.new_slots.append(fill_slot(seq))
+        if num_tokens > 0:
+            self._schedule_chunk(seq, num_tokens, plan)
+        return max(num_tokens, 1) + self.prefix.load_cost_tokens(len(match.loads))
 
     # ---- commit ------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
-        """Fold in what a step produced. Results for a sequence that was preempted or ended meanwhile are dropped."""
+        """Fold in the results of a step. Results of a sequence that was preempted or has ended since
+        are dropped."""
         self.prefix.commit(plan, result)
-        out: list[Output] = []
-        live, size, count, caching = self.live, self.pool.size, self.count, self.prefix.on
-        for i, (item, new) in enumerate(zip(plan.items, result.tokens, strict=True)):
+        outputs: list[Output] = []
+        live = self.live
+        block_size = self.pool.block_size
+        caching = self.prefix.enabled
+        all_logprobs = result.logprobs
+        computed_tokens = 0
+        for index, (item, tokens) in enumerate(zip(plan.items, result.tokens, strict=True)):
             seq = live.get(item.seq_id)
             if seq is None or item.epoch != seq.epoch:
                 continue
+            num_tokens = item.num_tokens
             seq.steps_in_flight -= 1
             seq.retried_after_oom = False
-            seq.computed += item.num_tokens
-            count.computed_tokens += item.num_tokens
+            seq.computed += num_tokens
+            computed_tokens += num_tokens
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
-                take_prompt_logprobs(seq, item, result.prompt_logprobs[i])
+                store_prompt_logprobs(seq, item, result.prompt_logprobs[index])
             if item.wants_attention_mass:
-                weigh(seq, result.attention_mass[i])
-            if new and new[0] < 0:
-                for one in self.requests[seq.request.id]:
-                    self.prefix.disown(one)
-                out += self.abort(seq.request.id, "error", NO_NUMBER, NotANumber.code)
+                add_attention_sample(seq, result.attention_mass[index])
+            if tokens and tokens[0] < 0:
+                outputs += self._fail_not_a_number(seq)
                 continue
-            if caching and seq.computed >= (seq.published_blocks + 1) * size:
+            if caching and seq.computed >= (seq.published_blocks + 1) * block_size:
                 self.prefix.publish(seq)
-            if new and seq.beam is not None:
-                assert result.logprobs is not None
-                count.generated_tokens += 1
-                out += self.families.report(seq, result.logprobs[i][0], self.eos_ids, self._end)
-                continue
-            reason: str | None = None
-            for t in new:
-                seq.tokens.append(t)
-                length = len(seq.tokens)
-                if t in seq.stop_ids and (
-                    seq.num_generated >= seq.params.min_tokens or seq.guide is not None
-                ):
-                    reason = "stop"
-                elif length >= seq.position_limit:
-                    reason = "length"
-            stuck = new and reason is None and is_stuck(seq)
-            if stuck:
+            if tokens:
+                logprobs = None if all_logprobs is None else all_logprobs[index]
+                self._commit_tokens(seq, tokens, logprobs, outputs)
+        self.counters.computed_tokens += computed_tokens
+        return outputs
+
+    def _commit_tokens(
+        self,
+        seq: Sequence,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        outputs: list[Output],
+    ) -> None:
+        """Append sampled tokens to a sequence, and end it if one of them does. Adds to `outputs`."""
+        if seq.beam is not None:
+            assert logprobs is not None
+            self.counters.generated_tokens += 1
+            outputs += self.groups.report_beam(seq, logprobs[0], self.eos_ids, self._finish)
+            return
+        reason: str | None = None
+        for token in tokens:
+            seq.tokens.append(token)
+            if token in seq.stop_ids and may_stop(seq):
+                reason = "stop"
+            elif len(seq.tokens) >= seq.position_limit:
                 reason = "length"
-            if new and seq.guide is not None:
-                try:
-                    follow(seq.guide, new[-1], ended=reason is not None)
-                except GuideError as e:
-                    out += self.abort(seq.request.id, "error", str(e), e.code)
-                    continue
-            if new:
-                count.generated_tokens += len(new)
-                news = Output(seq.request.id, seq.index, new, None, reason)
-                if result.logprobs is not None and result.logprobs[i]:
-                    news.logprobs = result.logprobs[i]
-                if seq.first_token_at is None:
-                    news.cached_tokens, news.prompt_logprobs = (
-                        seq.cached_tokens,
-                        seq.prompt_logprobs,
-                    )
-                    seq.first_token_at = self.clock()
-                if reason is not None:
-                    news.cached_tokens = seq.cached_tokens
-                    if stuck:
-                        news.stop_reason = repetition.STOP_REASON
-                    elif reason == "stop" and new[-1] not in self.eos_ids:
-                        news.stop_reason = new[-1]
-                    self._end(seq)
-                out.append(news)
-        return out
+        repeating = False
+        if seq.repetition is not None and reason is None and is_repeating(seq):
+            repeating = True
+            reason = "length"
+        if seq.guide is not None:
+            try:
+                advance_guide(seq.guide, tokens[-1], ended=reason is not None)
+            except GuideError as error:
+                outputs += self.abort(seq.request.id, "error", str(error), error.code)
+                return
+        self.counters.generated_tokens += len(tokens)
+        output = Output(seq.request.id, seq.index, tokens, logprobs or None, reason)
+        outputs.append(output)
+        if seq.first_token_at is None:
+            seq.first_token_at = self.clock()
+            output.cached_tokens = seq.cached_tokens
+            output.prompt_logprobs = seq.prompt_logprobs
+        if reason is not None:
+            output.cached_tokens = seq.cached_tokens
+            if repeating:
+                output.stop_reason = REPETITION_DETECTED
+            elif reason == "stop" and tokens[-1] not in self.eos_ids:
+                output.stop_reason = tokens[-1]
+            self._finish(seq)
+
+    def _fail_not_a_number(self, seq: Sequence) -> list[Output]:
+        """End a request whose logits hold no finite number. None of its KV may be reused."""
+        for member in self.requests[seq.request.id]:
+            self.prefix.invalidate(member)
+        return self.abort(seq.request.id, "error", NOT_A_NUMBER, NotANumber.code)
 
     # ---- preempt and finish ------------------------------------------------------------------------
 
     def _release(self, seq: Sequence) -> None:
-        """Give back row and blocks. Steps in flight may still write there: the device does things in order."""
-        for b in reversed(seq.block_table):  # tail first: prefixes outlive suffixes in the cache
-            self.pool.drop(b)
-        self.prefix.give_up(seq)
-        self.queues.leave(seq)
-        seq.block_table, seq.steps_in_flight, seq.computed, seq.planned = [], 0, 0, 0
+        """Free slot and blocks. Steps in flight may still write there: the device works in order."""
+        for block in reversed(seq.block_table):  # prefixes outlive suffixes in the cache
+            self.pool.release(block)
+        self.prefix.stop_computing(seq)
+        self.queues.remove(seq)
+        seq.block_table = []
+        seq.steps_in_flight = 0
+        seq.computed = 0
+        seq.planned = 0
 
-    def _preempt(self, seq: Sequence, why: str) -> None:
-        """Back to the queue. Its full blocks stay findable until their memory is needed."""
+    def _preempt(self, seq: Sequence, reason: str) -> None:
+        """Put a running sequence back into the queue. Its full blocks stay in the prefix cache until
+        their memory is needed."""
         seq.preempted_positions = seq.planned
         seq.disk_wait = DiskWait.NOT_ASKED
-        seq.preempt_reason = why
+        seq.preempt_reason = reason
         self._release(seq)
-        if len(seq.tokens) > self.most:  # what would leave next is not computed again
-            drop(seq, pick(seq, self.cache), self.pool.size)
-        seq.epoch, seq.preemptions, self.gave_way = seq.epoch + 1, seq.preemptions + 1, True
-        self.count.preemptions += 1
-        self.queues.come_back(seq)
+        if len(seq.tokens) > self.max_kv_positions:  # do not recompute the block to drop next
+            drop_block_tokens(seq, pick_block(seq, self.cache), self.pool.block_size)
+        seq.epoch += 1
+        seq.preemptions += 1
+        self.counters.preemptions += 1
+        self.queues.requeue(seq)
 
-    def _end(self, seq: Sequence, pruned: bool = False) -> None:
+    def _finish(self, seq: Sequence, pruned: bool = False) -> None:
+        """End a sequence. `pruned`: it is a beam that lost before its search was over."""
         if seq.status is Status.RUNNING:
             self._release(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
-        seq.status, seq.epoch = Status.FINISHED, seq.epoch + 1
-        self.families.leave(seq)
+        seq.status = Status.FINISHED
+        seq.epoch += 1
+        self.groups.remove(seq)
         if self.recorder is not None and not pruned:
-            self.recorder.ended(seq)
+            self.recorder.finished(seq)
 
 
-def take_prompt_logprobs(seq: Sequence, item: Item, found: list[TokenLogprobs]) -> None:
+def may_stop(seq: Sequence) -> bool:
+    """Return whether a stop token ends the sequence: min_tokens holds unless a guide decides."""
+    return seq.num_generated >= seq.params.min_tokens or seq.guide is not None
+
+
+def store_prompt_logprobs(seq: Sequence, item: Item, logprobs: list[TokenLogprobs]) -> None:
     assert item.start is not None and seq.prompt_logprobs is not None
-    for p, logprobs in enumerate(found, item.start + 1):
-        if p < seq.prompt_len:
-            seq.prompt_logprobs[p] = logprobs
+    for position, entry in enumerate(logprobs, item.start + 1):
+        if position < seq.prompt_len:
+            seq.prompt_logprobs[position] = entry
 
 
-def is_stuck(seq: Sequence) -> bool:
-    """Whether the sequence repeats itself and its request wants it ended."""
-    params = seq.params.repetition
-    if params is None or seq.num_generated < seq.params.min_tokens:
-        return False
-    # bounded KV drops tokens from the middle: the last ones stay in a row
-    generated = len(seq.tokens) - seq.kept_prompt_tokens
-    return repetition.repeats(seq.tokens, generated, params)
-
-
-def follow(guide: Guide, token: int, ended: bool) -> None:
-    """The sequence went on with a token that its guide allowed: raises GuideError if it did not."""
+def advance_guide(guide: Guide, token: int, ended: bool) -> None:
+    """Advance a guide by a token that the sequence generated. Raises GuideError if it was not
+    allowed."""
     if not guide.mask[token >> 3] >> (token & 7) & 1:
         raise GuideError(
             f"the model gave token {token}, which structured_outputs do not allow here"

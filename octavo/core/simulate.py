@@ -1,9 +1,11 @@
-"""The same scheduler and engine with a runner that computes nothing and a clock that is only told how long it would have taken.
+"""Simulation: the same scheduler and engine with a runner that computes nothing and a clock that only
+counts how long the steps would have taken.
 
-    trace -> requests -> replay(engine) -> Report        the engine's clock is real, or a VirtualClock
+    trace -> requests -> replay(engine) -> Report        the engine's clock is real or a VirtualClock
 
-`replay` serves both: a simulation plays a trace as fast as Python can, a benchmark plays it on a model in real time. What a step
-costs is a straight line through a few features of its plan (Costs), fitted to a real run by octavo/bench/calibrate.py.
+`replay` serves two purposes: a simulation plays a trace as fast as Python can, and a benchmark plays
+it on a model in real time. The cost of a step is a linear function of a few features of its plan
+(Costs), fitted to a real run by octavo/bench/calibrate.py.
 """
 
 from __future__ import annotations
@@ -18,48 +20,55 @@ from typing import Any
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
-from octavo.core.trace import Entry, tokens
+from octavo.core.trace import TraceEntry, tokens_of_entry
 from octavo.params import SamplingParams
-from octavo.types import Plan, Request, StepResult
+from octavo.types import Output, Plan, Request, StepResult
 
 VOCABULARY = 50_000
-FEATURES = ("step", "prefill", "row", "kv", "pairs")
+FEATURES = ("step", "prefill", "sampled", "kv", "pairs")
 
 
 def features(plan: Plan) -> tuple[float, ...]:
-    """What a step's time goes by, in FEATURES' order: 1; prompt tokens; rows that sample; KV entries that these read; and what
-    prompt tokens read, all pairs of them."""
-    prefill = rows = kv = pairs = 0
+    """Return what a step's time depends on, in the order of FEATURES: 1, the prompt tokens, the
+    sequences that sample, the KV entries these read, and the pairs of prompt tokens and KV
+    entries."""
+    prefill = 0
+    sampled = 0
+    kv_entries = 0
+    pairs = 0
     for item in plan.items:
-        rows += item.sample
+        sampled += item.sample
         if item.start is None:
-            kv += item.max_kv_len
+            kv_entries += item.max_kv_len
         else:
             prefill += item.num_tokens
             pairs += item.num_tokens * (item.start + item.max_kv_len) // 2
-    return 1.0, prefill, rows, kv, pairs
+    return 1.0, prefill, sampled, kv_entries, pairs
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that each feature adds to a step."""
+    """Seconds that one unit of each feature adds to a step."""
 
     step: float
     prefill: float
-    row: float
+    sampled: float
     kv: float
     pairs: float
 
-    def seconds(self, found: tuple[float, ...]) -> float:
-        return sum(getattr(self, name) * value for name, value in zip(FEATURES, found, strict=True))
+    def seconds(self, values: tuple[float, ...]) -> float:
+        return sum(
+            getattr(self, name) * value for name, value in zip(FEATURES, values, strict=True)
+        )
 
 
-# The embedded model on two cores of a server CPU with AVX-512, by `octavo simulate --calibrate smollm2 --max-num-seqs 16`.
-EMBEDDED_CPU = Costs(step=3.8e-3, prefill=4.5e-4, row=4.9e-4, kv=2.4e-6, pairs=5.3e-7)
+# The embedded model on two cores of a server CPU with AVX-512, measured by
+# `octavo simulate --calibrate smollm2 --max-num-seqs 16`.
+EMBEDDED_CPU = Costs(step=3.8e-3, prefill=4.5e-4, sampled=4.9e-4, kv=2.4e-6, pairs=5.3e-7)
 
 
 class VirtualClock:
-    """Time that passes when somebody waits."""
+    """A clock that advances only when it is told to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,149 +81,168 @@ class VirtualClock:
 
 
 @dataclass
-class _Landing:
+class SimulatedStep:
+    """A launched step that lands at a given time."""
+
     clock: VirtualClock
-    due: float
+    lands_at: float
     result: StepResult
 
     def wait(self) -> StepResult:
-        self.clock.now = max(self.clock.now, self.due)
+        self.clock.now = max(self.clock.now, self.lands_at)
         return self.result
 
 
 class CostRunner:
-    """Takes as long as the costs say, one step after the other, and says what the trace says was said."""
+    """A runner that takes as long as the costs say, one step after another, and samples the tokens of
+    the trace."""
 
-    def __init__(self, costs: Costs, clock: VirtualClock, said: list[list[int]]):
-        self.costs, self.clock, self.said, self.free = costs, clock, said, 0.0
-        # row -> which of the trace's requests, tokens known
-        self.rows: dict[int, tuple[int, int]] = {}
+    def __init__(self, costs: Costs, clock: VirtualClock, tokens: list[list[int]]):
+        self.costs = costs
+        self.clock = clock
+        self.tokens = tokens
+        self.free_at = 0.0
+        # batch slot -> (index of the trace's request, number of known tokens)
+        self.slots: dict[int, tuple[int, int]] = {}
 
-    def launch(self, plan: Plan) -> _Landing:
+    def launch(self, plan: Plan) -> SimulatedStep:
         for new in plan.new_slots:
-            self.rows[new.slot] = new.seed, len(new.tokens)
+            self.slots[new.slot] = new.seed, len(new.tokens)
         sampled: list[list[int]] = []
         for item in plan.items:
-            which, known = self.rows[item.slot]
-            sampled.append([self.said[which][known]] if item.sample else [])
-            self.rows[item.slot] = which, known + item.sample
-        self.free = max(self.free, self.clock.now) + self.costs.seconds(features(plan))
-        return _Landing(self.clock, self.free, StepResult(sampled))
+            request, num_known = self.slots[item.slot]
+            sampled.append([self.tokens[request][num_known]] if item.sample else [])
+            self.slots[item.slot] = request, num_known + item.sample
+        self.free_at = max(self.free_at, self.clock.now) + self.costs.seconds(features(plan))
+        return SimulatedStep(self.clock, self.free_at, StepResult(sampled))
 
 
-# ---- playing a trace --------------------------------------------------------------------------------------
+# ---- playing a trace -----------------------------------------------------------------------------
 
 
 @dataclass
 class Report:
-    """Times of what was played, in seconds from each request's arrival."""
+    """Times of a played trace, in seconds from each request's arrival."""
 
     seconds: float = 0.0
-    first: dict[str, float] = field(default_factory=dict)  # request -> time of its first token
-    last: dict[str, float] = field(default_factory=dict)
-    gaps: list[float] = field(default_factory=list)  # from token to token
-    level: dict[str, int] = field(default_factory=dict)  # request -> priority
+    first_token: dict[str, float] = field(default_factory=dict)  # by request
+    finished: dict[str, float] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)  # between consecutive tokens
+    priorities: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     errors: int = 0
     counters: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"requests": len(self.last), "errors": self.errors, "seconds": self.seconds,
-                                 "tok_s": self.tokens / max(self.seconds, 1e-9)}  # fmt: skip
+        summary: dict[str, Any] = {
+            "requests": len(self.finished),
+            "errors": self.errors,
+            "seconds": self.seconds,
+            "tok_s": self.tokens / max(self.seconds, 1e-9),
+        }
         for name, values in (
-            ("ttft", self.first.values()),
+            ("ttft", list(self.first_token.values())),
             ("itl", self.gaps),
-            ("e2e", self.last.values()),
+            ("e2e", list(self.finished.values())),
         ):
-            found |= {f"{name}_p{q}_ms": 1e3 * percentile(list(values), q) for q in (50, 99)}
-        levels = sorted(set(self.level.values()))
-        if len(levels) > 1:
-            first = {
-                level: [t for name, t in self.first.items() if self.level[name] == level]
-                for level in levels
-            }
-            found["ttft_p99_ms_by_priority"] = {
-                str(level): 1e3 * percentile(times, 99) for level, times in first.items()
-            }
-        return found | self.counters
+            summary |= {f"{name}_p{q}_ms": 1e3 * percentile(values, q) for q in (50, 99)}
+        if len(set(self.priorities.values())) > 1:
+            summary["ttft_p99_ms_by_priority"] = self._first_token_by_priority()
+        return summary | self.counters
+
+    def _first_token_by_priority(self) -> dict[str, float]:
+        times: dict[int, list[float]] = {level: [] for level in self.priorities.values()}
+        for request_id, seconds in self.first_token.items():
+            times[self.priorities[request_id]].append(seconds)
+        return {str(level): 1e3 * percentile(times[level], 99) for level in sorted(times)}
+
+    def add_output(self, output: Output, now: float, arrival: float, last_token: float) -> None:
+        """Count an output. `last_token` is the time of the previous one; NaN if there was none."""
+        self.tokens += len(output.tokens)
+        self.errors += output.error is not None
+        if output.tokens and math.isnan(last_token):
+            self.first_token[output.request_id] = now - arrival
+        elif output.tokens:
+            self.gaps.append(now - last_token)
+        if output.finish_reason is not None:
+            self.finished[output.request_id] = now - arrival
 
 
 def percentile(values: list[float], q: float) -> float:
-    """The value that q percent do not exceed."""
-    return sorted(values)[max(math.ceil(len(values) * q / 100) - 1, 0)] if values else math.nan
+    """Return the value that q percent of the values do not exceed."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(math.ceil(len(values) * q / 100) - 1, 0)]
 
 
-def requests_of(trace: list[Entry], vocab_size: int) -> tuple[list[Request], list[list[int]]]:
-    """What to ask, and all tokens of each. The seed tells which it is."""
-    said = [tokens(entry, i, vocab_size) for i, entry in enumerate(trace)]
-    asked = [
+def requests_of(trace: list[TraceEntry], vocab_size: int) -> tuple[list[Request], list[list[int]]]:
+    """Return the requests of a trace, and all tokens of each. A request's seed is its index."""
+    tokens = [tokens_of_entry(entry, index, vocab_size) for index, entry in enumerate(trace)]
+    requests = [
         Request(
-            f"{i}",
-            ids[: e.prompt],
-            SamplingParams(max_tokens=e.output, ignore_eos=True, detokenize=False, seed=i),
-            e.arrival,
-            priority=e.priority,
-            deadline=e.deadline,
-            tenant=e.tenant,
+            id=str(index),
+            prompt=tokens[index][: entry.prompt],
+            params=SamplingParams(
+                max_tokens=entry.output, ignore_eos=True, detokenize=False, seed=index
+            ),
+            arrival=entry.arrival,
+            priority=entry.priority,
+            deadline=entry.deadline,
+            tenant=entry.tenant,
         )
-        for i, (e, ids) in enumerate(zip(trace, said, strict=True))
+        for index, entry in enumerate(trace)
     ]
-    return asked, said
+    return requests, tokens
 
 
 def replay(
-    engine: Engine, asked: list[Request], sleep: Callable[[float], None] = time.sleep
+    engine: Engine, requests: list[Request], sleep: Callable[[float], None] = time.sleep
 ) -> Report:
-    """Play requests at their times, which count from now, to the last token."""
-    clock, count, report, steps = (
-        engine.scheduler.clock,
-        engine.scheduler.count,
-        Report(),
-        list[float](),
-    )
-    engine.observers.append(lambda plan, seconds: steps.append(seconds))
-    start, todo, latest = clock(), deque(asked), dict[str, float]()
-    for request in asked:
+    """Play requests to the last token. Their arrival times count from now."""
+    clock = engine.scheduler.clock
+    report = Report()
+    step_seconds: list[float] = []
+    engine.observers.append(lambda plan, seconds: step_seconds.append(seconds))
+    start = clock()
+    for request in requests:
         request.arrival += start
-        request.deadline = None if request.deadline is None else request.deadline + start
-        report.level[request.id] = request.priority
-    arrival = {request.id: request.arrival for request in asked}
-    while todo or not engine.idle:
-        while todo and todo[0].arrival <= clock():
-            engine.add(todo.popleft())
+        if request.deadline is not None:
+            request.deadline += start
+        report.priorities[request.id] = request.priority
+    arrivals = {request.id: request.arrival for request in requests}
+    last_tokens: dict[str, float] = {}
+    pending = deque(requests)
+    while pending or not engine.idle:
+        while pending and pending[0].arrival <= clock():
+            engine.add(pending.popleft())
         if engine.idle:
-            sleep(max(todo[0].arrival - clock(), 0.0))
+            sleep(max(pending[0].arrival - clock(), 0.0))
             continue
-        outputs, now = engine.step(), clock()
-        for out in outputs:
-            name = out.request_id
-            report.tokens += len(out.tokens)
-            report.errors += out.error is not None
-            if out.tokens:
-                if name in latest:
-                    report.gaps.append(now - latest[name])
-                else:
-                    report.first[name] = now - arrival[name]
-                latest[name] = now
-            if out.finish_reason is not None:
-                report.last[name] = now - arrival[name]
+        outputs = engine.step()
+        now = clock()
+        for output in outputs:
+            request_id = output.request_id
+            last_token = last_tokens.get(request_id, math.nan)
+            report.add_output(output, now, arrivals[request_id], last_token)
+            if output.tokens:
+                last_tokens[request_id] = now
     report.seconds = clock() - start
+    counters = engine.scheduler.counters
     report.counters = {
-        "steps": len(steps),
-        "preemptions": count.preemptions,
-        "recomputed_tokens": count.recomputed_tokens,
-        "aside": count.aside,
-        "cache_hits": count.cached_tokens / max(count.queried_tokens, 1),
+        "steps": len(step_seconds),
+        "preemptions": counters.preemptions,
+        "recomputed_tokens": counters.recomputed_tokens,
+        "paused": counters.paused,
+        "cache_hits": counters.cached_tokens / max(counters.queried_tokens, 1),
     }
     return report
 
 
 def simulate(
-    trace: list[Entry], costs: Costs, cache: CacheConfig, schedule: ScheduleConfig
+    trace: list[TraceEntry], costs: Costs, cache: CacheConfig, schedule: ScheduleConfig
 ) -> Report:
     clock = VirtualClock()
-    asked, said = requests_of(trace, VOCABULARY)
+    requests, tokens = requests_of(trace, VOCABULARY)
     scheduler = Scheduler(cache, schedule, VOCABULARY, clock=clock)
-    return replay(
-        Engine(scheduler, CostRunner(costs, clock, said), clock.sleep), asked, clock.sleep
-    )
+    runner = CostRunner(costs, clock, tokens)
+    return replay(Engine(scheduler, runner, clock.sleep), requests, clock.sleep)

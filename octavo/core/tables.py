@@ -1,10 +1,11 @@
-"""A sequence's block table grows: what its next positions take of the pool, and how they come to be its own. No queues.
+"""Growing a sequence's block table: which blocks its next positions take from the pool. No queues.
 
-A position is written only to a block that nobody else holds. Three ways to have one:
+A position is written only to a block that no other sequence holds. There are three ways to get
+such a block:
 
-    take     a block is free, or cached and unused for longest          table 5 2      ->  5 2 7
-    copy     the block is shared: the writer takes a copy                     5 2(x2)  ->  5 7      copy 2 -> 7
-    evict    its cache is bounded and full: one of its own leaves             5 2 7    ->  5 7 3    2 leaves, 7 moves up
+    allocate  a block is free, or cached and least recently used     table 5 2      ->  5 2 7
+    copy      the last block is shared: the writer copies it               5 2(x2)  ->  5 7
+    drop      bounded KV is full: one of the sequence's blocks leaves      5 2 7    ->  5 7 3
 """
 
 from __future__ import annotations
@@ -13,60 +14,80 @@ import sys
 
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool
-from octavo.core.bounded_kv import drop, pick
+from octavo.core.bounded_kv import drop_block_tokens, pick_block
 from octavo.types import Plan, Sequence
 
-NEVER = sys.maxsize  # `published` of a sequence whose content is no longer that of a text
+# `published_blocks` of a sequence whose KV no longer belongs to a contiguous text.
+NEVER_PUBLISH = sys.maxsize
 
 
-def chunk(seq: Sequence, start: int, left: int) -> int:
-    """Known tokens that it computes next, of so many that are left of the step."""
-    # forks stop one short: each child computes the last itself
-    return min(len(seq.tokens) - (seq.pending_forks > 0) - start, left)
+def chunk_size(seq: Sequence, start: int, token_budget: int) -> int:
+    """Return how many known tokens from `start` on the sequence computes in the next step.
+
+    A prompt to be forked stops one token short: each child computes that token itself."""
+    return min(len(seq.tokens) - (seq.pending_forks > 0) - start, token_budget)
 
 
-def admission_takes(pool: BlockPool, hits: list[int], num: int) -> int:
-    """Blocks off the free list for who begins with these hits and so many more tokens. What is to be loaded needs a block as
-    what is to be computed does; a hit that somebody else holds takes none."""
-    return -(-(len(hits) * pool.size + num) // pool.size) - sum(pool.refs[b] > 0 for b in hits if b)
+def blocks_to_admit(pool: BlockPool, matched: list[int], num_tokens: int) -> int:
+    """Return how many blocks an admission takes off the free list.
+
+    The sequence starts with the `matched` blocks and computes `num_tokens` more. A matched block
+    that some table holds takes none. Block 0 in `matched` is loaded into a new block."""
+    total = -(-(len(matched) * pool.block_size + num_tokens) // pool.block_size)
+    return total - sum(pool.ref_counts[block] > 0 for block in matched if block)
 
 
-def reserve(pool: BlockPool, seq: Sequence, num: int, plan: Plan) -> bool:
-    """Own every block that positions [planned, planned + num) will be written to. All of them or none."""
-    size, table = pool.size, seq.block_table
-    first, last = seq.planned // size, (seq.planned + num - 1) // size
-    shared = [j for j in range(first, min(last + 1, len(table))) if pool.refs[table[j]] > 1]
-    fresh = max(last + 1 - len(table), 0)
-    if len(shared) + fresh > len(pool.free):
+def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
+    """Make every block exclusive that the next `num_tokens` positions are written to.
+
+    Returns False, and changes nothing, if the pool has too few blocks."""
+    table = seq.block_table
+    first = seq.planned // pool.block_size
+    last = (seq.planned + num_tokens - 1) // pool.block_size
+    shared = [
+        index
+        for index in range(first, min(last + 1, len(table)))
+        if pool.ref_counts[table[index]] > 1
+    ]
+    num_new = max(last + 1 - len(table), 0)
+    if len(shared) + num_new > len(pool.free_blocks):
         return False
-    for j in shared:  # copy on write
-        old, table[j] = table[j], pool.take()
-        plan.copies.append((old, table[j]))
-        plan.block_appends.append((seq.slot, j, table[j]))
-        pool.drop(old)
-    for j in range(len(table), last + 1):
-        table.append(pool.take())
-        plan.block_appends.append((seq.slot, j, table[j]))
+    for index in shared:  # copy on write
+        source = table[index]
+        table[index] = pool.allocate()
+        plan.copies.append((source, table[index]))
+        plan.block_appends.append((seq.slot, index, table[index]))
+        pool.release(source)
+    for index in range(len(table), last + 1):
+        table.append(pool.allocate())
+        plan.block_appends.append((seq.slot, index, table[index]))
     return True
 
 
-def evict(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -> bool:
-    """A block leaves a full cache, those behind it move up, and there is one to write to. All of that or nothing. What others
-    hold or could find is not touched: it is copied, or taken out of the index. The row must be written anew."""
-    size, table, j = pool.size, seq.block_table, pick(seq, cache)
-    shared = sum(pool.refs[b] > 1 for b in table[j + 1 :])
-    if shared + 1 > len(pool.free) + (pool.refs[table[j]] == 1):
+def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -> bool:
+    """Drop one block of a sequence whose bounded KV is full and append a new one.
+
+    The blocks behind it move up by one block. Blocks that are shared are copied first, and
+    published blocks are unpublished, because their keys are about to be shifted. The caller must
+    write the batch slot anew. Returns False, and changes nothing, if the pool has too few blocks."""
+    table = seq.block_table
+    dropped = pick_block(seq, cache)
+    num_shared = sum(pool.ref_counts[block] > 1 for block in table[dropped + 1 :])
+    freed = pool.ref_counts[table[dropped]] == 1
+    if num_shared + 1 > len(pool.free_blocks) + freed:
         return False
-    pool.drop(table.pop(j))
-    for k in range(j, len(table)):
-        if pool.refs[old := table[k]] > 1:
-            table[k] = pool.take()
-            plan.copies.append((old, table[k]))
-            pool.drop(old)
-        pool.withdraw(table[k])
-        plan.shifts.append((table[k], size))
-    table.append(pool.take())
-    drop(seq, j, size)
-    seq.computed = seq.planned = seq.planned - size
-    seq.published_blocks = NEVER  # until it is computed anew, from the tokens that it kept
+    pool.release(table.pop(dropped))
+    for index in range(dropped, len(table)):
+        source = table[index]
+        if pool.ref_counts[source] > 1:
+            table[index] = pool.allocate()
+            plan.copies.append((source, table[index]))
+            pool.release(source)
+        pool.evict(table[index])
+        plan.shifts.append((table[index], pool.block_size))
+    table.append(pool.allocate())
+    drop_block_tokens(seq, dropped, pool.block_size)
+    seq.planned -= pool.block_size
+    seq.computed = seq.planned
+    seq.published_blocks = NEVER_PUBLISH  # until it is recomputed from the tokens it kept
     return True

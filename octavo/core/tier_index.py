@@ -1,18 +1,22 @@
-"""The tiers below the device, as an index: which contents lie in which slot of host memory, and which are on disk.
+"""Index of the tiers below the device: which contents are in host memory, and which are on disk.
 
-Knows hashes and slots, no bytes: the runner moves those. A host slot is in exactly one state:
+It knows hashes and host blocks, no bytes; the runner moves the bytes (runner/tier_store.py). A host
+block is in exactly one state:
 
-    free      nothing in it
-    filling   a store of a step in flight, or the disk, is writing to it: it has a content nobody can find yet
-    ready     its content can be found. The least recently used one gives way, unless a step in flight reads it (a pin)
+    free      it holds nothing
+    filling   a store in flight, or the disk, writes to it: its content cannot be found yet
+    ready     its content can be found. The least recently used one is evicted, unless a step in
+              flight reads it (a pin)
 
-    device block --evicted--> host slot --(written behind)--> disk         stores, saves
-    device block <--admission-- host slot <--asked for-- disk              loads, fetches
+    device block --evicted---> host block --(later)------> disk         stores, saves
+    device block <--admission-- host block <--requested--- disk         loads, fetches
 
-A store counts once its step is committed, so a step that failed leaves nothing behind. A sequence asks the disk once in a
-life, waits while that pays, and is then admitted with what has come: whatever the disk does, it gets on. What has come is
-lifted to the device at once, into blocks that nobody uses: the link works beside the disk, and not after it, and bytes are
-checked where that is fast. Nothing that came from disk is read by anybody before the step that lifted it found it whole.
+A store counts once its step is committed, so a failed step leaves nothing behind. A sequence asks
+the disk once between two preemptions, waits while waiting pays, and is then admitted with what has
+arrived, so the disk can never hold it up for ever. Blocks that arrive are promoted to the device at
+once, into free blocks: host-to-device copies overlap with disk reads, and checksums are verified
+on the device, where that is fast. No sequence reads a block from disk before the step that promoted
+it has verified it.
 """
 
 from __future__ import annotations
@@ -25,370 +29,430 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
-from octavo.core.offload_costs import DISK_RATE, LINK_RATE, OffloadCosts
+from octavo.core.offload_costs import DISK_RATE, HOST_RATE, OffloadCosts
 from octavo.types import DiskEvent, DiskWait, Fetch, Plan, Save, Sequence, StepResult
-
-TICKETS = count(1)  # of all engines: a runner outlives them
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened so far, in blocks where nothing else is said."""
+    """Totals since the start, in blocks unless the name says otherwise."""
 
     stores: int = 0  # device -> host
     loads: int = 0  # host -> device
     saves: int = 0  # host -> disk
     fetches: int = 0  # disk -> host
-    host_tokens: int = 0  # positions served by content that lay in host memory
-    disk_tokens: int = 0  # likewise on disk
-    evictions: int = 0  # contents that gave way in host memory
-    dropped: int = 0  # contents that left the device and found no slot
-    refused: int = 0  # times that a prompt was sooner computed than loaded
-    load_seconds: float = field(default=0.0, repr=False)  # of the loads, where somebody measured
-    fetch_seconds: float = field(default=0.0, repr=False)  # of the fetches, one after another
-    # what the disk could not give or take, by reason
-    misses: dict[str, int] = field(default_factory=dict)
+    host_tokens: int = 0  # positions served from host memory
+    disk_tokens: int = 0  # positions served from disk
+    evictions: int = 0  # contents evicted from host memory
+    dropped: int = 0  # contents that left the device and found no host block
+    refused: int = 0  # prompts that were computed because loading seemed slower
+    load_seconds: float = field(default=0.0, repr=False)  # total, where it was measured
+    fetch_seconds: float = field(default=0.0, repr=False)  # total, as if one after another
+    misses: dict[str, int] = field(default_factory=dict)  # failed disk operations by reason
 
-    def miss(self, why: str) -> None:
-        self.misses[why] = self.misses.get(why, 0) + 1
+    def add_miss(self, reason: str) -> None:
+        self.misses[reason] = self.misses.get(reason, 0) + 1
 
 
-class Lift(NamedTuple):
-    """A content on its way up, for nobody in particular."""
+class Promotion(NamedTuple):
+    """A content from disk on its way to the device, not yet owned by any sequence."""
 
     content: Content
-    slot: int
-    owner: str  # the key of who asked for it
+    host_block: int
+    tenant: str  # of the request that asked for it
 
 
 class TierIndex:
-    def __init__(self, slots: int, block_size: int, block_bytes: int, disk: bool = False):
-        self.slots, self.size, self.block_bytes, self.disk = slots, block_size, block_bytes, disk
-        self.hash: list[bytes | None] = [None] * slots
-        self.tokens: list[array[int] | None] = [None] * slots  # compared on a hit
-        self.pins = [0] * slots  # who fills the slot, and loads in flight that read it
-        self.free = list(range(slots))
+    def __init__(
+        self, num_host_blocks: int, block_size: int, block_bytes: int, has_disk: bool = False
+    ):
+        self.num_host_blocks = num_host_blocks
+        self.block_size = block_size
+        self.block_bytes = block_bytes
+        self.has_disk = has_disk
+        # The lists below are indexed by host block.
+        self.hashes: list[bytes | None] = [None] * num_host_blocks
+        self.block_tokens: list[array[int] | None] = [None] * num_host_blocks  # compared on a hit
+        self.pin_counts = [0] * num_host_blocks  # fills and loads in flight that use the block
+        self.free_blocks = list(range(num_host_blocks))
         self.ready: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self.filling: dict[bytes, int] = {}
-        self.fetching: dict[int, Fetch] = {}  # by ticket
-        self.fetched: set[int] = set()  # slots whose content came from disk and was not lifted yet
+        self.fetching: dict[int, Fetch] = {}  # by fetch_id
+        self.unverified: set[int] = set()  # host blocks read from disk and not promoted yet
         self.on_disk: set[bytes] = set()
-        self.lifted: dict[int, list[Lift]] = {}  # by step in flight
-        self.rising: dict[bytes, int] = {}  # of those that nothing forgot: the block
-        self.settled = 1  # how often a slot was settled: who waits looks again when this has moved
-        self.count = TierCounters()
-        self.links = OffloadCosts(block_size, block_bytes / LINK_RATE, block_bytes / DISK_RATE)
+        self.promotions: dict[int, list[Promotion]] = {}  # by step in flight
+        self.promoting: dict[bytes, int] = {}  # hash -> device block, unless invalidated since
+        # Number of fills and promotions that have ended. A waiting sequence looks again when this
+        # has changed.
+        self.settled = 1
+        self.counters = TierCounters()
+        self.costs = OffloadCosts(block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
+        self.fetch_ids: Iterator[int] = count(1)
 
-    # ---- up: what admission finds ------------------------------------------------------------------
+    def attach_store(self, on_disk: Collection[bytes], fetch_ids: Iterator[int]) -> None:
+        """Continue with what the runner's tier store holds. The store outlives a scheduler, so it
+        owns the counter: an answer to an earlier scheduler's fetch must not match a new one."""
+        self.on_disk = set(on_disk)
+        self.fetch_ids = fetch_ids
 
-    def find(self, h: bytes, tokens: array[int]) -> int | None:
-        """The slot whose content can be loaded. Tokens are compared, as in the pool."""
-        slot = self.ready.get(h)
-        return slot if slot is not None and self.tokens[slot] == tokens else None
+    # ---- up: host memory and disk to device --------------------------------------------------------
 
-    def extend(
+    def find(self, content_hash: bytes, tokens: array[int]) -> int | None:
+        """Return the host block with this content, ready to load. Tokens are compared."""
+        host_block = self.ready.get(content_hash)
+        if host_block is None or self.block_tokens[host_block] != tokens:
+            return None
+        return host_block
+
+    def extend_match(
         self,
-        hits: list[int],
+        blocks: list[int],
         hashes: list[bytes],
         tokens: array[int],
         pool: BlockPool,
         computing: dict[bytes, int],
     ) -> list[tuple[int, int]]:
-        """Continue a match where the pool's own ended: a hit of 0 is to be loaded. (logical block, slot) of those."""
-        size, loads = self.size, list[tuple[int, int]]()
+        """Continue a match where the pool's own match ended.
+
+        Appends to `blocks`: a device block, or 0 for a block to load. Returns (logical block, host
+        block) of the blocks to load. It stops at a block that another sequence computes or that is
+        being promoted, because that block will be in the pool soon."""
+        loads: list[tuple[int, int]] = []
         pays: bool | None = None
-        for j in range(len(hits), len(hashes)):
-            h, part = hashes[j], tokens[j * size : (j + 1) * size]
-            block = pool.find(h, part)
+        for index in range(len(blocks), len(hashes)):
+            content_hash = hashes[index]
+            start = index * self.block_size
+            block_tokens = tokens[start : start + self.block_size]
+            block = pool.find(content_hash, block_tokens)
             if not block:
-                slot = self.find(h, part)
-                # by another: it is in the pool soon
-                if slot is None or h in computing or h in self.rising:
+                host_block = self.find(content_hash, block_tokens)
+                coming = content_hash in computing or content_hash in self.promoting
+                if host_block is None or coming:
                     break
-                if pays is None and not (pays := self.links.try_it()):
-                    self.count.refused += 1
+                if pays is None:
+                    pays = self.costs.should_load()
+                    self.counters.refused += not pays
                 if not pays:
                     break
-                self.ready.move_to_end(h)
-                loads.append((j, slot))
-            hits.append(block)
+                self.ready.move_to_end(content_hash)
+                loads.append((index, host_block))
+            blocks.append(block)
         return loads
 
-    def ask(
+    def request_fetches(
         self,
         seq: Sequence,
-        hits: list[int],
+        blocks: list[int],
         loads: list[tuple[int, int]],
         pool: BlockPool,
         plan: Plan,
-        spare: int,
+        reserved: int,
     ) -> bool:
-        """Have the disk read what follows a match, once in a sequence's life. Whether it should wait for news."""
-        if not self.disk:
+        """Fetch the blocks that follow a match from disk, once between two preemptions. Returns
+        whether the sequence should wait for disk events."""
+        if not self.has_disk:
             return False
-        hashes, wanted, coming, rising, here = seq.block_hashes, list[int](), 0, 0, len(loads)
-        for j in range(len(hits), (len(seq.tokens) - 1) // self.size):
-            h = hashes[j]
-            if h in self.rising:
-                rising += 1
-            elif h in self.ready or h in pool.index:
-                here += 1
-            elif h in self.filling:
-                coming += 1
-            elif seq.disk_wait is DiskWait.NOT_ASKED and h in self.on_disk:
-                wanted.append(j)
+        missing: list[int] = []
+        num_filling = 0
+        num_promoting = 0
+        num_here = len(loads)
+        for index in range(len(blocks), (len(seq.tokens) - 1) // self.block_size):
+            content_hash = seq.block_hashes[index]
+            if content_hash in self.promoting:
+                num_promoting += 1
+            elif content_hash in self.ready or content_hash in pool.hash_index:
+                num_here += 1
+            elif content_hash in self.filling:
+                num_filling += 1
+            elif seq.disk_wait is DiskWait.NOT_ASKED and content_hash in self.on_disk:
+                missing.append(index)
             else:
                 break
-        if wanted:
-            # never at the cost of its own blocks that are here already
-            del wanted[max(self._room() - here, 0) :]
-            del wanted[max(len(pool.free) - spare, 0) :]  # nor more than can be lifted
-            if not self.links.try_it(disk=True):
-                self.count.refused += 1
-                wanted, coming = [], 0
-        elif seq.disk_wait is DiskWait.WAITING and not self.links.pays(disk=True):
-            coming = 0  # slower than it seemed: what has come is enough
-        for j in wanted:
-            slot = self._take()
-            assert slot is not None
-            fetch = Fetch(
-                next(TICKETS), slot, hashes[j], seq.tokens[j * self.size : (j + 1) * self.size]
-            )
-            self._fill(slot, fetch.hash, fetch.tokens)
-            self.fetching[fetch.fetch_id] = fetch
-            plan.fetches.append(fetch)
-            self.count.fetches += 1
-        waits = bool(wanted or coming or rising)
+        if missing:
+            # A fetch must not evict the sequence's own blocks, nor exceed what can be promoted.
+            del missing[max(self._num_available() - num_here, 0) :]
+            del missing[max(len(pool.free_blocks) - reserved, 0) :]
+            if not self.costs.should_load(disk=True):
+                self.counters.refused += 1
+                missing = []
+                num_filling = 0
+        elif seq.disk_wait is DiskWait.WAITING and not self.costs.loading_pays(disk=True):
+            num_filling = 0  # the disk is slower than it seemed: do not wait for the rest
+        for index in missing:
+            self._start_fetch(seq, index, plan)
+        waits = bool(missing or num_filling or num_promoting)
         seq.disk_wait = DiskWait.WAITING if waits else DiskWait.OVER
         seq.disk_events_seen = self.settled
         return waits
 
-    def load(self, slot: int, block: int, plan: Plan) -> None:
-        """Nothing else may come into the slot before the step that reads it is over."""
-        assert slot not in self.fetched, "a content that nobody has checked"
-        self._load(slot, block, plan)
-        self.count.host_tokens += self.size
+    def _start_fetch(self, seq: Sequence, index: int, plan: Plan) -> None:
+        host_block = self._allocate()
+        assert host_block is not None
+        start = index * self.block_size
+        fetch = Fetch(
+            fetch_id=next(self.fetch_ids),
+            host_block=host_block,
+            hash=seq.block_hashes[index],
+            tokens=seq.tokens[start : start + self.block_size],
+        )
+        self._start_filling(host_block, fetch.hash, fetch.tokens)
+        self.fetching[fetch.fetch_id] = fetch
+        plan.fetches.append(fetch)
+        self.counters.fetches += 1
 
-    def _load(self, slot: int, block: int, plan: Plan) -> None:
-        self.pins[slot] += 1
-        plan.loads.append((slot, block))
-        self.count.loads += 1
+    def load(self, host_block: int, block: int, plan: Plan) -> None:
+        """Copy a verified host block to the device. It is pinned until the step has ended."""
+        assert host_block not in self.unverified, "the content has not been verified"
+        self._load(host_block, block, plan)
+        self.counters.host_tokens += self.block_size
 
-    def lift(self, seq: Sequence, pool: BlockPool, plan: Plan, spare: int) -> int:
-        """What came from the disk of a sequence's text goes up, each block once and in whatever order, as long as so many `spare`
-        ones are left to those who run. How many."""
-        lifted, size = list[Lift](), self.size
-        for j in range((len(seq.tokens) - 1) // size if self.fetched else 0):
-            h, tokens = seq.block_hashes[j], seq.tokens[j * size : (j + 1) * size]
-            slot = self.find(h, tokens)
-            if slot in self.fetched and len(pool.free) > spare:
-                self.fetched.remove(slot)
-                self._load(slot, block := pool.take(), plan)
-                self.rising[h] = block
-                lifted.append(
-                    Lift(
-                        Content(block, h, tokens, seq.block_hashes[j - 1] if j else b""),
-                        slot,
-                        seq.request.tenant,
-                    )
-                )
-        if lifted:
-            self.lifted.setdefault(plan.step, []).extend(lifted)
+    def _load(self, host_block: int, block: int, plan: Plan) -> None:
+        self.pin_counts[host_block] += 1
+        plan.loads.append((host_block, block))
+        self.counters.loads += 1
+
+    def promote(self, seq: Sequence, pool: BlockPool, plan: Plan, reserved: int) -> int:
+        """Copy blocks of a sequence's text that have arrived from disk to the device, in any order.
+
+        At least `reserved` device blocks stay free for running sequences. Returns how many blocks
+        were promoted."""
+        if not self.unverified:
+            return 0
+        promotions: list[Promotion] = []
+        hashes = seq.block_hashes
+        for index in range((len(seq.tokens) - 1) // self.block_size):
+            start = index * self.block_size
+            tokens = seq.tokens[start : start + self.block_size]
+            host_block = self.find(hashes[index], tokens)
+            if host_block in self.unverified and len(pool.free_blocks) > reserved:
+                self.unverified.remove(host_block)
+                block = pool.allocate()
+                self._load(host_block, block, plan)
+                self.promoting[hashes[index]] = block
+                parent = hashes[index - 1] if index else b""
+                content = Content(block, hashes[index], tokens, parent)
+                promotions.append(Promotion(content, host_block, seq.request.tenant))
+        if promotions:
+            self.promotions.setdefault(plan.step, []).extend(promotions)
             seq.disk_wait = DiskWait.WAITING
             seq.disk_events_seen = self.settled
-        return len(lifted)
+        return len(promotions)
 
-    def land(self, plan: Plan, pool: BlockPool, loaded: bool, spoilt: Collection[int] = ()) -> None:
-        """What the step lifted is cached content now, if it was loaded whole and nothing was forgotten meanwhile. What was not
-        is not tried again."""
-        # tail first, as ever
-        for (block, h, tokens, parent), slot, owner in reversed(self.lifted.pop(plan.step, [])):
-            if self.rising.get(h) == block:
-                del self.rising[h]
-                if loaded and slot not in spoilt:
-                    pool.publish(block, h, tokens, parent, owner)
-                    self.count.disk_tokens += self.size
+    def finish_promotions(
+        self, plan: Plan, pool: BlockPool, loaded: bool, corrupt: Collection[int] = ()
+    ) -> None:
+        """Publish what the step promoted, if it was loaded and verified and has not been invalidated
+        since. A content that failed is not tried again."""
+        # Tail first, so that prefixes outlive suffixes in the cache.
+        for content, host_block, tenant in reversed(self.promotions.pop(plan.step, [])):
+            if self.promoting.get(content.hash) == content.block:
+                del self.promoting[content.hash]
+                if loaded and host_block not in corrupt:
+                    pool.publish(content, tenant)
+                    self.counters.disk_tokens += self.block_size
                 else:
-                    self._discard(slot)
-            if slot in spoilt:
-                self.count.miss("corrupt")
-                self.on_disk.discard(h)
-            pool.drop(block)
+                    self._discard(host_block)
+            if host_block in corrupt:
+                self.counters.add_miss("corrupt")
+                self.on_disk.discard(content.hash)
+            pool.release(content.block)
             self.settled += 1
 
-    # ---- down: what leaves the device --------------------------------------------------------------
+    # ---- down: device to host memory and disk ------------------------------------------------------
 
     def demote(self, pool: BlockPool, plan: Plan) -> None:
-        """Contents that the plan evicts from the device move here, and from here to the disk as soon as it has time. On disk
-        a block is of no use without those before it, which may never leave the device: they are copied with it."""
-        for content in pool.evicted:
+        """Store the contents that the plan evicts from the device, and save them to disk later.
+
+        A block on disk is useless without the blocks before it. Those may stay on the device for
+        ever, so they are stored along with it."""
+        for content in pool.evicted_contents:
             if content.hash in self.ready:
                 self.ready.move_to_end(content.hash)
-            elif content.hash not in self.filling and self._store(content, plan) and self.disk:
-                before = pool.content(content.parent)
-                while before and not self._below(before.hash) and self._store(before, plan):
-                    before = pool.content(before.parent)
+            elif content.hash not in self.filling and self._store(content, plan) and self.has_disk:
+                parent = pool.content_of(content.parent)
+                while parent and not self._has(parent.hash) and self._store(parent, plan):
+                    parent = pool.content_of(parent.parent)
 
     def flush(self, pool: BlockPool, plan: Plan) -> None:
-        """At the end: what the device alone has goes to disk, the most recently used first, as much as fits in here."""
-        for block in reversed(pool.free):
-            content = pool.content(pool.hash[block] or b"")
-            if content and not self._below(content.hash) and len(plan.stores) < self.slots:
+        """Store what only the device has, most recently used first, as much as fits."""
+        for block in reversed(pool.free_blocks):
+            content = pool.content_of(pool.hashes[block] or b"")
+            has_room = len(plan.stores) < self.num_host_blocks
+            if content and not self._has(content.hash) and has_room:
                 self._store(content, plan)
 
-    def _below(self, h: bytes) -> bool:
-        return h in self.ready or h in self.filling or h in self.on_disk
+    def _has(self, content_hash: bytes) -> bool:
+        return (
+            content_hash in self.ready
+            or content_hash in self.filling
+            or content_hash in self.on_disk
+        )
 
     def _store(self, content: Content, plan: Plan) -> bool:
-        block, h, tokens, _ = content
-        slot = self._take()
-        if slot is None:
-            self.count.dropped += 1
+        host_block = self._allocate()
+        if host_block is None:
+            self.counters.dropped += 1
             return False
-        self._fill(slot, h, tokens)
-        plan.stores.append((block, slot))
-        self.count.stores += 1
-        if self.disk and h not in self.on_disk:
-            plan.saves.append(Save(slot, h, tokens))
+        self._start_filling(host_block, content.hash, content.tokens)
+        plan.stores.append((content.block, host_block))
+        self.counters.stores += 1
+        if self.has_disk and content.hash not in self.on_disk:
+            plan.saves.append(Save(host_block, content.hash, content.tokens))
         return True
 
-    # ---- what became of it -------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> None:
-        self._end(plan, True)
-        self.links.learn(plan, result)
-        self.count.load_seconds += result.load_seconds
-        for news in result.disk_events:
-            self._hear(news)
+        self._end_step(plan, True)
+        self.costs.observe_step(plan, result)
+        self.counters.load_seconds += result.load_seconds
+        for event in result.disk_events:
+            self._handle(event)
 
     def fail(self, plan: Plan) -> None:
-        """The step may have done all of its moves, some or none."""
-        self._end(plan, False)
+        """A step failed. It may have done all of its moves, some or none."""
+        self._end_step(plan, False)
         for fetch in plan.fetches:
             if self.fetching.pop(fetch.fetch_id, None):
-                self._settle(fetch.host_block, False)
+                self._finish_filling(fetch.host_block, False)
 
-    def _end(self, plan: Plan, stored: bool) -> None:
-        for _, slot in plan.stores:
-            self._settle(slot, stored)
-        for slot, _ in plan.loads:
-            self.pins[slot] -= 1
-            self._free_if_unused(slot)
+    def _end_step(self, plan: Plan, stored: bool) -> None:
+        for _, host_block in plan.stores:
+            self._finish_filling(host_block, stored)
+        for host_block, _ in plan.loads:
+            self.pin_counts[host_block] -= 1
+            self._free_if_unused(host_block)
 
-    def _hear(self, news: DiskEvent) -> None:
-        if news.kind == "listed":
-            self.on_disk = set(news.listed_hashes)
-        elif news.kind == "saved":
-            self.on_disk.add(news.hash)
-            self.count.saves += 1
-        elif news.kind == "unsaved":
-            self.count.miss(news.reason)
-        elif fetch := self.fetching.pop(news.fetch_id, None):
-            arrived = news.kind == "fetched"
-            if news.seconds:
-                self.links.learn_fetch(news.seconds)
-                self.count.fetch_seconds += news.seconds
-            if not arrived:
-                self.count.miss(news.reason)
-                self.on_disk.discard(fetch.hash)
-            elif self.hash[fetch.host_block] is not None:
-                self.fetched.add(fetch.host_block)
-            self._settle(fetch.host_block, arrived)
+    def _handle(self, event: DiskEvent) -> None:
+        if event.kind == "listed":
+            self.on_disk = set(event.listed_hashes)
+        elif event.kind == "saved":
+            self.on_disk.add(event.hash)
+            self.counters.saves += 1
+        elif event.kind == "unsaved":
+            self.counters.add_miss(event.reason)
+        elif fetch := self.fetching.pop(event.fetch_id, None):
+            self._handle_fetch(event, fetch)
 
-    def disown(self, hashes: list[bytes]) -> None:
-        """These contents are not what they should be. What is on disk, or on its way there, may come back: who meets it then
-        says so again."""
-        for h in hashes:
-            self.on_disk.discard(h)
-            self.rising.pop(h, None)
-            if h in self.ready:
-                self._discard(self.ready[h])
-            elif (
-                slot := self.filling.pop(h, None)
-            ) is not None:  # given back when it has been filled
-                self.hash[slot] = self.tokens[slot] = None
+    def _handle_fetch(self, event: DiskEvent, fetch: Fetch) -> None:
+        arrived = event.kind == "fetched"
+        if event.seconds:
+            self.costs.observe_fetch(event.seconds)
+            self.counters.fetch_seconds += event.seconds
+        if not arrived:
+            self.counters.add_miss(event.reason)
+            self.on_disk.discard(fetch.hash)
+        elif self.hashes[fetch.host_block] is not None:
+            self.unverified.add(fetch.host_block)
+        self._finish_filling(fetch.host_block, arrived)
 
-    def forget(self) -> None:
-        """Nothing here is findable any more; what is being filled is given back when that is over. The disk keeps its own."""
+    def invalidate(self, hashes: list[bytes]) -> None:
+        """Drop bad contents. A copy on disk, or on its way there, may come back; the sequence that
+        reads it then invalidates it again."""
+        for content_hash in hashes:
+            self.on_disk.discard(content_hash)
+            self.promoting.pop(content_hash, None)
+            if content_hash in self.ready:
+                self._discard(self.ready[content_hash])
+            elif (host_block := self.filling.pop(content_hash, None)) is not None:
+                self._forget_content(host_block)  # _finish_filling frees it
+
+    def clear(self) -> None:
+        """Forget everything in host memory. Blocks being filled are freed afterwards; the disk
+        keeps its records."""
         known = [*self.ready.values(), *self.filling.values()]
         self.ready.clear()
         self.filling.clear()
-        self.fetched.clear()
-        self.rising.clear()
-        for slot in known:
-            self.hash[slot] = self.tokens[slot] = None
-            self._free_if_unused(slot)
+        self.unverified.clear()
+        self.promoting.clear()
+        for host_block in known:
+            self._forget_content(host_block)
+            self._free_if_unused(host_block)
 
-    # ---- slots -------------------------------------------------------------------------------------
+    # ---- host blocks -------------------------------------------------------------------------------
 
-    def _room(self) -> int:
-        return len(self.free) + sum(not self.pins[slot] for slot in self.ready.values())
+    def _num_available(self) -> int:
+        num_evictable = sum(not self.pin_counts[block] for block in self.ready.values())
+        return len(self.free_blocks) + num_evictable
 
-    def _take(self) -> int | None:
-        """A slot to fill: a free one, or that of the content unused for longest."""
-        if self.free:
-            return self.free.pop()
-        for h, slot in self.ready.items():
-            if not self.pins[slot]:
-                del self.ready[h]
-                self.fetched.discard(slot)
-                self.count.evictions += 1
-                return slot
+    def _allocate(self) -> int | None:
+        """Return a host block to fill: a free one, or the least recently used unpinned one."""
+        if self.free_blocks:
+            return self.free_blocks.pop()
+        for content_hash, host_block in self.ready.items():
+            if not self.pin_counts[host_block]:
+                del self.ready[content_hash]
+                self.unverified.discard(host_block)
+                self.counters.evictions += 1
+                return host_block
         return None
 
-    def _fill(self, slot: int, h: bytes, tokens: array[int]) -> None:
-        self.hash[slot], self.tokens[slot], self.pins[slot] = h, tokens, 1
-        self.filling[h] = slot
+    def _start_filling(self, host_block: int, content_hash: bytes, tokens: array[int]) -> None:
+        self.hashes[host_block] = content_hash
+        self.block_tokens[host_block] = tokens
+        self.pin_counts[host_block] = 1
+        self.filling[content_hash] = host_block
 
-    def _settle(self, slot: int, filled: bool) -> None:
-        """Whoever filled the slot is done with it."""
-        self.pins[slot] -= 1
+    def _finish_filling(self, host_block: int, filled: bool) -> None:
+        self.pin_counts[host_block] -= 1
         self.settled += 1
-        h = self.hash[slot]
-        if h is not None:  # not forgotten meanwhile
-            del self.filling[h]
+        content_hash = self.hashes[host_block]
+        if content_hash is not None:  # it was not invalidated meanwhile
+            del self.filling[content_hash]
             if filled:
-                self.ready[h] = slot
+                self.ready[content_hash] = host_block
             else:
-                self.hash[slot] = self.tokens[slot] = None
-        self._free_if_unused(slot)
+                self._forget_content(host_block)
+        self._free_if_unused(host_block)
 
-    def _discard(self, slot: int) -> None:
-        """Its content is not to be found any more."""
-        h = self.hash[slot]
-        if h is not None and self.ready.get(h) == slot:
-            del self.ready[h]
-            self.fetched.discard(slot)
-            self.hash[slot] = self.tokens[slot] = None
-            self._free_if_unused(slot)
+    def _discard(self, host_block: int) -> None:
+        """Make a ready host block unfindable."""
+        content_hash = self.hashes[host_block]
+        if content_hash is not None and self.ready.get(content_hash) == host_block:
+            del self.ready[content_hash]
+            self.unverified.discard(host_block)
+            self._forget_content(host_block)
+            self._free_if_unused(host_block)
 
-    def _free_if_unused(self, slot: int) -> None:
-        if self.hash[slot] is None and not self.pins[slot]:
-            self.free.append(slot)
+    def _forget_content(self, host_block: int) -> None:
+        self.hashes[host_block] = None
+        self.block_tokens[host_block] = None
 
-    def ups(self) -> Iterator[Lift]:
-        """All that is on its way up."""
-        return chain.from_iterable(self.lifted.values())
+    def _free_if_unused(self, host_block: int) -> None:
+        if self.hashes[host_block] is None and not self.pin_counts[host_block]:
+            self.free_blocks.append(host_block)
+
+    def all_promotions(self) -> Iterator[Promotion]:
+        return chain.from_iterable(self.promotions.values())
 
     def check(self) -> None:
-        """Raise AssertionError unless every slot is in exactly one state."""
-        for states in (self.ready, self.filling):
-            assert all(self.hash[slot] == h for h, slot in states.items()), (
-                "the index names a slot of another content"
+        """Raise AssertionError unless every host block is in exactly one state."""
+        for contents in (self.ready, self.filling):
+            assert all(self.hashes[block] == known for known, block in contents.items()), (
+                "the index names a host block with another content"
             )
-        ready, filling = list(self.ready.values()), list(self.filling.values())
-        assert sorted([*ready, *filling]) == [
-            s for s in range(self.slots) if self.hash[s] is not None
-        ], "a slot in two states"
-        unused = [s for s in range(self.slots) if self.hash[s] is None and not self.pins[s]]
-        assert sorted(self.free) == unused, "a slot is lost, or free and in use"
-        assert all(pins >= 0 for pins in self.pins), "a slot was let go twice"
-        assert all(self.pins[slot] for slot in filling), "nobody fills a slot that is being filled"
-        assert all(self.pins[f.host_block] for f in self.fetching.values()), (
-            "a slot was given away while the disk fills it"
+        ready = list(self.ready.values())
+        filling = list(self.filling.values())
+        all_blocks = range(self.num_host_blocks)
+        named = [block for block in all_blocks if self.hashes[block] is not None]
+        assert sorted(ready + filling) == named, "a host block is in two states"
+        unused = [
+            block
+            for block in all_blocks
+            if self.hashes[block] is None and not self.pin_counts[block]
+        ]
+        assert sorted(self.free_blocks) == unused, "a host block is lost, or free and in use"
+        assert all(pins >= 0 for pins in self.pin_counts), "a host block was unpinned twice"
+        assert all(self.pin_counts[block] for block in filling), "a block being filled has no pin"
+        assert all(self.pin_counts[fetch.host_block] for fetch in self.fetching.values()), (
+            "a host block was reused while the disk fills it"
         )
-        assert self.fetched <= set(ready), "a slot is said to come from disk and holds nothing"
-        assert all((h is None) == (t is None) for h, t in zip(self.hash, self.tokens, strict=True))
-        assert self.rising.items() <= {(up.content.hash, up.content.block) for up in self.ups()}, (
-            "nothing lifts it"
+        assert self.unverified <= set(ready), "an unverified host block holds nothing"
+        assert all(
+            (content_hash is None) == (tokens is None)
+            for content_hash, tokens in zip(self.hashes, self.block_tokens, strict=True)
         )
+        promoted = {
+            (promotion.content.hash, promotion.content.block) for promotion in self.all_promotions()
+        }
+        assert self.promoting.items() <= promoted, "no step promotes this content"

@@ -1,14 +1,17 @@
-"""Traces: when requests came and how long they were, to be played again. Lengths and equalities, no text and no token.
+"""Traces: when requests arrived and how long they were, to be played again. A trace holds lengths and
+equalities, no text and no tokens.
 
-A line of JSON for each completion:
+Each completion is one line of JSON:
 
-    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0, "tenant": "", "deadline": null,
-     "id": "req_5f-0", "submitted": 12.301, "queued": 12.302, "first": 12.34}
+    {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0,
+     "tenant": "", "deadline": null, "id": "req_5f-0", "submitted": 12.301, "queued": 12.302,
+     "first_token": 12.34}
 
-`blocks` has a number for each full block of BLOCK tokens of the prompt and the output: equal numbers, equal tokens from the
-beginning up to there. The numbers are hashes under a key that is never written down: a trace keeps who shares a prefix with whom,
-and nothing else of what was said. The last line is how the request fared, which is not played again: when it was handed to the
-engine, when the engine took it in (a step may have been under way), and when its first token was there.
+`blocks` has a number for each full block of BLOCK tokens of prompt and output. Two equal numbers
+mean equal tokens from the beginning up to there. The numbers are hashes under a secret that is never
+written down, so a trace reveals which requests share a prefix and nothing else. `id` and the fields
+after it say how the request fared and are not played again: when the front sent it to the engine,
+when the engine queued it (a step may have been running), and when its first token was there.
 """
 
 from __future__ import annotations
@@ -26,91 +29,111 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
-from octavo.core.blocks import chain, root
+from octavo.core.blocks import chain_hash, root_hash
 from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
-T = TypeVar("T", int, float)
+Number = TypeVar("Number", int, float)
 log = logging.getLogger(__name__)
 BLOCK = 16
 
 
 @dataclass
-class Entry:
+class TraceEntry:
     arrival: float  # seconds; only differences count
     prompt: int  # tokens
-    output: int
+    output: int  # tokens
     blocks: list[int] = field(default_factory=list)
     priority: int = 0
     tenant: str = ""
     deadline: float | None = None
     id: str = ""
-    submitted: float = 0.0  # on the clock of `arrival`; 0: not known
+    submitted: float = 0.0  # on the clock of `arrival`; 0: unknown
     queued: float = 0.0
-    first: float = 0.0
+    first_token: float = 0.0
 
 
 class Recorder:
-    """Adds to a trace while an engine runs. Left out: what ended before its first token, what has no time of arrival, and beams
-    that lost before their search was over."""
+    """Appends to a trace while an engine runs. It leaves out requests that ended before their first
+    token, requests without a time of arrival, and beams that lost before their search was over."""
 
     def __init__(self, path: str | Path):
         try:
-            self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (a line is there as soon as it is written)
+            # Line-buffered, so that a line is on disk as soon as it is written.
+            self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         except OSError as error:
             raise InvalidRequest(
                 f"a trace cannot be written to {path}: {error.strerror}", "record_trace"
             ) from None
-        self.secret, self.full = os.urandom(16), False
+        self.secret = os.urandom(16)
+        self.failed = False
 
-    def ended(self, seq: Sequence) -> None:
-        request, output = seq.request, seq.num_generated
-        if self.full or output < 1 or not request.arrival:
+    def finished(self, seq: Sequence) -> None:
+        request = seq.request
+        if self.failed or seq.num_generated < 1 or not request.arrival:
             return
-        blocks, parent = [], self.secret + root(request.cache_salt)
+        # Bounded KV may have dropped tokens of the output: then only the prompt is known.
         known = array("i", request.prompt) if seq.dropped_tokens else seq.tokens
-        for at in range(0, len(known) - BLOCK + 1, BLOCK):
-            parent = chain(parent, known[at : at + BLOCK])
+        blocks = []
+        parent = self.secret + root_hash(request.cache_salt)
+        for start in range(0, len(known) - BLOCK + 1, BLOCK):
+            parent = chain_hash(parent, known[start : start + BLOCK])
             blocks.append(int.from_bytes(parent[:6], "little"))
-        entry = Entry(
-            request.arrival, len(request.prompt), output, blocks, request.priority, request.tenant, request.deadline,
-            request.id, request.submitted, seq.queued_at, seq.first_token_at or 0.0,
-        )  # fmt: skip
+        entry = TraceEntry(
+            arrival=request.arrival,
+            prompt=len(request.prompt),
+            output=seq.num_generated,
+            blocks=blocks,
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline=request.deadline,
+            id=request.id,
+            submitted=request.submitted,
+            queued=seq.queued_at,
+            first_token=seq.first_token_at or 0.0,
+        )
+        self._write(json.dumps(asdict(entry)) + "\n")
+
+    def _write(self, line: str) -> None:
         try:
-            self.file.write(json.dumps(asdict(entry)) + "\n")
+            self.file.write(line)
         except OSError as error:
             log.error(
-                "no more requests are recorded: the trace %s cannot be written (%s)",
+                "recording stops: the trace %s cannot be written (%s)",
                 self.file.name,
                 error.strerror,
             )
-            self.full = True
-            with suppress(OSError):  # what it holds back cannot be written either
+            self.failed = True
+            with suppress(OSError):  # the buffered rest cannot be written either
                 self.file.close()
 
 
-def read(source: str) -> list[Entry]:
-    """A file, or a made-up trace such as poisson:rate=4,n=100. In order of arrival, the first at 0."""
-    found = sorted(
-        _made_up(source) if source.startswith("poisson:") else _lines(source),
-        key=lambda e: e.arrival,
-    )
-    if not found:
+# ---- reading and making traces -------------------------------------------------------------------
+
+
+def read(source: str) -> list[TraceEntry]:
+    """Read a file, or make a synthetic trace such as poisson:rate=4,n=100. The entries are in order of
+    arrival, the first at 0."""
+    entries = list(_synthetic(source) if source.startswith("poisson:") else _lines(source))
+    if not entries:
         raise InvalidRequest(f"{source} has no requests", "trace")
-    first = found[0].arrival
-    for entry in found:
-        entry.arrival -= first
-        entry.deadline = None if entry.deadline is None else entry.deadline - first
-    return found
+    entries.sort(key=lambda entry: entry.arrival)
+    start = entries[0].arrival
+    for entry in entries:
+        entry.arrival -= start
+        if entry.deadline is not None:
+            entry.deadline -= start
+    return entries
 
 
-def _lines(path: str) -> Iterator[Entry]:
-    known = {f.name for f in fields(Entry)}
+def _lines(path: str) -> Iterator[TraceEntry]:
     try:
-        opened = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  (closed below; what is no JSON is told of there)
+        # Invalid UTF-8 is reported as invalid JSON below.
+        opened = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115
     except OSError as error:
         raise InvalidRequest(
-            f"{path} cannot be read ({error.strerror}): name a file of --record-trace, or a trace such as poisson:rate=4,n=100",
+            f"{path} cannot be read ({error.strerror}): name a file of --record-trace, or a trace "
+            "such as poisson:rate=4,n=100",
             "trace",
         ) from None
     with opened as file:
@@ -118,93 +141,134 @@ def _lines(path: str) -> Iterator[Entry]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line)
-                entry = Entry(**{name: value for name, value in values.items() if name in known})
-                if entry.prompt < 1 or entry.output < 1 or not math.isfinite(entry.arrival):
-                    raise ValueError("prompt and output are at least 1, arrival is a number")
+                entry = _parse_line(line)
             except (ValueError, TypeError, AttributeError) as error:
                 if not line.endswith("\n"):
                     log.warning("%s breaks off in line %d, which is left out", path, number)
                     return
                 raise InvalidRequest(
-                    f"{path}, line {number} is no request ({error}): a line has at least arrival, prompt and output, in JSON",
+                    f"{path}, line {number} is not a request ({error}): a line is JSON with at "
+                    "least arrival, prompt and output",
                     "trace",
                 ) from None
             yield entry
 
 
-DEFAULTS = {"rate": "4", "n": "100", "prompt": "32-512", "output": "16-256", "shared": "0", "groups": "1", "urgent": "0",
-            "tenants": "1", "seed": "0"}  # fmt: skip
+def _parse_line(line: str) -> TraceEntry:
+    names = {entry_field.name for entry_field in fields(TraceEntry)}
+    values = json.loads(line)
+    entry = TraceEntry(**{name: value for name, value in values.items() if name in names})
+    if entry.prompt < 1 or entry.output < 1 or not math.isfinite(entry.arrival):
+        raise ValueError("prompt and output are at least 1, arrival is a number")
+    return entry
 
 
-def _made_up(spec: str) -> Iterator[Entry]:
-    """rate: requests a second, at random times. n: how many. prompt, output: lengths, A-B: uniform. shared: tokens that the
-    prompts of a group begin with, groups of them. urgent: the part that has priority -1. tenants: how many."""
-    given: dict[str, str] = {}
-    for part in filter(None, spec.partition(":")[2].split(",")):
-        name, _, text = (one.strip() for one in part.partition("="))
-        if name not in DEFAULTS:
-            raise InvalidRequest(
-                f"a made-up trace has no {name}: it has {', '.join(DEFAULTS)}, each as NAME=VALUE",
-                "trace",
-            )
-        given[name] = text
-    rate, urgent = (_number(k, given, float) for k in ("rate", "urgent"))
-    n, shared, groups, tenants, seed = (
-        _number(k, given, int) for k in ("n", "shared", "groups", "tenants", "seed")
-    )
-    lengths = [_lengths(k, given) for k in ("prompt", "output")]
-    if not (
-        0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0 and min(n, groups, tenants) >= 1
-    ):
+DEFAULTS = {
+    "rate": "4",
+    "n": "100",
+    "prompt": "32-512",
+    "output": "16-256",
+    "shared": "0",
+    "groups": "1",
+    "urgent": "0",
+    "tenants": "1",
+    "seed": "0",
+}
+
+
+def _synthetic(spec: str) -> Iterator[TraceEntry]:
+    """Make a trace with random arrivals.
+
+    rate: requests per second. n: number of requests. prompt, output: lengths, A-B for a uniform
+    distribution. shared: tokens that the prompts of a group begin with, and groups: how many groups.
+    urgent: fraction of requests with priority -1. tenants: number of tenants."""
+    given = _parse_spec(spec)
+    rate = _number("rate", given, float)
+    urgent = _number("urgent", given, float)
+    num_requests = _number("n", given, int)
+    shared = _number("shared", given, int)
+    groups = _number("groups", given, int)
+    tenants = _number("tenants", given, int)
+    seed = _number("seed", given, int)
+    lengths = [_lengths(name, given) for name in ("prompt", "output")]
+    in_range = 0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0
+    if not in_range or min(num_requests, groups, tenants) < 1:
         raise InvalidRequest(
             f"{spec}: rate, n, groups and tenants are above 0, urgent is from 0 to 1", "trace"
         )
-    g, now = random.Random(seed), 0.0
-    for i in range(n):
-        now += g.expovariate(rate)
-        prompt, output = (g.randint(low, high) for low, high in lengths)
-        group, common = g.randrange(groups), shared // BLOCK
-        total = (shared + prompt + output) // BLOCK
-        blocks = [group * common + j for j in range(common)] + [
-            10**6 * (1 + i) + j for j in range(total - common)
-        ]
-        level = -1 if g.random() < urgent else 0
-        yield Entry(now, shared + prompt, output, blocks, level, f"tenant {g.randrange(tenants)}")
+    generator = random.Random(seed)
+    arrival = 0.0
+    for index in range(num_requests):
+        arrival += generator.expovariate(rate)
+        prompt, output = (generator.randint(low, high) for low, high in lengths)
+        group = generator.randrange(groups)
+        num_common = shared // BLOCK
+        num_own = (shared + prompt + output) // BLOCK - num_common
+        common_blocks = [group * num_common + block for block in range(num_common)]
+        own_blocks = [10**6 * (1 + index) + block for block in range(num_own)]
+        yield TraceEntry(
+            arrival=arrival,
+            prompt=shared + prompt,
+            output=output,
+            blocks=common_blocks + own_blocks,
+            priority=-1 if generator.random() < urgent else 0,
+            tenant=f"tenant {generator.randrange(tenants)}",
+        )
 
 
-def _number(name: str, given: dict[str, str], kind: type[T]) -> T:
+def _parse_spec(spec: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for part in filter(None, spec.partition(":")[2].split(",")):
+        name, _, text = (piece.strip() for piece in part.partition("="))
+        if name not in DEFAULTS:
+            raise InvalidRequest(
+                f"a synthetic trace has no {name}: use {', '.join(DEFAULTS)}, each as NAME=VALUE",
+                "trace",
+            )
+        given[name] = text
+    return given
+
+
+def _number(name: str, given: dict[str, str], kind: type[Number]) -> Number:
     text = given.get(name, DEFAULTS[name])
     with suppress(ValueError):
         return kind(text)
     try:
-        if (found := kind(float(text))) != float(text):  # 1e3 is a whole number too
+        value = kind(float(text))
+        if value != float(text):  # 1e3 is a whole number, 1.5 is not
             raise ValueError
-        return found
+        return value
     except (ValueError, OverflowError):
-        what = "a whole number" if kind is int else "a number"
-        raise InvalidRequest(f"a made-up trace's {name} is {what}, not {text!r}", "trace") from None
+        expected = "a whole number" if kind is int else "a number"
+        raise InvalidRequest(
+            f"{name} of a synthetic trace is {expected}, not {text!r}", "trace"
+        ) from None
 
 
 def _lengths(name: str, given: dict[str, str]) -> tuple[int, int]:
     text = given.get(name, DEFAULTS[name])
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    matched = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    low = int(matched[1]) if matched else 0
+    high = int(matched[2] or matched[1]) if matched else 0
     if not 1 <= low <= high:
         raise InvalidRequest(
-            f"a made-up trace's {name} is tokens: N or A-B, from 1 upwards, not {text!r}", "trace"
+            f"{name} of a synthetic trace is a number of tokens, N or A-B, from 1 upwards, "
+            f"not {text!r}",
+            "trace",
         )
     return low, high
 
 
-def tokens(entry: Entry, index: int, vocab_size: int) -> list[int]:
-    """Prompt and output: made-up ids, equal where the trace says so. `index`: the entry's, whose rest nobody else has."""
-    found = [
-        t
+def tokens_of_entry(entry: TraceEntry, index: int, vocab_size: int) -> list[int]:
+    """Return made-up tokens of prompt and output, equal where the trace says so. Tokens behind the
+    last full block are unique to the entry, whose index this is."""
+    vocabulary = range(vocab_size)
+    tokens = [
+        token
         for number in entry.blocks
-        for t in random.Random(number).choices(range(vocab_size), k=BLOCK)
+        for token in random.Random(number).choices(vocabulary, k=BLOCK)
     ]
-    rest = max(entry.prompt + entry.output - len(found), 0)
-    return (found + random.Random(f"{index}").choices(range(vocab_size), k=rest))[
-        : entry.prompt + entry.output
-    ]
+    length = entry.prompt + entry.output
+    num_own = max(length - len(tokens), 0)
+    tokens += random.Random(f"{index}").choices(vocabulary, k=num_own)
+    return tokens[:length]

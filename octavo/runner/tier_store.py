@@ -15,6 +15,7 @@ do (checksums.py). Knows slots and hashes; who wants them, core knows.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -119,6 +120,7 @@ class TierStore:
         self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
         # CUDA events, and what to do after each
         self._held: deque[tuple[Any, Callable[[], None]]] = deque()
+        self.fetch_ids = itertools.count(1)  # of every scheduler that uses this store
         self._warned: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         if disk is not None:

@@ -244,7 +244,7 @@ class EngineLoop:
             outputs = [out for out in outputs if self._tells(out)]
         before = self.patience, self.full
         self.patience = self._patience()
-        self.full = self.engine.scheduler.full
+        self.full = self.engine.scheduler.saturated
         # of steps for those who left: nothing else would bring it
         last = bool(self.observed.steps) and self.engine.idle
         if outputs or begun or last or (self.patience, self.full) != before:
@@ -256,7 +256,7 @@ class EngineLoop:
         """What the longest step under way may take."""
         if not self.observed.long:
             return 0.0
-        under_way = {plan.step for plan, _, _ in self.engine.inflight}
+        under_way = {plan.step for plan, _, _ in self.engine.in_flight}
         self.observed.long = {
             step: seconds for step, seconds in self.observed.long.items() if step in under_way
         }
@@ -333,18 +333,20 @@ class EngineLoop:
     def _snapshot(self) -> None:
         scheduler = self.engine.scheduler
         pool = self.engine.scheduler.pool
-        count = scheduler.count
-        used = pool.num_blocks - len(pool.free)
-        held = {b for seq in scheduler.running for b in seq.block_table if pool.hash[b] is not None}
+        count = scheduler.counters
+        used = pool.num_blocks - len(pool.free_blocks)
+        held = {
+            b for seq in scheduler.running for b in seq.block_table if pool.hashes[b] is not None
+        }
         # what pool.num_cached counts one by one, 2 ms at 32K blocks
-        cached = len(pool.index) - len(held)
+        cached = len(pool.hash_index) - len(held)
         self.beat = Beat(
             count.steps,
             len(scheduler.decoding) + len(scheduler.prefilling),
             len(scheduler.waiting),
             used,
             cached,
-            len(pool.free) - cached,
+            len(pool.free_blocks) - cached,
             count.queried_tokens,
             count.cached_tokens,
             count.computed_tokens,
@@ -353,7 +355,7 @@ class EngineLoop:
             count.copies,
             self.observed.prefill,
             self.observed.decode,
-            {name: getattr(self.engine.time, name) for name in HOST_TIMES},
+            {name: getattr(self.engine.host_time, name) for name in HOST_TIMES},
             count.recomputed_tokens,
             tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
             dict(count.tiers.misses),
@@ -364,26 +366,26 @@ class EngineLoop:
             ),
             self.checks,
             self.check_failures,
-            count.shrunk,
+            count.oom_steps,
         )
 
 
 def tier_state(tiers: TierIndex) -> dict[str, float]:
     """Counters, and how many slots of host memory are in which state."""
     state: dict[str, float] = {
-        name: value for name, value in asdict(tiers.count).items() if name != "misses"
+        name: value for name, value in asdict(tiers.counters).items() if name != "misses"
     }
     cached = len(tiers.ready)
-    free = len(tiers.free)
+    free = len(tiers.free_blocks)
     return state | {
         **{
             f"{move}_bytes": state[f"{move}s"] * tiers.block_bytes
             for move in ("store", "load", "save")
         },
-        "fetch_bytes": tiers.count.fetches * tiers.block_bytes,
+        "fetch_bytes": tiers.counters.fetches * tiers.block_bytes,
         "slots_cached": cached,
         "slots_free": free,
-        "slots_busy": tiers.slots - cached - free,
+        "slots_busy": tiers.num_host_blocks - cached - free,
     }
 
 
@@ -461,7 +463,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
 
 def canary(engine: Engine) -> None:
     """One small request through everything: an engine that cannot do this is not ready."""
-    count = engine.scheduler.count
+    count = engine.scheduler.counters
     asked = count.queried_tokens, count.cached_tokens
     engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
     while not engine.idle:

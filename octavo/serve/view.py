@@ -41,7 +41,7 @@ class Viewer:
         self.ends: deque[tuple[str, int, str]] = deque(maxlen=ENDED)
         self.num_steps = self.num_ends = 0  # since the last view
         self.preemptions = {seq.id: seq.preemptions for seq in self.scheduler.live.values()}
-        self.preempted = self.scheduler.count.preemptions
+        self.preempted = self.scheduler.counters.preemptions
         self.asked = time.monotonic()
         engine.observers.append(self.landed)
 
@@ -74,11 +74,11 @@ class Viewer:
 
     def _preempted(self) -> list[Sequence]:
         """Who lost its place since the last plan; looked for only where the scheduler counted somebody."""
-        if self.preempted == self.scheduler.count.preemptions:
+        if self.preempted == self.scheduler.counters.preemptions:
             return []
         before = self.preemptions
         live = self.scheduler.live.values()
-        self.preempted = self.scheduler.count.preemptions
+        self.preempted = self.scheduler.counters.preemptions
         self.preemptions = {seq.id: seq.preemptions for seq in live}
         return [seq for seq in live if seq.preemptions > before.get(seq.id, 0)]
 
@@ -150,19 +150,19 @@ def shown(seq: Sequence, state: str, scheduler: Scheduler) -> Shown:
 
 def waits_for(seq: Sequence, s: Scheduler) -> str:
     first = (
-        next((h for h in islice(seq.block_hashes, LOOKED) if h not in s.pool.index), None)
+        next((h for h in islice(seq.block_hashes, LOOKED) if h not in s.pool.hash_index), None)
         if s.prefix.computing
         else None
     )
-    if s.prefix.waits(seq):
+    if s.prefix.waits_for_disk(seq):
         return "its prefix is being read from disk"
     if first is not None and first in s.prefix.computing:
         return "another computes a prefix that it shares"
-    if not s.batches.formed(seq):
+    if not s.shaper.batches.may_start(seq):
         return "its batch has not formed yet"
     return (
         "no step since it came had tokens and blocks for it"
-        if s.queues.rows
+        if s.queues.free_slots
         else "every row is in use"
     )
 
@@ -176,8 +176,8 @@ def cells(
     shared = list[int]()
     cached = list[int]()
     for start in range(1, pool.num_blocks + 1, per):
-        refs = pool.refs[start : start + per]
-        hashes = pool.hash[start : start + per]
+        refs = pool.ref_counts[start : start + per]
+        hashes = pool.hashes[start : start + per]
         used.append(len(refs) - refs.count(0))
         shared.append(used[-1] - refs.count(1))
         of_used = list(compress(hashes, refs))

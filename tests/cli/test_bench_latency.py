@@ -58,7 +58,7 @@ def test_what_warms_up_does_not_count(tiny: str, monkeypatch: pytest.MonkeyPatch
         slow = 100.0 if len(played) == 1 else 1.0
         return Report(
             seconds=slow,
-            first={f"{i}": slow * (i + 1) for i in range(len(trace))},
+            first_token={f"{i}": slow * (i + 1) for i in range(len(trace))},
             gaps=[slow, slow * 2],
         )
 

@@ -15,7 +15,7 @@ from octavo import LLM
 from octavo.bench import scheduling
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.simulate import Costs, Report, simulate
-from octavo.core.trace import Entry
+from octavo.core.trace import TraceEntry
 from octavo.errors import OctavoError
 
 Octavo = Callable[..., Result]
@@ -77,13 +77,13 @@ def test_there_is_enough_other_work_for_every_urgent_request(
 ) -> None:
     """On a machine as fast as a small model's on a GPU, and if the first guess was far too low."""
     costs, cache = (
-        Costs(step=1e-3, prefill=4e-6, row=1e-5, kv=1e-8, pairs=0.0),
+        Costs(step=1e-3, prefill=4e-6, sampled=1e-5, kv=1e-8, pairs=0.0),
         CacheConfig(16, 20_000, prefix_caching=False),
     )
     llm: Any = SimpleNamespace(schedule=ScheduleConfig(16, 2048, 2048, depth=2))
     played = []
 
-    def play(llm: LLM, trace: list[Entry], schedule: ScheduleConfig) -> Report:
+    def play(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
         played.append(schedule.policy)
         return simulate(trace, costs, cache, schedule)
 

@@ -85,7 +85,7 @@ def test_costs_come_from_a_real_run_and_are_compared_with_one(
 
 
 def test_the_fit_finds_the_line() -> None:
-    costs = Costs(step=0.003, prefill=0.0004, row=0.001, kv=3e-6, pairs=0.0)
+    costs = Costs(step=0.003, prefill=0.0004, sampled=0.001, kv=3e-6, pairs=0.0)
     found = [
         (1.0, p, r, r * k, p * p / 2) for p in (0, 3, 50, 200) for r in (1, 4, 9) for k in (10, 300)
     ]
@@ -95,7 +95,7 @@ def test_the_fit_finds_the_line() -> None:
         MeasuredStep(found[5], 0.9),
     ]  # something else held these up
     line = fit(steps)
-    assert line.row == pytest.approx(0.001, rel=1e-3) and line.prefill == pytest.approx(
+    assert line.sampled == pytest.approx(0.001, rel=1e-3) and line.prefill == pytest.approx(
         0.0004, rel=1e-3
     )
     assert (
@@ -130,7 +130,7 @@ def test_no_feature_makes_a_step_shorter() -> None:
         (["poisson:urgent=7,n=3"], "urgent is from 0 to 1"),
         (["poisson:rate8,n=3"], "has no rate8"),
         (["poisson:rate = 9, m=3"], "has no m:"),
-        (["poisson:n=2.5"], "n is a whole number"),
+        (["poisson:n=2.5"], "n of a synthetic trace is a whole number"),
         (["poisson:n=3,prompt=200-20"], "N or A-B"),
         (["poisson:n=3,output=5-6-7"], "N or A-B"),
     ],
@@ -143,7 +143,7 @@ def test_what_cannot_be_simulated_is_an_error(octavo: Octavo, args: list[str], s
 def test_a_file_that_is_no_text(octavo: Octavo, tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(bytes(range(256)))
     result = octavo("simulate", tmp_path / "t")
-    assert result.exit_code == 2 and "line 1 is no request" in result.stderr
+    assert result.exit_code == 2 and "line 1 is not a request" in result.stderr
 
 
 def test_a_file_that_holds_no_costs(octavo: Octavo, tmp_path: Path) -> None:

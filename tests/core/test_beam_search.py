@@ -76,10 +76,10 @@ def test_forks_share_blocks_and_copy_the_one_they_write() -> None:
     assert (
         len(beams) == 4
         and len({tuple(s.block_table) for s in beams}) == 1
-        and engine.scheduler.pool.refs[beams[0].block_table[0]] == 4
+        and engine.scheduler.pool.ref_counts[beams[0].block_table[0]] == 4
     )
     engine.step()
-    assert engine.scheduler.count.copies == 3, (
+    assert engine.scheduler.counters.copies == 3, (
         "10 tokens end in the middle of the third block, and one keeps it"
     )
     assert len({tuple(s.block_table[:2]) for s in engine.scheduler.decoding}) == 1, (
@@ -113,13 +113,13 @@ def test_a_search_that_does_not_fit_at_once_goes_through_in_turns(
     engine = make_engine(blocks, 4, rows=rows, budget=8, depth=depth, caching=caching)
     found = run(engine, asked, plain("later", 10))
     check_beams(asked, found["a"])
-    assert engine.scheduler.count.preemptions > 0
+    assert engine.scheduler.counters.preemptions > 0
 
 
 def test_where_there_is_room_nobody_gives_way() -> None:
     engine = make_engine(100, 4, rows=16, budget=64, depth=2)
     run(engine, request("a", 5), request("b", 4), plain("c"))
-    assert engine.scheduler.count.preemptions == 0
+    assert engine.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
@@ -137,7 +137,7 @@ def test_an_aborted_search_ends_as_often_as_it_was_asked_for(steps: int, depth: 
         assert engine.step() == []
     engine.scheduler.check()
     engine.scheduler.pool.check([])
-    assert not engine.scheduler.families.searches and not engine.scheduler.plan().has_work
+    assert not engine.scheduler.groups.searches and not engine.scheduler.plan().has_work
 
 
 def test_a_step_that_fails_ends_the_search_and_no_other() -> None:
@@ -199,5 +199,5 @@ def test_what_cannot_go_on_in_so_many_ways_is_refused(fields: dict[str, Any]) ->
     assert (
         caught.value.code == "unsupported_parameter"
         and engine.idle
-        and not engine.scheduler.families.searches
+        and not engine.scheduler.groups.searches
     )

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from octavo.core import blocks
-from octavo.core.blocks import BlockPool, chain, root
+from octavo.core.blocks import BlockPool, Content, chain_hash, root_hash
 
 A, B = array("i", [1, 2]), array("i", [3, 4])
 
@@ -17,18 +17,18 @@ def published(pool: BlockPool, *contents: array) -> list[int]:
     """Blocks with these contents, one after the other in a sequence, in the cache and held by nobody."""
     taken, parent = [], b""
     for tokens in contents:
-        parent = chain(parent, tokens)
-        taken.append(block := pool.take())
-        pool.publish(block, parent, tokens)
+        parent = chain_hash(parent, tokens)
+        taken.append(block := pool.allocate())
+        pool.publish(Content(block, parent, tokens, b""))
     for block in reversed(taken):
-        pool.drop(block)
+        pool.release(block)
     return taken
 
 
 def test_a_prefix_is_found_block_by_block() -> None:
     pool = BlockPool(4, 2)
     a, b = published(pool, A, B)
-    hashes = [chain(b"", A), chain(chain(b"", A), B)]
+    hashes = [chain_hash(b"", A), chain_hash(chain_hash(b"", A), B)]
     assert pool.match(hashes, A + B) == [a, b]
     assert pool.match(hashes[:1], A) == [a]
     assert pool.match([hashes[1]], B) == [b], "a hash says all that came before it"
@@ -36,38 +36,38 @@ def test_a_prefix_is_found_block_by_block() -> None:
 
 
 def test_a_colliding_hash_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "chain", lambda parent, tokens: b"the same for all")
+    monkeypatch.setattr(blocks, "chain_hash", lambda parent, tokens: b"the same for all")
     pool = BlockPool(4, 2)
-    block = pool.take()
-    pool.publish(block, blocks.chain(b"", A), A)
-    assert pool.match([blocks.chain(b"", A)], A) == [block]
-    assert pool.match([blocks.chain(b"", B)], B) == []
-    other = pool.take()
-    pool.publish(other, blocks.chain(b"", B), B)
-    assert pool.match([blocks.chain(b"", A)], A) == [block], "the first content stays"
+    block = pool.allocate()
+    pool.publish(Content(block, blocks.chain_hash(b"", A), A, b""))
+    assert pool.match([blocks.chain_hash(b"", A)], A) == [block]
+    assert pool.match([blocks.chain_hash(b"", B)], B) == []
+    other = pool.allocate()
+    pool.publish(Content(other, blocks.chain_hash(b"", B), B, b""))
+    assert pool.match([blocks.chain_hash(b"", A)], A) == [block], "the first content stays"
 
 
 def test_other_salts_have_other_hashes() -> None:
-    assert len({chain(root(salt), A) for salt in ("", "a", "b")}) == 3
+    assert len({chain_hash(root_hash(salt), A) for salt in ("", "a", "b")}) == 3
 
 
 def test_blocks_without_content_go_first_then_the_oldest_suffix() -> None:
     pool = BlockPool(4, 2)
     a, b = published(pool, A, B)
-    rest = {pool.take(), pool.take()}
+    rest = {pool.allocate(), pool.allocate()}
     assert not rest & {a, b} and pool.evictions == 0
-    assert pool.take() == b, "the end of a sequence is forgotten before its beginning"
-    assert pool.match([chain(b"", A), chain(chain(b"", A), B)], A + B) == [a]
+    assert pool.allocate() == b, "the end of a sequence is forgotten before its beginning"
+    assert pool.match([chain_hash(b"", A), chain_hash(chain_hash(b"", A), B)], A + B) == [a]
     assert pool.evictions == 1
 
 
 def test_a_hit_is_no_longer_free() -> None:
     pool = BlockPool(2, 2)
     (a,) = published(pool, A)
-    pool.share(a)
-    assert pool.take() != a and not pool.free
-    pool.drop(a)
-    assert list(pool.free) == [a] and pool.num_cached == 1
+    pool.acquire(a)
+    assert pool.allocate() != a and not pool.free_blocks
+    pool.release(a)
+    assert list(pool.free_blocks) == [a] and pool.num_cached == 1
 
 
 # ---- owners ---------------------------------------------------------------------------------------------------
@@ -78,15 +78,15 @@ def fill(pool: BlockPool, owner: str, *tokens: int) -> list[int]:
     taken = []
     for token in tokens:
         content = array("i", [token, token])
-        taken.append(block := pool.take())
-        pool.publish(block, chain(root(owner), content), content, b"", owner)
-        pool.drop(block)
+        taken.append(block := pool.allocate())
+        pool.publish(Content(block, chain_hash(root_hash(owner), content), content, b""), owner)
+        pool.release(block)
     return taken
 
 
 def has(pool: BlockPool, owner: str, token: int) -> bool:
     content = array("i", [token, token])
-    return bool(pool.find(chain(root(owner), content), content))
+    return bool(pool.find(chain_hash(root_hash(owner), content), content))
 
 
 def test_a_flood_takes_nothing_from_who_keeps_to_a_fair_share() -> None:
@@ -106,7 +106,7 @@ def test_who_has_more_than_the_share_gives_way_to_others() -> None:
     fill(pool, "second", *range(100, 105))
     assert [has(pool, "first", t) for t in range(10)] == [False] * 5 + [True] * 5
     fill(pool, "third", *range(200, 203))
-    assert {owner: len(mine) for owner, mine in pool.shares.blocks.items()} == {
+    assert {owner: len(mine) for owner, mine in pool.quota.blocks_by_tenant.items()} == {
         "first": 3,
         "second": 4,
         "third": 3,
@@ -119,19 +119,19 @@ def test_one_owner_or_none_is_least_recently_used_first() -> None:
     for owner in ("", "alone"):
         pool = BlockPool(6, 2)
         first = fill(pool, owner, *range(6))
-        pool.share(first[0])
-        pool.drop(first[0])
-        orders.append([first.index(pool.take()) for _ in range(6)])
+        pool.acquire(first[0])
+        pool.release(first[0])
+        orders.append([first.index(pool.allocate()) for _ in range(6)])
     assert orders == [[1, 2, 3, 4, 5, 0]] * 2
 
 
 def test_forgotten_blocks_have_no_owner() -> None:
     pool = BlockPool(4, 2)
     fill(pool, "a", 1, 2)
-    pool.forget()
+    pool.clear()
     pool.check([])
     fill(pool, "b", 1, 2, 3, 4)
-    assert set(pool.shares.blocks) == {"b"}
+    assert set(pool.quota.blocks_by_tenant) == {"b"}
     pool.check([])
 
 
@@ -146,17 +146,17 @@ def test_nobody_within_the_share_ever_loses_a_block_to_another(seed: int) -> Non
     for step in range(600):
         owner = g.choices(owners, range(1, len(owners) + 1))[0]
         if held and (g.random() < 0.3 or len(held) == pool.num_blocks):
-            pool.drop(held.pop(g.randrange(len(held))))
-        elif pool.index and g.random() < 0.3:
-            held.append(pool.share(g.choice(list(pool.index.values()))))
-        elif pool.free:
-            before = {o: len(mine) for o, mine in pool.shares.blocks.items()}
-            blank = any(pool.hash[b] is None for b in pool.free)
-            held.append(block := pool.take())
-            lost = [o for o, n in before.items() if len(pool.shares.blocks.get(o, ())) < n]
+            pool.release(held.pop(g.randrange(len(held))))
+        elif pool.hash_index and g.random() < 0.3:
+            held.append(pool.acquire(g.choice(list(pool.hash_index.values()))))
+        elif pool.free_blocks:
+            before = {o: len(mine) for o, mine in pool.quota.blocks_by_tenant.items()}
+            blank = any(pool.hashes[b] is None for b in pool.free_blocks)
+            held.append(block := pool.allocate())
+            lost = [o for o, n in before.items() if len(pool.quota.blocks_by_tenant.get(o, ())) < n]
             assert not (blank and lost) and all(
                 before[o] * len(before) >= sum(before.values()) for o in lost
             )
             content = array("i", [step, step])
-            pool.publish(block, chain(b"", content), content, b"", owner)
+            pool.publish(Content(block, chain_hash(b"", content), content, b""), owner)
         pool.check([held])

@@ -27,7 +27,7 @@ def sequence(tokens: int, prompt: int = 6) -> Sequence:
 
 def test_a_block_leaves_tokens_limit_and_prompt() -> None:
     seq = sequence(13)
-    bounded_kv.drop(seq, 1, SIZE)  # tokens 4..7, of which 4 and 5 were the prompt's
+    bounded_kv.drop_block_tokens(seq, 1, SIZE)  # tokens 4..7, of which 4 and 5 were the prompt's
     assert list(seq.tokens) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
     assert (
         seq.position_limit,
@@ -36,7 +36,7 @@ def test_a_block_leaves_tokens_limit_and_prompt() -> None:
         seq.kept_prompt_tokens,
     ) == (96, 4, 2, 4)
     assert seq.num_generated == 13 - 6, "how many were generated does not change"
-    bounded_kv.drop(seq, 1, SIZE)
+    bounded_kv.drop_block_tokens(seq, 1, SIZE)
     assert list(seq.tokens) == [0, 1, 2, 3, 12] and (
         seq.dropped_prompt_tokens,
         seq.kept_prompt_tokens,
@@ -45,33 +45,38 @@ def test_a_block_leaves_tokens_limit_and_prompt() -> None:
 
 def test_of_the_middle_the_least_attended_leaves() -> None:
     seq = sequence(33)
-    assert bounded_kv.pick(seq, CACHE) == 1, "as long as nobody has looked, the oldest"
+    assert bounded_kv.pick_block(seq, CACHE) == 1, "as long as nobody has looked, the oldest"
     # the first stays, and so do the latest four
     seq.attention_mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]
-    assert bounded_kv.pick(seq, CACHE) == 3
-    assert bounded_kv.pick(seq, replace(CACHE, kv_eviction="sinks")) == 1
-    bounded_kv.drop(seq, 3, SIZE)
+    assert bounded_kv.pick_block(seq, CACHE) == 3
+    assert bounded_kv.pick_block(seq, replace(CACHE, kv_eviction="sinks")) == 1
+    bounded_kv.drop_block_tokens(seq, 3, SIZE)
     assert seq.attention_mass == [0.0, 0.9, 0.5, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_who_was_looked_at_less_often_than_it_lost_blocks() -> None:
     seq = sequence(33)
     seq.attention_mass = [0.1]
-    bounded_kv.drop(seq, 3, SIZE)
+    bounded_kv.drop_block_tokens(seq, 3, SIZE)
     assert seq.attention_mass == [0.1]
 
 
 def test_the_prompt_is_not_looked_at_whoever_computes_its_last_token() -> None:
     """A sequence that is forked computes it as one that decodes, the others as part of their prompt."""
     seq = sequence(8, prompt=8)
-    assert [bounded_kv.looks(seq, at, CACHE) for at in (6, 7, 8, 9)] == [False, False, True, True]
+    assert [bounded_kv.samples_attention(seq, at, CACHE) for at in (6, 7, 8, 9)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_older_looks_count_for_less() -> None:
     seq = sequence(9)
-    bounded_kv.weigh(seq, [1.0])
-    bounded_kv.weigh(seq, [0.5, 0.5])
-    assert seq.attention_mass == pytest.approx([0.5 + bounded_kv.DECAY, 0.5])
+    bounded_kv.add_attention_sample(seq, [1.0])
+    bounded_kv.add_attention_sample(seq, [0.5, 0.5])
+    assert seq.attention_mass == pytest.approx([0.5 + bounded_kv.MASS_DECAY, 0.5])
 
 
 def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]]:
@@ -84,10 +89,12 @@ def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]
             mass.append(0.0)
             left.add(lightest)
         entries = [(t, p) for p, t in enumerate(kept)]
-        if n > 0 and len(kept) % (SIZE // bounded_kv.LOOKS) == 0:  # the first comes with the prompt
+        if (
+            n > 0 and len(kept) % (SIZE // bounded_kv.SAMPLES_PER_BLOCK) == 0
+        ):  # the first comes with the prompt
             found = oracle.attention(entries, SIZE)
             mass = [
-                bounded_kv.DECAY * m + (found[j] if j < len(found) else 0.0)
+                bounded_kv.MASS_DECAY * m + (found[j] if j < len(found) else 0.0)
                 for j, m in enumerate(mass)
             ]
         said.append(oracle.model(entries, seed, at=len(prompt) + n))
@@ -110,4 +117,4 @@ def test_heavy_hitters_equal_a_naive_loop(depth: int) -> None:
     for i, (name, prompt) in enumerate(prompts.items()):
         want, left = heavy(prompt, 150, i)
         assert got[name] == want and len(left) > 1
-    assert len(scheduler.pool.free) == 100
+    assert len(scheduler.pool.free_blocks) == 100

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from octavo.core.blocks import Content
 from octavo.core.scheduler import Scheduler
 from octavo.params import SamplingParams
 from octavo.types import Request, Status
@@ -35,7 +36,7 @@ def share_a_block(s: Scheduler) -> None:
 
 def hash_what_is_written(s: Scheduler) -> None:
     seq = s.decoding[0]
-    s.pool.publish(seq.block_table[seq.planned // 4], b"h", seq.tokens[:4])
+    s.pool.publish(Content(seq.block_table[seq.planned // 4], b"h", seq.tokens[:4], b""))
 
 
 def set_first(**values: object) -> Callable[[Scheduler], None]:
@@ -49,7 +50,7 @@ def set_first(**values: object) -> Callable[[Scheduler], None]:
 BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
     "computed beyond planned": (set_first(computed=7), "out of order"),
     "planned beyond the table": (set_first(planned=99), "out of order"),
-    "planned and nothing in flight": (set_first(computed=2), "drifted"),
+    "planned and nothing in flight": (set_first(computed=2), "no step in flight"),
     "too much in flight": (set_first(steps_in_flight=2), "in flight"),
     "beyond its limit": (set_first(position_limit=6), "limit"),
     "ahead of a guide": (set_first(guide=ToyGuide(1), tokens=[1]), "decided"),
@@ -57,12 +58,15 @@ BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
     "a block in two tables": (share_a_block, "reference counts"),
     "a hash on what is written": (hash_what_is_written, "published block"),
     "ranks out of order": (lambda s: s.decoding.reverse(), "out of order"),
-    "waiting with a row": (lambda s: setattr(s.waiting[0], "slot", 0), "those have that run"),
-    "running without saying so": (set_first(status=Status.WAITING), "not said to"),
-    "a row used twice": (lambda s: s.queues.rows.append(0), "rows lost"),
+    "waiting with a slot": (lambda s: setattr(s.waiting[0], "slot", 0), "holds a slot"),
+    "running with another status": (set_first(status=Status.WAITING), "another status"),
+    "a slot used twice": (lambda s: s.queues.free_slots.append(0), "slot is lost or used twice"),
     "alive in no queue": (lambda s: s.waiting.clear(), "no queue"),
-    "alive in no family": (lambda s: s.requests.pop("d"), "no family"),
-    "computed by nobody": (lambda s: s.prefix.computing.update({b"h": 99}), "nobody computes"),
+    "alive in no group": (lambda s: s.requests.pop("d"), "no group"),
+    "awaited but not computed": (
+        lambda s: s.prefix.computing.update({b"h": 99}),
+        "no running sequence computes",
+    ),
 }
 
 
@@ -82,7 +86,7 @@ def test_what_is_broken_is_noticed(name: str) -> None:
 def test_more_than_a_budget_is_noticed(values: dict[str, object]) -> None:
     scheduler = busy(keep=(1, 5))
     if "block_table" in values:
-        extra = [scheduler.pool.take() for _ in range(4)]
+        extra = [scheduler.pool.allocate() for _ in range(4)]
         values = dict(block_table=scheduler.decoding[0].block_table + extra)
     set_first(**values)(scheduler)
     with pytest.raises(AssertionError, match="budget"):

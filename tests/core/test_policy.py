@@ -273,13 +273,13 @@ def test_requests_that_share_a_prompt_come_together() -> None:
         for name, prompt in groups.items():
             ask(engine, f"{name}{i}", prompt=[*prompt, 1 + i], max_tokens=2)
     assert [name[0] for name in drain(engine)] == list("AAABBB")
-    cached = engine.scheduler.count.cached_tokens
+    cached = engine.scheduler.counters.cached_tokens
     engine = make_engine(14, 4, rows=1, budget=64, depth=1, max_len=50)
     for i in range(3):
         for name, prompt in groups.items():
             ask(engine, f"{name}{i}", prompt=[*prompt, 1 + i], max_tokens=2)
     drain(engine)
-    assert cached > engine.scheduler.count.cached_tokens, (
+    assert cached > engine.scheduler.counters.cached_tokens, (
         "in order of arrival they push each other out"
     )
 
@@ -300,7 +300,7 @@ def test_a_high_priority_request_takes_a_row(depth: int) -> None:
     assert [row.seq_id for row in plan.new_slots] == [3] and len(plan.items) == 1, (
         "it begins in the very plan that made room for it"
     )
-    assert engine.scheduler.count.preemptions == 1
+    assert engine.scheduler.counters.preemptions == 1
     engine.scheduler.check()
 
 
@@ -313,7 +313,7 @@ def test_a_high_priority_request_takes_blocks_and_no_more_than_it_needs() -> Non
     ask(engine, "high", 20, max_tokens=2)
     engine.step()
     assert "high" in {s.request.id for s in engine.scheduler.running}
-    assert engine.scheduler.count.preemptions == 1, (
+    assert engine.scheduler.counters.preemptions == 1, (
         "five blocks are needed, four are free; the others stand aside"
     )
     drain(engine)
@@ -337,7 +337,7 @@ def test_equals_wait_for_each_other() -> None:
     engine.step()
     ask(engine, "second", max_tokens=1)
     drain(engine)
-    assert engine.scheduler.count.preemptions == 0
+    assert engine.scheduler.counters.preemptions == 0
 
 
 def test_nobody_is_paused_where_it_would_not_help() -> None:
@@ -347,7 +347,7 @@ def test_nobody_is_paused_where_it_would_not_help() -> None:
     engine.step()
     ask(engine, "high", 30, max_tokens=2)
     engine.step()
-    assert engine.scheduler.count.preemptions == 0, (
+    assert engine.scheduler.counters.preemptions == 0, (
         "without the first one's blocks there is no room for it"
     )
     drain(engine)
@@ -362,7 +362,7 @@ def test_an_urgent_prompt_does_not_wait_for_a_long_one_being_computed() -> None:
     assert [(item.num_tokens, item.sample) for item in plan.items] == [(8, True)], (
         "the whole budget is the urgent one's"
     )
-    assert engine.scheduler.count.preemptions == 0, "there was room: nobody had to be paused"
+    assert engine.scheduler.counters.preemptions == 0, "there was room: nobody had to be paused"
 
 
 def test_a_deadline_pauses_what_has_more_time_but_its_absence_does_not() -> None:
@@ -371,7 +371,7 @@ def test_a_deadline_pauses_what_has_more_time_but_its_absence_does_not() -> None
     engine.step()
     ask(engine, "also patient")
     engine.step()
-    assert engine.scheduler.count.preemptions == 0
+    assert engine.scheduler.counters.preemptions == 0
     ask(engine, "hurried", deadline=3.0)
     engine.step()
     assert [s.request.id for s in engine.scheduler.running] == ["hurried"]
@@ -385,7 +385,7 @@ def test_what_is_computed_again_is_counted() -> None:
         engine.step()  # 10 of the prompt, and 3 more positions
     ask(engine, "high", 4, max_tokens=1)
     drain(engine)
-    count = engine.scheduler.count
+    count = engine.scheduler.counters
     assert count.preemptions == 1 and count.recomputed_tokens == 1, (
         "13 positions, of which three blocks of four stay findable"
     )
@@ -422,7 +422,7 @@ def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were
         ["urgent", "talks", "waits", "reads"],
     ]
     assert [plan.urgent for plan in plans[:4]] == [False, True, True, False]
-    assert engine.scheduler.count.preemptions == 0 and engine.scheduler.count.aside == 4
+    assert engine.scheduler.counters.preemptions == 0 and engine.scheduler.counters.paused == 4
 
 
 def test_equals_do_not_stand_aside() -> None:
@@ -534,15 +534,15 @@ def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(
 class Inverted(Policy):
     """The worst choices that the interface allows: the last to come first, the dearest victims, pausing whoever can be."""
 
-    pausing = True
+    preemptive = True
 
     def rank(self, seq: Sequence) -> float:
         return -seq.id
 
-    def pauses(self, seq: Sequence, other: Sequence) -> bool:
+    def preempts(self, seq: Sequence, other: Sequence) -> bool:
         return True
 
-    outranks = pauses
+    outranks = preempts
 
     def victim(self, weaker: list[Sequence]) -> Sequence:
         return max(weaker, key=lambda s: s.planned)
@@ -551,7 +551,7 @@ class Inverted(Policy):
 class Fickle(Inverted):
     """Ranks that change with every look."""
 
-    fixed = False
+    fixed_ranks = False
 
     def __init__(self) -> None:
         self.random = random.Random(1)

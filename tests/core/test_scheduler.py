@@ -106,7 +106,7 @@ def test_forks_compute_the_prompt_once_and_copy_one_block_each_but_the_last() ->
     engine = make_engine(50, 4, rows=8, budget=32, depth=1)
     engine.add(request("x", 11, max_tokens=1, n=4))
     drain(engine)
-    count = engine.scheduler.count
+    count = engine.scheduler.counters
     assert count.computed_tokens == 10 + 4, "all but the last token once, the last by each"
     assert count.copies == 3
 
@@ -117,12 +117,12 @@ def test_a_finished_request_serves_the_next_one() -> None:
     for name in "xy":
         engine.add(Request(name, asked.prompt, asked.params))
         drain(engine)
-    assert engine.scheduler.count.cached_tokens == 12, (
+    assert engine.scheduler.counters.cached_tokens == 12, (
         "three of four blocks: one token must be computed"
     )
     engine.add(Request("z", asked.prompt, asked.params, cache_salt="somebody else"))
     drain(engine)
-    assert engine.scheduler.count.cached_tokens == 12
+    assert engine.scheduler.counters.cached_tokens == 12
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -140,7 +140,7 @@ def test_a_prompt_that_several_ask_for_at_once_is_computed_once(depth: int) -> N
     got = drain(engine)
     for out in first:
         got[out.request_id, 0] = out.tokens + got[out.request_id, 0]
-    assert engine.scheduler.count.computed_tokens == 40 + 4 * 4 + 30 + 6 * 3, (
+    assert engine.scheduler.counters.computed_tokens == 40 + 4 * 4 + 30 + 6 * 3, (
         "the others computed only their last block"
     )
     assert {tuple(t) for (name, _), t in got.items() if name != "other"} == {
@@ -248,23 +248,23 @@ def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int)
         for r in asked
         for k in range(r.params.width)
     }
-    count = engine.scheduler.count
-    assert 0 < count.shrunk < 10 and engine.scheduler.cap <= 12
+    count = engine.scheduler.counters
+    assert 0 < count.oom_steps < 10 and engine.scheduler.shaper.token_cap.limit <= 12
     engine.runner.memory = 1000  # type: ignore[attr-defined]
     for i in range(80):
         engine.add(request(f"later{i}", 3, max_tokens=40))
     drain(engine, 10_000)
-    assert engine.scheduler.cap == 40
+    assert engine.scheduler.shaper.token_cap.limit == 40
 
 
 def test_what_is_too_large_alone_is_tried_once_more_and_then_ends() -> None:
     engine = make_engine(60, 4, rows=4, budget=16, depth=1)
     engine.runner.memory = 3  # type: ignore[attr-defined]
     engine.add(request("large", 20))
-    assert engine.step() == [] and engine.scheduler.count.shrunk == 1, "tried again"
+    assert engine.step() == [] and engine.scheduler.counters.oom_steps == 1, "tried again"
     (out,) = engine.step()
     assert out.finish_reason == "error" and out.code == "out_of_memory"
-    assert engine.idle and len(engine.scheduler.pool.free) == 60
+    assert engine.idle and len(engine.scheduler.pool.free_blocks) == 60
     engine.add(request("small", 2, max_tokens=5))
     assert drain(engine) == {
         ("small", 0): oracle.generate(request("small", 2).prompt, request("small", 2, 5).params, 1)
@@ -310,7 +310,7 @@ def test_when_all_hashes_collide_every_token_is_right(
     depth: int, host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are compared: what another prompt left under the same hash is a miss."""
-    monkeypatch.setattr("octavo.core.prefix.chain", lambda parent, tokens: b"the same for all")
+    monkeypatch.setattr("octavo.core.prefix.chain_hash", lambda parent, tokens: b"the same for all")
     engine = make_engine(20, 4, rows=3, budget=24, depth=depth, host=host)
     asked = [request(f"r{i % 5}", 14, max_tokens=6) for i in range(15)]
     for i, r in enumerate(asked):
@@ -319,7 +319,7 @@ def test_when_all_hashes_collide_every_token_is_right(
     assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [
         oracle.generate(r.prompt, r.params, 1) for r in asked
     ]
-    assert engine.scheduler.count.cached_tokens < 15 * 4, "next to nothing can be found"
+    assert engine.scheduler.counters.cached_tokens < 15 * 4, "next to nothing can be found"
 
 
 @pytest.mark.parametrize("rows", [3, 1])
@@ -332,7 +332,7 @@ def test_a_request_does_not_count_its_own_prompt_as_cached(rows: int) -> None:
     cached = 0
     while not engine.idle:
         cached = max([cached, *(out.cached_tokens for out in engine.step())])
-    count = engine.scheduler.count
+    count = engine.scheduler.counters
     assert (cached, count.queried_tokens, count.cached_tokens) == (0, 41, 0)
 
 
@@ -362,10 +362,10 @@ def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: in
     scheduler, prompt = engine.scheduler, list(range(1, 31))
     engine.add(Request("a", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
     scheduler.commit(scheduler.plan(), StepResult([[]]))  # half of it
-    assert scheduler.pool.index
+    assert scheduler.pool.hash_index
     scheduler.commit(scheduler.plan(), StepResult([[-1]]))
     engine.add(Request("b", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
-    assert not scheduler.pool.index and scheduler.plan().new_slots[0].computed == 0
+    assert not scheduler.pool.hash_index and scheduler.plan().new_slots[0].computed == 0
     scheduler.check()
 
 
@@ -380,5 +380,5 @@ def test_full_is_who_waits_for_more_than_the_budget() -> None:
     found = []
     for _ in range(3):
         engine.step()
-        found.append((len(engine.scheduler.waiting), engine.scheduler.full))
+        found.append((len(engine.scheduler.waiting), engine.scheduler.saturated))
     assert found == [(1, False), (1, True), (1, True)], "first its turn, then blocks"

@@ -21,17 +21,19 @@ from octavo.core.simulate import (
     requests_of,
     simulate,
 )
-from octavo.core.trace import BLOCK, Entry, Recorder
+from octavo.core.trace import BLOCK, Recorder, TraceEntry
 from octavo.errors import InvalidRequest
 from octavo.params import SamplingParams
 from octavo.types import Item, Plan, Request, Sequence
 from tests.workloads import make_engine
 
-COSTS = Costs(step=0.010, prefill=0.001, row=0.002, kv=0.0, pairs=0.0)
+COSTS = Costs(step=0.010, prefill=0.001, sampled=0.002, kv=0.0, pairs=0.0)
 CACHE = CacheConfig(16, 1000)
 
 
-def play(entries: list[Entry], cache: CacheConfig = CACHE, **schedule: object) -> dict[str, float]:
+def play(
+    entries: list[TraceEntry], cache: CacheConfig = CACHE, **schedule: object
+) -> dict[str, float]:
     return simulate(entries, COSTS, cache, ScheduleConfig(8, 256, 2048, **schedule)).summary()  # type: ignore[arg-type]
 
 
@@ -39,7 +41,7 @@ def play(entries: list[Entry], cache: CacheConfig = CACHE, **schedule: object) -
 
 
 def test_a_request_takes_what_its_steps_cost() -> None:
-    found = play([Entry(0.0, prompt=30, output=5)])
+    found = play([TraceEntry(0.0, prompt=30, output=5)])
     assert found["ttft_p50_ms"] == pytest.approx(10 + 30 + 2)
     assert [found["itl_p50_ms"], found["itl_p99_ms"]] == pytest.approx([12, 12])
     assert found["e2e_p50_ms"] == pytest.approx(42 + 4 * 12)
@@ -47,32 +49,32 @@ def test_a_request_takes_what_its_steps_cost() -> None:
 
 
 def test_two_at_once_share_the_steps() -> None:
-    found = play([Entry(0.0, 10, 5), Entry(0.0, 10, 5)])
+    found = play([TraceEntry(0.0, 10, 5), TraceEntry(0.0, 10, 5)])
     assert found["ttft_p99_ms"] == pytest.approx(10 + 20 + 4) and found[
         "itl_p50_ms"
     ] == pytest.approx(14)
 
 
 def test_time_passes_while_nobody_asks() -> None:
-    found = play([Entry(0.0, 10, 1), Entry(100.0, 10, 1)])
+    found = play([TraceEntry(0.0, 10, 1), TraceEntry(100.0, 10, 1)])
     assert found["seconds"] == pytest.approx(100.022) and found["ttft_p99_ms"] == pytest.approx(22)
 
 
 def test_steps_in_flight_hide_nothing_that_the_device_computes() -> None:
-    one, two = (play([Entry(0.0, 10, 50)], depth=depth)["seconds"] for depth in (1, 2))
+    one, two = (play([TraceEntry(0.0, 10, 50)], depth=depth)["seconds"] for depth in (1, 2))
     assert one == pytest.approx(two, rel=0.03)
 
 
 def test_a_prefix_that_is_shared_is_computed_once() -> None:
     common = list(range(100, 110))
-    entries = [Entry(float(i), 10 * BLOCK + 8, 4, [*common, 1000 + i]) for i in range(4)]
+    entries = [TraceEntry(float(i), 10 * BLOCK + 8, 4, [*common, 1000 + i]) for i in range(4)]
     found = play(entries)
     assert found["cache_hits"] == pytest.approx(3 * 10 * BLOCK / (4 * (10 * BLOCK + 8)))
     assert play(entries, cache=CacheConfig(16, 1000, prefix_caching=False))["cache_hits"] == 0
 
 
 def test_a_reply_that_comes_back_in_the_next_prompt_is_found_too() -> None:
-    turns = [Entry(0.0, 24, 24, [1, 2, 3]), Entry(10.0, 56, 8, [1, 2, 3, 4])]
+    turns = [TraceEntry(0.0, 24, 24, [1, 2, 3]), TraceEntry(10.0, 56, 8, [1, 2, 3, 4])]
     assert play(turns)["cache_hits"] == pytest.approx(32 / 80), (
         "two of three blocks: the last of a reply is never computed"
     )
@@ -111,7 +113,7 @@ def test_features_tell_prompts_from_rows() -> None:
     assert dict(zip(FEATURES, features(plan), strict=True)) == {
         "step": 1,
         "prefill": 9,
-        "row": 2,
+        "sampled": 2,
         "kv": 100,
         "pairs": 62 + 8,
     }
@@ -140,13 +142,13 @@ def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
     for i, (prompt, salt) in enumerate(
         [([*common, 1], ""), ([*common, 2], ""), ([*common, 3], "other")]
     ):
-        recorder.ended(
+        recorder.finished(
             ended(
                 Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, tenant="k"), [7] * 10
             )
         )
-    recorder.ended(ended(Request("canary", common, params), [7]))
-    recorder.ended(ended(Request("aborted", common, params, 9.0), []))
+    recorder.finished(ended(Request("canary", common, params), [7]))
+    recorder.finished(ended(Request("aborted", common, params, 9.0), []))
     found = trace.read(str(file))
     assert [(e.arrival, e.prompt, e.output, e.priority, e.tenant) for e in found] == [
         (float(i), 41, 10, i, "k") for i in range(3)
@@ -155,14 +157,14 @@ def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
     assert not set(found[0].blocks) & set(found[2].blocks), (
         "who may not share blocks does not share numbers"
     )
-    Recorder(tmp_path / "again").ended(ended(Request("0", [*common, 1], params, 1.0), [7] * 10))
+    Recorder(tmp_path / "again").finished(ended(Request("0", [*common, 1], params, 1.0), [7] * 10))
     assert json.loads((tmp_path / "again").read_text())["blocks"] != found[0].blocks, (
         "numbers mean nothing outside of one run"
     )
 
 
 def test_tokens_are_equal_where_the_trace_says_so() -> None:
-    (a, b), _ = requests_of([Entry(0.0, 40, 5, [1, 2]), Entry(0.0, 40, 5, [1, 3])], 1000)
+    (a, b), _ = requests_of([TraceEntry(0.0, 40, 5, [1, 2]), TraceEntry(0.0, 40, 5, [1, 3])], 1000)
     assert (
         a.prompt[:16] == b.prompt[:16]
         and a.prompt[16:32] != b.prompt[16:32]
@@ -245,7 +247,7 @@ MACHINES = {
     "a CPU": EMBEDDED_CPU,
     "8B on a GPU": graphs(2.7e-5, 3e-8, 0.012, 4.7, 4.8, 4.9, 5.2, 6.5, 8.0, 11.0, 14.0),
     "0.6B on a GPU": graphs(4e-6, 1e-8, 0.010, 1.3, 1.6, 1.6, 1.7, 2.0, 2.4, 2.8, 3.2),
-    "no graphs": Costs(step=4e-3, prefill=2.5e-5, row=1e-5, kv=3e-8, pairs=1e-9),
+    "no graphs": Costs(step=4e-3, prefill=2.5e-5, sampled=1e-5, kv=3e-8, pairs=1e-9),
     "all alike": graphs(4e-6, 0.0, 0.008, 4, 8, 8, 8, 8, 8, 8, 8),
 }
 
@@ -258,21 +260,23 @@ def test_an_urgent_request_has_its_first_token_within_twice_its_time(machine: st
         CacheConfig(16, 20_000, prefix_caching=False),
         ScheduleConfig(16, 2048, 2048),
     )
-    idle = simulate([Entry(0.0, 256, 8)], costs, cache, schedule).first["0"]
+    idle = simulate([TraceEntry(0.0, 256, 8)], costs, cache, schedule).first_token["0"]
     g, n = random.Random(1), 160
-    low = [Entry(0.0, g.choice([32, 100, 300, 1024]), g.randint(32, 128)) for _ in range(n)]
-    urgent = [Entry(idle * (1 + 3 * i + g.random()), 256, 8, priority=-100) for i in range(100)]
+    low = [TraceEntry(0.0, g.choice([32, 100, 300, 1024]), g.randint(32, 128)) for _ in range(n)]
+    urgent = [
+        TraceEntry(idle * (1 + 3 * i + g.random()), 256, 8, priority=-100) for i in range(100)
+    ]
     fcfs, ranked = (
         simulate(low + urgent, costs, cache, replace(schedule, policy=p))
         for p in ("fcfs", "priority")
     )
-    first = [ranked.first[f"{n + i}"] / idle for i in range(100)]
+    first = [ranked.first_token[f"{n + i}"] / idle for i in range(100)]
     assert percentile(first, 99) < (1.9 if machine != "all alike" else 2.0)
-    assert sum(ranked.last[f"{i}"] > urgent[-1].arrival for i in range(n)) > 16, (
+    assert sum(ranked.finished[f"{i}"] > urgent[-1].arrival for i in range(n)) > 16, (
         "every row was wanted to the end"
     )
-    ends = [max(report.last[f"{i}"] for i in range(n)) for report in (fcfs, ranked)]
-    assert ends[1] < ends[0] / 0.55 and len(ranked.last) == n + 100, (
+    ends = [max(report.finished[f"{i}"] for i in range(n)) for report in (fcfs, ranked)]
+    assert ends[1] < ends[0] / 0.55 and len(ranked.finished) == n + 100, (
         "the others finish, at more than half of their speed"
     )
 
@@ -299,7 +303,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(
     ended = []
     while not engine.idle:
         ended += [out.request_id for out in engine.step() if out.finish_reason == "length"]
-    assert sorted(ended) == ["a", "b"] and caplog.text.count("no more requests are recorded") == 1
+    assert sorted(ended) == ["a", "b"] and caplog.text.count("recording stops") == 1
 
 
 def test_a_trace_that_breaks_off_is_read_as_far_as_it_goes(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 
 from octavo.config import CacheConfig
-from octavo.core.blocks import BlockPool, chain
-from octavo.core.tables import NEVER, admission_takes, chunk, evict, reserve
+from octavo.core.blocks import BlockPool, Content, chain_hash
+from octavo.core.tables import NEVER_PUBLISH, blocks_to_admit, chunk_size, drop_block, reserve
 from octavo.params import SamplingParams
 from octavo.types import Plan, Request, Sequence
 
@@ -20,7 +20,7 @@ def sequence(pool: BlockPool, tokens: int, blocks: int) -> Sequence:
         1, Request("r", ids, SamplingParams()), 0, array("i", ids), tokens, 100, 0, frozenset()
     )
     seq.block_table, seq.computed, seq.planned, seq.slot = (
-        [pool.take() for _ in range(blocks)],
+        [pool.allocate() for _ in range(blocks)],
         tokens,
         tokens,
         0,
@@ -39,7 +39,7 @@ def test_fresh_blocks_are_appended() -> None:
 def test_a_shared_block_is_copied_before_it_is_written() -> None:
     pool, plan = BlockPool(4, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
-    other = [pool.share(b) for b in seq.block_table]
+    other = [pool.acquire(b) for b in seq.block_table]
     assert reserve(pool, seq, 1, plan) and seq.block_table == [1, 3], "what is full stays shared"
     assert plan.copies == [(2, 3)] and plan.block_appends == [(0, 1, 3)]
     pool.check([seq.block_table, other])
@@ -48,7 +48,7 @@ def test_a_shared_block_is_copied_before_it_is_written() -> None:
 def test_all_or_nothing() -> None:
     pool, plan = BlockPool(3, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
-    other = [pool.share(b) for b in seq.block_table]
+    other = [pool.acquire(b) for b in seq.block_table]
     assert not reserve(pool, seq, 4, plan), "a copy and a fresh one, and one is left"
     assert seq.block_table == other == [1, 2] and not plan.copies and not plan.block_appends
     pool.check([seq.block_table, other])
@@ -56,21 +56,25 @@ def test_all_or_nothing() -> None:
 
 def test_what_an_admission_takes() -> None:
     pool = BlockPool(6, SIZE)
-    held = pool.take()
-    cached = pool.take()
-    pool.publish(cached, b"h", array("i", [1] * SIZE))
-    pool.drop(cached)
-    assert admission_takes(pool, [], 5) == 2
-    assert admission_takes(pool, [held], 5) == 2, "what others hold takes none"
-    assert admission_takes(pool, [held, cached], 5) == 3, "a cached one leaves the free list"
-    assert admission_takes(pool, [held, cached, 0], 5) == 4, "one to load into"
+    held = pool.allocate()
+    cached = pool.allocate()
+    pool.publish(Content(cached, b"h", array("i", [1] * SIZE), b""))
+    pool.release(cached)
+    assert blocks_to_admit(pool, [], 5) == 2
+    assert blocks_to_admit(pool, [held], 5) == 2, "what others hold takes none"
+    assert blocks_to_admit(pool, [held, cached], 5) == 3, "a cached one leaves the free list"
+    assert blocks_to_admit(pool, [held, cached, 0], 5) == 4, "one to load into"
 
 
 def test_forks_stop_one_token_short() -> None:
     seq = sequence(BlockPool(4, SIZE), 10, 3)
-    assert chunk(seq, 0, 100) == 10 and chunk(seq, 4, 100) == 6 and chunk(seq, 4, 3) == 3
+    assert (
+        chunk_size(seq, 0, 100) == 10
+        and chunk_size(seq, 4, 100) == 6
+        and chunk_size(seq, 4, 3) == 3
+    )
     seq.pending_forks = 2
-    assert chunk(seq, 0, 100) == 9
+    assert chunk_size(seq, 0, 100) == 9
 
 
 def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:
@@ -87,14 +91,14 @@ def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
     pool, cache, seq = full(spare=0)
     seq.planned = seq.computed = 12
     plan = Plan(1)
-    assert evict(pool, cache, seq, plan)
+    assert drop_block(pool, cache, seq, plan)
     assert seq.block_table == [1, 3, 2] and plan.shifts == [(3, SIZE)], (
         "block 2 left, and is the one to write to"
     )
     assert (
         seq.planned == seq.computed == 8
         and list(seq.tokens) == [1, 2, 3, 4, 9, 10, 11, 12, 13]
-        and seq.published_blocks == NEVER
+        and seq.published_blocks == NEVER_PUBLISH
     )
     pool.check([seq.block_table])
 
@@ -102,25 +106,25 @@ def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
 def test_what_others_see_is_copied_or_withdrawn() -> None:
     pool, cache, seq = full(spare=1)
     seq.planned = seq.computed = 12
-    h = chain(b"", seq.tokens[8:12])
-    pool.publish(3, h, seq.tokens[8:12])
+    h = chain_hash(b"", seq.tokens[8:12])
+    pool.publish(Content(3, h, seq.tokens[8:12], b""))
     plan = Plan(1)
-    assert evict(pool, cache, seq, plan) and h not in pool.index, (
+    assert drop_block(pool, cache, seq, plan) and h not in pool.hash_index, (
         "moved in place: nobody may find it"
     )
     pool, cache, seq = full(spare=1)
     seq.planned = seq.computed = 12
-    other, plan = [pool.share(3)], Plan(1)
-    assert evict(pool, cache, seq, plan) and plan.copies[0][0] == 3 and other == [3]
+    other, plan = [pool.acquire(3)], Plan(1)
+    assert drop_block(pool, cache, seq, plan) and plan.copies[0][0] == 3 and other == [3]
     pool.check([seq.block_table, other])
 
 
 def test_without_room_for_the_copies_nothing_leaves() -> None:
     pool, cache, seq = full(spare=0)
     seq.planned = seq.computed = 12
-    other = [pool.share(b) for b in seq.block_table]
+    other = [pool.acquire(b) for b in seq.block_table]
     assert (
-        not evict(pool, cache, seq, plan := Plan(1))
+        not drop_block(pool, cache, seq, plan := Plan(1))
         and seq.block_table == [1, 2, 3]
         and not plan.shifts
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
 from itertools import count
 
 import pytest
 
-from octavo.core.blocks import BlockPool, Content, chain
+from octavo.core.blocks import BlockPool, Content, chain_hash
 from octavo.core.engine import Engine
-from octavo.core.offload_costs import PROBE, OffloadCosts
+from octavo.core.offload_costs import PROBE_INTERVAL, OffloadCosts
 from octavo.core.scheduler import Scheduler
 from octavo.core.tier_index import TierIndex
 from octavo.params import SamplingParams
@@ -64,14 +65,14 @@ def test_an_evicted_prompt_is_loaded_instead_of_computed(depth: int) -> None:
     a, b = request("a"), request("b")
     assert answer(engine, a)[1] == 0
     answer(engine, b)
-    before = engine.scheduler.count.computed_tokens
+    before = engine.scheduler.counters.computed_tokens
     assert answer(engine, a)[1] == 16, (
         "all of the prompt's full blocks: some from the device, the rest from host memory"
     )
-    assert engine.scheduler.count.computed_tokens - before == 1 + 1, (
+    assert engine.scheduler.counters.computed_tokens - before == 1 + 1, (
         "the prompt's last token, and the first generated one"
     )
-    tiers = engine.scheduler.count.tiers
+    tiers = engine.scheduler.counters.tiers
     assert tiers.loads > 0 and tiers.host_tokens == tiers.loads * SIZE
 
 
@@ -88,7 +89,7 @@ def test_what_is_in_host_memory_already_is_not_stored_again() -> None:
     a, b = request("a"), request("b")
     for asked in (a, b, a, b, a, b):
         answer(engine, asked)
-    assert engine.scheduler.count.tiers.stores <= 2 * 4, "each full block once"
+    assert engine.scheduler.counters.tiers.stores <= 2 * 4, "each full block once"
 
 
 def test_a_full_tier_lets_go_of_what_was_unused_for_longest() -> None:
@@ -96,7 +97,7 @@ def test_a_full_tier_lets_go_of_what_was_unused_for_longest() -> None:
     for name in "abcdef":
         answer(engine, request(name))
     tiers = engine.scheduler.tiers
-    assert tiers is not None and tiers.count.evictions > 0
+    assert tiers is not None and tiers.counters.evictions > 0
     assert answer(engine, request("e"))[1] > 0 and answer(engine, request("a"))[1] == 0
 
 
@@ -112,8 +113,8 @@ def test_preemption_is_release_and_resuming_is_a_load() -> None:
                 got[out.request_id] += out.tokens
             engine.scheduler.check()
         assert all(got[r.id] == oracle.generate(r.prompt, r.params, 1) for r in asked)
-        assert engine.scheduler.count.preemptions > 0
-        return engine.scheduler.count.recomputed_tokens
+        assert engine.scheduler.counters.preemptions > 0
+        return engine.scheduler.counters.recomputed_tokens
 
     assert recomputed(host=50) < recomputed(host=0) / 2
 
@@ -138,7 +139,7 @@ def test_the_cache_can_be_emptied_while_steps_are_in_flight() -> None:
         answer(engine, request(name))
     engine.add(request("a"))
     engine.step()
-    engine.scheduler.forget()
+    engine.scheduler.clear_cache()
     run_dry(engine)
     tiers = engine.scheduler.tiers
     assert tiers is not None
@@ -180,7 +181,7 @@ def test_a_new_engine_finds_what_an_earlier_one_left_on_disk(depth: int) -> None
         answer(engine, request("short", 3))  # time for the disk
     again = small(host=20, disk=disk, depth=depth)
     assert answer(again, request("a"))[1] == 16
-    assert again.scheduler.count.tiers.disk_tokens == 16
+    assert again.scheduler.counters.tiers.disk_tokens == 16
 
 
 def test_a_block_goes_to_disk_with_all_that_come_before_it() -> None:
@@ -195,8 +196,8 @@ def test_a_block_goes_to_disk_with_all_that_come_before_it() -> None:
     answer(engine, request("short", 3))
     tiers = engine.scheduler.tiers
     assert tiers is not None
-    first = chain(b"", array("i", shared[:4]))
-    assert first in engine.scheduler.pool.index and first in disk.records
+    first = chain_hash(b"", array("i", shared[:4]))
+    assert first in engine.scheduler.pool.hash_index and first in disk.records
 
 
 def test_the_rest_of_the_device_goes_to_disk_at_the_end() -> None:
@@ -229,7 +230,7 @@ def test_others_go_on_while_one_waits_for_the_disk() -> None:
     again.add(request("other"))
     order = [out.request_id for _ in range(60) for out in again.step() if out.finish_reason]
     assert order == ["like a", "other", "a"], "the disk never answers: computed in the end"
-    assert again.scheduler.count.tiers.misses == {"late": 4}
+    assert again.scheduler.counters.tiers.misses == {"late": 4}
     run_dry(again)
 
 
@@ -242,8 +243,8 @@ def test_the_disk_is_asked_once_in_a_life() -> None:
     disk.missing = 1.0
     again = small(host=20, disk=disk)
     assert answer(again, request("a"))[1] == 0
-    assert again.scheduler.count.tiers.fetches == 4
-    assert again.scheduler.count.tiers.misses == {"fault": 4}
+    assert again.scheduler.counters.tiers.fetches == 4
+    assert again.scheduler.counters.tiers.misses == {"fault": 4}
 
 
 def test_no_more_is_fetched_than_fits() -> None:
@@ -268,12 +269,18 @@ def test_what_is_fetched_never_takes_the_place_of_what_is_there() -> None:
     assert answer(again, a)[1] >= 12, "for the fourth there is no room beside them"
 
 
-def asked(disk: FakeDisk, blocks: int = 6) -> tuple[Scheduler, Sequence, list[int]]:
-    """A restarted scheduler, a request whose four blocks the disk was asked for, and the tickets."""
+def asked(
+    disk: FakeDisk, blocks: int = 6, fetch_ids: Iterator[int] | None = None
+) -> tuple[Scheduler, Sequence, list[int]]:
+    """A restarted scheduler, a request whose four blocks were requested from disk, and the ids of
+    these fetches."""
     engine = small(host=20, disk=disk)
     for name in "abc":
         answer(engine, request(name))
     scheduler = small(host=20, disk=disk, blocks=blocks).scheduler
+    assert scheduler.tiers is not None
+    if fetch_ids is not None:
+        scheduler.tiers.attach_store(disk.records, fetch_ids)
     scheduler.add(request("a"))
     plan = scheduler.plan()
     scheduler.commit(plan, StepResult([]))
@@ -296,7 +303,9 @@ def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     ahead = scheduler.plan()
     assert not ahead.loads and ahead.awaits_disk, "each once"
     scheduler.commit(plan, StepResult([]))
-    assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free) == 6, "cached, and nobody's"
+    assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free_blocks) == 6, (
+        "cached, and nobody's"
+    )
     scheduler.commit(ahead, fetched(third))
     plan = scheduler.plan()
     assert not plan.items and len(plan.loads) == 1, (
@@ -322,7 +331,7 @@ def test_what_is_spoilt_is_computed() -> None:
         scheduler.tiers.find(seq.block_hashes[2], seq.tokens[8:12]) is None
         and seq.block_hashes[2] not in scheduler.tiers.on_disk
     )
-    assert scheduler.tiers.count.misses == {"corrupt": 1}
+    assert scheduler.tiers.counters.misses == {"corrupt": 1}
     plan = scheduler.plan()
     assert [item.num_tokens for item in plan.items] == [9] and seq.cached_tokens == 8, (
         "all that follows the gap"
@@ -334,10 +343,10 @@ def test_no_more_is_asked_for_than_can_go_up() -> None:
     scheduler, seq, _ = asked(FakeDisk(slowest=1))
     assert scheduler.tiers is not None
     for spare, wanted in ((6, 0), (4, 2), (0, 4)):
-        scheduler.tiers.forget()
+        scheduler.tiers.clear()
         scheduler.tiers.fetching.clear()
         plan, seq.disk_wait = Plan(9), DiskWait.NOT_ASKED
-        scheduler.tiers.ask(seq, [], [], scheduler.pool, plan, spare)
+        scheduler.tiers.request_fetches(seq, [], [], scheduler.pool, plan, spare)
         assert len(plan.fetches) == wanted
 
 
@@ -347,14 +356,19 @@ def test_what_cannot_go_up_is_done_without() -> None:
     assert scheduler.tiers is not None
     match = scheduler.prefix.match(seq)
     assert match is not None and len(match.loads) == 4
-    assert scheduler.prefix.ask_disk(seq, match, Plan(9), spare=6) is None and match == ([], [])
+    assert scheduler.prefix.request_from_disk(
+        seq, match, Plan(9), reserved=6
+    ) is None and match == (
+        [],
+        [],
+    )
 
 
 def test_nothing_goes_up_into_blocks_that_others_need() -> None:
     scheduler, seq, (first, *_) = asked(FakeDisk(slowest=1))
     scheduler.add(request("d", 24, max_tokens=1))  # all of the pool
     scheduler.plan()
-    assert not scheduler.pool.free
+    assert not scheduler.pool.free_blocks
     scheduler.commit(Plan(99), fetched(first))
     assert not scheduler.plan().loads and seq.disk_wait is DiskWait.WAITING
     scheduler.check()
@@ -365,16 +379,18 @@ def test_what_was_to_go_up_is_given_back(how: str) -> None:
     scheduler, _, (first, *_) = asked(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first))
     plan = scheduler.plan()
-    assert len(plan.loads) == 1 and len(scheduler.pool.free) == 5
+    assert len(plan.loads) == 1 and len(scheduler.pool.free_blocks) == 5
     if how == "fail":
         scheduler.fail(plan, "planted")
     else:
-        scheduler.forget() if how == "forget" else scheduler.abort("a")
+        scheduler.clear_cache() if how == "forget" else scheduler.abort("a")
         scheduler.check()
         scheduler.commit(plan, StepResult([]))
     assert scheduler.pool.num_cached == (how == "abort"), "what was aborted is still what it is"
     assert (
-        scheduler.tiers is not None and not scheduler.tiers.rising and len(scheduler.pool.free) == 6
+        scheduler.tiers is not None
+        and not scheduler.tiers.promoting
+        and len(scheduler.pool.free_blocks) == 6
     )
     scheduler.check()
 
@@ -387,30 +403,30 @@ def prefill(tokens: int) -> Plan:
 
 
 def test_what_is_sooner_computed_is_not_loaded() -> None:
-    links = OffloadCosts(SIZE, load=0.1, fetch=1.0)
-    assert links.pays() and links.pays(disk=True), (
+    links = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
+    assert links.loading_pays() and links.loading_pays(disk=True), (
         "nothing was measured: loading is the better guess"
     )
-    links.learn(prefill(100), StepResult([], compute_seconds=10.0))
-    assert links.pays() and not links.pays(disk=True), "0.4 s to compute a block"
+    links.observe_step(prefill(100), StepResult([], compute_seconds=10.0))
+    assert links.loading_pays() and not links.loading_pays(disk=True), "0.4 s to compute a block"
     for _ in range(20):
-        links.learn(prefill(100), StepResult([], compute_seconds=1.0))
-    assert not links.pays(), "0.04 s"
-    assert [links.try_it() for _ in range(PROBE)].count(True) == 1, (
+        links.observe_step(prefill(100), StepResult([], compute_seconds=1.0))
+    assert not links.loading_pays(), "0.04 s"
+    assert [links.should_load() for _ in range(PROBE_INTERVAL)].count(True) == 1, (
         "now and then, to see whether it is still so"
     )
     for _ in range(30):
-        links.learn(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
-    assert links.pays() and links.in_tokens(10) == 1
+        links.observe_step(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
+    assert links.loading_pays() and links.tokens_in_load_time(10) == 1
 
 
 def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
-    links = OffloadCosts(SIZE, load=0.1, fetch=1.0)
-    links.learn(prefill(2), StepResult([], compute_seconds=10.0))
-    links.learn(
+    links = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
+    links.observe_step(prefill(2), StepResult([], compute_seconds=10.0))
+    links.observe_step(
         Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], compute_seconds=10.0)
     )
-    assert not links.tokens
+    assert not links.prefill_tokens
 
 
 def test_a_slow_disk_is_given_up_while_waiting() -> None:
@@ -421,8 +437,8 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     again = small(host=20, disk=disk)
     tiers = again.scheduler.tiers
     assert tiers is not None
-    tiers.links.tokens, tiers.links.seconds = 1e6, 1.0
-    tiers.links.load = tiers.links.fetch = 1e-9
+    tiers.costs.prefill_tokens, tiers.costs.prefill_seconds = 1e6, 1.0
+    tiers.costs.load_seconds = tiers.costs.fetch_seconds = 1e-9
     again.add(request("a"))
     again.scheduler.plan()
     (seq,) = again.scheduler.waiting
@@ -445,9 +461,9 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
 def test_a_colliding_hash_is_a_miss_here_too() -> None:
     pool, tiers, plan = BlockPool(1, 2), TierIndex(2, 2, 100), Plan(1)
     a, b = array("i", [1, 2]), array("i", [3, 4])
-    pool.publish(block := pool.take(), b"h", a)
-    pool.drop(block)
-    pool.take()
+    pool.publish(Content(block := pool.allocate(), b"h", a, b""))
+    pool.release(block)
+    pool.allocate()
     tiers.demote(pool, plan)
     assert plan.stores == [(1, 1)] and tiers.find(b"h", a) is None, (
         "not before the step is committed"
@@ -460,33 +476,35 @@ def test_a_colliding_hash_is_a_miss_here_too() -> None:
 def test_check_notices_a_slot_in_two_states() -> None:
     tiers = TierIndex(2, 2, 100)
     tiers.check()
-    tiers._take()
+    tiers._allocate()
     with pytest.raises(AssertionError, match="lost"):
         tiers.check()
 
 
-def test_a_ticket_is_nobody_elses_in_an_engine_that_comes_after() -> None:
-    """News of what the disk was asked for by an engine that is gone must not be taken for this one's."""
-    (_, _, old), (scheduler, _, new) = asked(FakeDisk(slowest=1)), asked(FakeDisk(slowest=1))
+def test_an_answer_to_an_earlier_schedulers_fetch_is_ignored() -> None:
+    """Schedulers that use one tier store draw fetch ids from its counter."""
+    fetch_ids = count(1)
+    _, _, old = asked(FakeDisk(slowest=1), fetch_ids=fetch_ids)
+    scheduler, _, new = asked(FakeDisk(slowest=1), fetch_ids=fetch_ids)
     assert old and new and not set(old) & set(new)
     tiers = scheduler.tiers
     assert tiers is not None
     scheduler.commit(Plan(99), fetched(*old))
-    assert sorted(tiers.fetching) == new, "all are still waited for"
+    assert sorted(tiers.fetching) == new, "all fetches are still awaited"
 
 
 def test_what_is_disowned_is_found_nowhere() -> None:
     """Ready, fetched from disk, or being filled: the slot is given back, and what comes next is not taken for the disk's."""
-    tiers, tokens = TierIndex(3, SIZE, 2**20, disk=True), array("i", [1, 2, 3, 4])
+    tiers, tokens = TierIndex(3, SIZE, 2**20, has_disk=True), array("i", [1, 2, 3, 4])
     scheduler, _, tickets = asked(FakeDisk(slowest=1))
     assert scheduler.tiers is not None
     scheduler.commit(Plan(99), fetched(tickets[0]))
-    scheduler.tiers.disown(list(scheduler.tiers.ready))
+    scheduler.tiers.invalidate(list(scheduler.tiers.ready))
     scheduler.tiers.check()
-    assert not scheduler.tiers.ready and not scheduler.tiers.fetched
+    assert not scheduler.tiers.ready and not scheduler.tiers.unverified
     plan = Plan(1)
     tiers._store(Content(1, b"h", tokens, b""), plan)
-    tiers.disown([b"h"])
+    tiers.invalidate([b"h"])
     tiers.commit(plan, StepResult([]))
     tiers.check()
-    assert tiers.find(b"h", tokens) is None and len(tiers.free) == 3
+    assert tiers.find(b"h", tokens) is None and len(tiers.free_blocks) == 3

@@ -43,7 +43,7 @@ def test_it_stays_silent_and_changes_nothing(blocks: int, depth: int) -> None:
         second = llm.generate([*PROMPTS, [3] * 33], several)
         beams = llm.generate(PROMPTS[1:3], SamplingParams(n=3, use_beam_search=True, max_tokens=30))
         texts.append([[o.token_ids for o in out.outputs] for out in first + second + beams])
-        count = llm.engine.scheduler.count
+        count = llm.engine.scheduler.counters
         assert (
             count.cached_tokens > 0
             and count.copies > 0
@@ -58,7 +58,7 @@ def test_a_block_given_away_too_early_is_found_and_named(monkeypatch: pytest.Mon
     engine.add(Request("victim", list(range(40)), SamplingParams(max_tokens=50, **GREEDY)))
     outputs: list[Output] = engine.step() + engine.step()
     (victim,) = engine.scheduler.live.values()
-    stolen, take = victim.block_table[1], pool.take
+    stolen, take = victim.block_table[1], pool.allocate
     # the planted bug: what somebody still holds is handed out
     monkeypatch.setattr(pool, "take", lambda: stolen)
     engine.add(Request("thief", [3] * 10, SamplingParams(max_tokens=3, **GREEDY)))

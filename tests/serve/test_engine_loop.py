@@ -70,7 +70,7 @@ def add(id: str, length: int = 5, **params: Any) -> Add:
 
 def used(loop: EngineLoop) -> int:
     pool = loop.engine.scheduler.pool
-    return pool.num_blocks - len(pool.free)
+    return pool.num_blocks - len(pool.free_blocks)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -310,7 +310,9 @@ def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(
     loop.run()
     sound = loop.checks
     assert sound >= 8 and loop.check_failures == 0
-    scheduler.pool.refs[50] += 1  # the planted bug: a block that nobody holds is counted as held
+    scheduler.pool.ref_counts[50] += (
+        1  # the planted bug: a block that nobody holds is counted as held
+    )
     loop.link.script.extend([add("b", 5, max_tokens=3), *[None] * 20])  # type: ignore[attr-defined]
     loop.run()
     assert loop.check_failures == loop.checks - sound > 0

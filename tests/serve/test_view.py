@@ -62,7 +62,7 @@ def watched(one: Engine) -> Viewer:
 
 def test_a_look_is_answered_at_once_and_makes_no_step() -> None:
     loop, sent = run([Look(), Look()])
-    assert len(sent_views(sent)) == 2 and loop.engine.scheduler.count.steps == 0
+    assert len(sent_views(sent)) == 2 and loop.engine.scheduler.counters.steps == 0
 
 
 def test_nothing_is_kept_or_sent_before_somebody_looks() -> None:
@@ -164,9 +164,11 @@ def test_the_picture_of_the_pool_is_the_pool(monkeypatch: pytest.MonkeyPatch, li
         assert len(used) <= limit and all(len(each) == len(used) for each in lists)
         for i in range(len(used)):
             blocks = range(1 + i * per, min(1 + (i + 1) * per, pool.num_blocks + 1))
-            assert used[i] == sum(pool.refs[b] > 0 for b in blocks)
-            assert both[i] == sum(pool.refs[b] > 1 for b in blocks)
-            assert cached[i] == sum(pool.refs[b] == 0 and pool.hash[b] is not None for b in blocks)
+            assert used[i] == sum(pool.ref_counts[b] > 0 for b in blocks)
+            assert both[i] == sum(pool.ref_counts[b] > 1 for b in blocks)
+            assert cached[i] == sum(
+                pool.ref_counts[b] == 0 and pool.hashes[b] is not None for b in blocks
+            )
             owners = {s.id for s in one.scheduler.running for b in s.block_table if b in blocks}
             assert owner[i] in (owners or {0})
         assert sum(used) + sum(cached) <= pool.num_blocks and sum(cached) == pool.num_cached
@@ -207,7 +209,7 @@ def test_who_gives_way_is_named_with_the_reason() -> None:
         steps += view.steps
         waiting += [s.why for s in view.sequences if s.preemptions and s.state == "waiting"]
     lost = [entry for step in steps for entry in step.preempted]
-    assert len(lost) == one.scheduler.count.preemptions > 0
+    assert len(lost) == one.scheduler.counters.preemptions > 0
     assert {(request, why) for _, request, why in lost} == {("b", "no block was free")}
     assert "preempted: no block was free" in waiting
 

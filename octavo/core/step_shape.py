@@ -1,0 +1,147 @@
+"""The shape of the next step, decided before anything is planned: its token budget, which sequences
+pause, are preempted or may start, and how much of it short prompts may take first.
+
+Everything that bends a step is folded into one value here: the cap after the device ran out of
+memory, the latency target, offline piggybacking, urgent requests and short prompts. The scheduler
+then fills the step and decides nothing of this kind itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from octavo.config import ScheduleConfig
+from octavo.core.batching import Batches
+from octavo.core.beam_search import has_reported
+from octavo.core.preemption import LAST_RANK, UrgentPreemption
+from octavo.core.prefix import PrefixCache
+from octavo.core.queues import Queues
+from octavo.core.step_budget import FullSteps, LatencyTarget, Piggyback, PromptBudget, StepTimes
+from octavo.types import Plan, Rank, Sequence
+
+NO_IDS: frozenset[int] = frozenset()
+
+
+class StepShape(NamedTuple):
+    token_budget: int
+    short_prompt_share: float  # fraction of the remaining budget that short prompts may take first
+    admit_before: Rank = LAST_RANK  # waiting sequences with this rank or a later one do not start
+    victims: tuple[Sequence, ...] = ()  # to be preempted before the step is filled
+    urgent: tuple[Sequence, ...] = ()  # prompts that other sequences pause for
+    urgent_positions: int = 0  # positions planned for the urgent prompts so far
+    paused: frozenset[int] = NO_IDS  # Sequence.id: neither prefill nor decode in this step
+    skip_decode: frozenset[int] = NO_IDS  # Sequence.id: do not decode in this step
+
+
+class TokenCap:
+    """The largest step allowed. It is lower for a while after the device ran out of memory."""
+
+    RAISE_INTERVAL = 200  # steps after which steps twice as large are tried again
+
+    def __init__(self, maximum: int):
+        self.maximum = maximum
+        self.limit = maximum
+        self.raise_at = 0  # step number
+
+    def current(self, step: int) -> int:
+        if step >= self.raise_at:
+            self.limit = min(self.limit * 2, self.maximum)
+            self.raise_at = step + self.RAISE_INTERVAL
+        return self.limit
+
+    def halve(self, failed_tokens: int, step: int) -> None:
+        """A step of this many tokens was too large."""
+        self.limit = max(min(self.limit, failed_tokens or self.limit) // 2, 1)
+        self.raise_at = step + self.RAISE_INTERVAL
+
+
+class StepShaper:
+    def __init__(self, schedule: ScheduleConfig, queues: Queues, prefix: PrefixCache):
+        self.queues = queues
+        self.prefix = prefix
+        self.batches = Batches(schedule)
+        self.token_cap = TokenCap(schedule.max_num_batched_tokens)
+        self.short_prompt_share = schedule.short_prompt_share
+        self.step_times: StepTimes | None = None  # None: nothing depends on measured times
+        self.preemption: UrgentPreemption | None = None
+        if schedule.batching == "adaptive" or queues.policy.preemptive:
+            self.step_times = StepTimes()
+        if self.step_times is not None and queues.policy.preemptive:
+            self.preemption = UrgentPreemption(
+                queues=queues,
+                prefix=prefix,
+                step_times=self.step_times,
+                depth=schedule.depth,
+                may_start=self.may_start,
+            )
+        self.prompt_budget = choose_prompt_budget(schedule, self.step_times)
+
+    def form_batch(self, live: dict[str, list[Sequence]], clock: Callable[[], float]) -> None:
+        """Let the next batch start, in modes that form batches."""
+        if self.batches.form_batch is not None and self.queues.waiting:
+            self.batches.form_next(self.queues.waiting, live, clock())
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Return whether nothing but room keeps a sequence from starting: its batch has formed, it
+        is not a beam that waits for its siblings, and it does not wait for the disk."""
+        return (
+            self.batches.may_start(seq)
+            and not has_reported(seq)
+            and not self.prefix.waits_for_disk(seq)
+        )
+
+    def shape(self, step_number: int) -> StepShape:
+        token_cap = self.token_cap.current(step_number)
+        if self.preemption is None:
+            num_decoding = len(self.queues.decoding)
+            allowance = self.prompt_budget.allow(
+                token_cap - num_decoding, num_decoding, self.queues
+            )
+            share = 0.0 if allowance.delayed else self.short_prompt_share
+            return StepShape(num_decoding + allowance.tokens, share)
+        return self._shape_with_urgent(self.preemption, token_cap)
+
+    def _shape_with_urgent(self, preemption: UrgentPreemption, token_cap: int) -> StepShape:
+        step = preemption.shape(token_cap, self.prompt_budget)
+        token_budget = step.token_budget
+        if token_budget is None:  # there are no prompts
+            num_decoding = len(self.queues.decoding)
+            limit = token_cap - num_decoding
+            allowance = self.prompt_budget.allow(limit, num_decoding, self.queues)
+            token_budget = num_decoding + allowance.tokens
+        paused = preemption.paused(step)
+        return StepShape(
+            token_budget=token_budget,
+            short_prompt_share=0.0 if step.urgent else self.short_prompt_share,
+            admit_before=step.admit_before,
+            victims=tuple(step.victims),
+            urgent=tuple(step.urgent),
+            urgent_positions=sum(seq.planned for seq in step.urgent),
+            paused=paused,
+            skip_decode=paused | preemption.skipping_equals(step),
+        )
+
+    def settle(self, plan: Plan, shape: StepShape) -> None:
+        """The step is filled: remember what the next shape depends on."""
+        if self.preemption is not None:
+            self.preemption.settle(plan, shape.urgent, shape.urgent_positions)
+
+
+def choose_prompt_budget(schedule: ScheduleConfig, step_times: StepTimes | None) -> PromptBudget:
+    if schedule.batching == "adaptive":
+        assert step_times is not None
+        return LatencyTarget(schedule.latency_target, step_times)
+    if piggybacks(schedule):
+        return Piggyback(schedule.piggyback_tokens, schedule.max_num_seqs)
+    return FullSteps()
+
+
+def piggybacks(schedule: ScheduleConfig) -> bool:
+    """Return whether offline prompts are delayed and start with the longest replies first. Another
+    policy or batching mode decides the order itself."""
+    return bool(
+        schedule.piggyback_tokens
+        and schedule.batching == "continuous"
+        and schedule.policy == "fcfs"
+    )
