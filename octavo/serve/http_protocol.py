@@ -21,13 +21,11 @@ from urllib.parse import unquote
 import httptools
 import uvicorn
 from starlette.types import ASGIApp, Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from octavo.serve.connections import Connection, ConnectionState, ConnectionTable
 from octavo.serve.errors import ApiError
-from octavo.serve.front import new_id
-from octavo.serve.http_request import HttpRequest
+from octavo.serve.http_request import HttpRequest, error_response
 from octavo.serve.limits import Limits
 from octavo.serve.peer_probe import PeerProbe
 from octavo.serve.turn_queue import TurnQueue
@@ -433,18 +431,7 @@ class HttpProtocol(asyncio.Protocol):
             self._write_refusal(error)
 
     def _write_refusal(self, error: ApiError) -> None:
-        body = error.encode()
-        request_id = new_id()
-        headers = {
-            **error.headers,
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-            "x-request-id": request_id,
-            "x-octavo-request-id": request_id,
-        }
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
+        self.transport.write(error_response(error))
         self._end(linger=True)
 
     def _end(self, linger: bool) -> None:

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from octavo.serve.errors import ApiError
+from octavo.serve.front import new_id
+
 if TYPE_CHECKING:
     from octavo.serve.http_protocol import HttpProtocol
 
@@ -19,6 +22,23 @@ log = logging.getLogger(__name__)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CONTROL_CHARACTER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 WITHOUT_BODY = (204, 304)
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> bytes:
+    """A whole response with an error, after which the connection is closed."""
+    body = error.encode()
+    request_id = new_id()
+    found = {
+        **error.headers,
+        **(headers or {}),
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        "x-request-id": request_id,
+        "x-octavo-request-id": request_id,
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in found.items())
+    return STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body
 
 
 class HttpRequest:

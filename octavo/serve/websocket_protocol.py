@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -19,6 +20,8 @@ from websockets.frames import CloseCode
 from websockets.http11 import Request
 
 from octavo.serve.connections import Connection, ConnectionState
+from octavo.serve.errors import ApiError
+from octavo.serve.http_request import error_response
 from octavo.serve.keys import Bucket
 
 if TYPE_CHECKING:
@@ -62,9 +65,22 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.data_received(rest)
 
     def handle_connect(self, event: Request) -> None:
+        if self.conn.accept(event).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            self._refuse_handshake()
+            return
         super().handle_connect(event)
-        if not self.handshake_complete:  # the handshake is valid
-            self.scope["octavo.connection"] = self.connection  # type: ignore[typeddict-unknown-key]
+        self.scope["octavo.connection"] = self.connection  # type: ignore[typeddict-unknown-key]
+
+    def _refuse_handshake(self) -> None:
+        error = ApiError(
+            400,
+            "this is not a valid WebSocket handshake: check the Sec-WebSocket headers",
+            "invalid_http",
+        )
+        self.handshake_complete = True
+        self.close_sent = True
+        self.transport.write(error_response(error, {"sec-websocket-version": "13"}))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._failed = True

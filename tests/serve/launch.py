@@ -9,6 +9,7 @@ python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_du
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import signal
 import sys
@@ -71,6 +72,9 @@ def main(port: str, text: str) -> None:
     memory_mib = options.pop("memory_limit_mib", None)
     if memory_mib is not None:  # the engine and the workers inherit the limit
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))
+    log_level = options.pop("log_level", None)
+    if log_level is not None:
+        logging.basicConfig(level=log_level)
     descriptors = options.pop("descriptors", None)
     if descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))

@@ -247,6 +247,17 @@ def test_whitespace_around_a_key_makes_no_difference(header: str) -> None:
     assert found is not None and found.name == "alice"
 
 
+def test_a_proxy_on_this_machine_tells_the_clients_address(locked: Running) -> None:
+    def wrong(client: str) -> int:
+        headers = {**bearer("wrong-0123456789"), "x-forwarded-for": client}
+        return locked.get("/v1/models", headers=headers).status_code
+
+    codes = [wrong("203.0.113.1") for _ in range(25)]
+    assert codes[:20] == [401] * 20 and codes[-1] == 429
+    assert wrong("203.0.113.2") == 401
+    assert locked.get("/v1/models", headers=bearer(ALICE)).status_code == 200
+
+
 def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     """In constant time, digest by digest, and none is left out once one has matched: time tells nothing of the keys."""
     keys, compared = Keys(_keys(FILE), Limits()), list[bytes]()

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from octavo.serve.http import GET, POST
 from tests import tiny
@@ -299,6 +301,24 @@ def test_logs_hold_no_prompt(running: Running) -> None:
     running.complete(prompt="a very private prompt")
     running.post("/v1/completions", {"prompt": "a very private prompt", "max_tokens": -1})
     assert "private" not in running.log.read_text()
+
+
+def test_logs_hold_no_key_and_no_query_at_any_level(tmp_path: Path) -> None:
+    """Libraries log request lines at info, and headers and messages at debug."""
+    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "a"\nkey = "secret-0123456789"\n')
+    keys = str(tmp_path / "keys.toml")
+    with server(tmp_path, ready=False, keys_file=keys, log_level="DEBUG") as front:
+        url = f"ws://127.0.0.1:{front.port}/ws/generate?key=secret-0123456789"
+        with pytest.raises(InvalidStatus), connect(url):
+            pass
+        headers = {"authorization": "Bearer secret-0123456789"}
+        with connect(url, additional_headers=headers) as socket:
+            socket.send('{"prompt": "a secret"}')
+            socket.recv(timeout=10)
+        front.get("/v1/models?key=secret-0123456789", headers=headers)
+        front.get("/v1/nothing?key=secret-0123456789")
+        log = front.log.read_text()
+        assert "secret" not in log and "GET /v1/models 200" in log, log
 
 
 def check_default_sampling(other: Running) -> None:

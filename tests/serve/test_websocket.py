@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from tests.serve.running import Running, alive, http_request, server
+from tests.serve.running import Running, alive, http_request, raw, server
 from tests.serve.test_streams import read_all, ws
 from tests.serve.test_unread import UPGRADE
 
@@ -160,3 +160,15 @@ def test_text_that_is_not_utf_8_closes_the_connection_without_a_traceback(runnin
         ((opcode, data),) = read_frames(connection)
     assert opcode == CLOSE and int.from_bytes(data[:2], "big") == 1007
     assert "Traceback" not in running.log.read_text()[before:]
+
+
+@pytest.mark.parametrize("header", ["Sec-WebSocket-Key: short", "Sec-WebSocket-Version: 8"])
+def test_a_handshake_that_is_wrong_gets_an_error_as_all_others(
+    running: Running, header: str
+) -> None:
+    name = header.partition(":")[0]
+    headers = [line for line in UPGRADE if not line.startswith(name)]
+    request = http_request("/ws/generate", b"", *headers, header, method="GET")
+    head, _, body = raw(running.port, request).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"sec-websocket-version: 13" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
