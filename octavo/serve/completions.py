@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
 from octavo.params import SamplingParams
-from octavo.serve import replies, validate
+from octavo.serve import prompt, replies, validate
 from octavo.serve.client import Call
 from octavo.serve.errors import api_error, bad
 from octavo.serve.exchange import Exchange
@@ -20,7 +20,7 @@ from octavo.serve.logprobs import Layout
 from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.replies import ChunkWriter, Envelope, Shape
 from octavo.serve.tools import read_tools
-from octavo.serve.validate import Prepared
+from octavo.serve.validate import Asked, Prepared
 
 log = logging.getLogger(__name__)
 DEFAULT_TOKENS = 16  # of a completion
@@ -71,9 +71,9 @@ async def render(exchange: Exchange) -> None:
     too, but for one whose prompt does not fit: that can be looked at."""
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
-    asked = read_chat(front, exchange.caller, body, unknown)
+    asked, shape = read_chat(front, exchange.caller, body, unknown)
     asked.params.check_vocabulary(front.client.model.vocab_size)
-    ids = await chat_ids(front, body, asked)
+    ids = await chat_ids(front, body, asked, shape)
     text = front.tokenizer.decode(ids, skip_special_tokens=False)
     reply = {
         "prompt": text,
@@ -138,21 +138,13 @@ def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
     return shape
 
 
-@dataclass
-class Asked:
-    """A chat request, judged but for its prompt."""
-
-    params: SamplingParams
-    shape: Shape
-    wanted: int | None  # tokens, at most
-    timeout: float | None
-    headers: dict[str, str]
-
-
-def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]) -> Asked:
+def read_chat(
+    front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
+) -> tuple[Asked, Shape]:
+    """The request except for its prompt, and what the reply should hold."""
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, chat=True)
-    validate.check_template_options(front, body, headers)
+    prompt.check_template_options(front, body, headers)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
     shape = _shape(body, True, headers)
@@ -173,7 +165,7 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
-    return Asked(params, shape, wanted, timeout, headers)
+    return Asked(params, wanted, timeout, headers), shape
 
 
 def last_message(body: ChatRequest) -> str:
@@ -195,28 +187,17 @@ def default_length(front: Front) -> int | None:
     return None if length is None else int(length)
 
 
-async def chat_ids(front: Front, body: ChatRequest, asked: Asked) -> list[int]:
-    ids = await validate.chat_prompt(front, body, asked.shape.tools)
-    return validate.truncate(front, body, ids, asked.wanted, asked.headers)
+async def chat_ids(front: Front, body: ChatRequest, asked: Asked, shape: Shape) -> list[int]:
+    ids = await prompt.chat_prompt(front, body, shape.tools)
+    return prompt.truncate(front, body, ids, asked.wanted, asked.headers)
 
 
 async def prepare_chat(
     front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
 ) -> tuple[Prepared, Shape]:
-    asked = read_chat(front, caller, body, unknown)
-    prompts: list[tuple[str | None, list[int]]] = [(None, await chat_ids(front, body, asked))]
-    prepared = validate.build(
-        front,
-        caller,
-        body,
-        prompts,
-        asked.params,
-        asked.wanted,
-        asked.timeout,
-        asked.headers,
-        "messages",
-    )
-    shape = asked.shape
+    asked, shape = read_chat(front, caller, body, unknown)
+    ids = await chat_ids(front, body, asked, shape)
+    prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"
     if shape.tools is not None and not shape.tools.parallel:
@@ -252,13 +233,12 @@ async def prepare_completion(
     params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)
     prompts: list[tuple[str | None, list[int]]] = []
-    for text, ids in await validate.completion_prompts(front, body):
-        kept = validate.truncate(front, body, ids, wanted, headers)
+    for text, ids in await prompt.completion_prompts(front, body):
+        kept = prompt.truncate(front, body, ids, wanted, headers)
         # the text of a prompt that was cut is decoded from its tokens
         prompts.append((text if len(kept) == len(ids) else None, kept))
-    return validate.build(
-        front, caller, body, prompts, params, max(wanted, 1), timeout, headers
-    ), shape
+    asked = Asked(params, max(wanted, 1), timeout, headers)
+    return validate.build(front, caller, body, prompts, asked), shape
 
 
 def _check_minimum(params: SamplingParams, wanted: int | None) -> None:

@@ -127,6 +127,14 @@ TOOL_CHOICE = {
     ]
 }
 OBJECT = {"type": "object"}
+# tokens; -1: as many as fit
+LENGTH = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": 2**63 - 1},
+        {"const": -1},
+        {"type": "null"},
+    ]
+}
 STREAM_OPTIONS = {
     name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
 }
@@ -213,27 +221,50 @@ def structure(limits: Limits) -> dict[str, Any]:
 def bounds(
     names: tuple[str, ...], limits: Limits, vocab_size: int | None
 ) -> dict[str, dict[str, Any]]:
-    """What a field may hold, besides its type, which it is put beside: a bound of numbers means nothing to a text."""
+    """What a field may hold, besides its type. Bounds stand beside the type: one for numbers means nothing to a text."""
     id = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
-    some_ids = {"type": "array", "items": id, "minItems": 1}
-    ids = {"items": id, "maxItems": limits.token_ids}
-    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
-    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
-    many = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
-    length = {"anyOf": [many, {"const": -1}, {"type": "null"}]}  # -1: as many as fit
     return {
         "model": {"enum": [*names, None]},
+        "cache_salt": {"minLength": 1, "maxLength": limits.salt_chars},
+        "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
+        "timeout": {"exclusiveMinimum": 0, "maximum": limits.timeout_seconds},
+        "request_id": {"pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
+        **prompt_bounds(limits, id),
+        **sampling_bounds(limits, id),
+        **reply_bounds(limits, id),
+        **structure_bounds(limits),
+    }
+
+
+def prompt_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """`id`: the schema of a token id."""
+    some_ids = {"type": "array", "items": id, "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
+    return {
+        "prompt": {
+            "anyOf": [
+                {"type": "string"},
+                {**several, "items": {"type": "string"}},
+                some_ids,
+                {**several, "items": some_ids},
+            ]
+        },
+        "prompts": {"minItems": 1, "maxItems": limits.prompts},
+        "tokens": {"items": id},
+        "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},
+        "tools": {"minItems": 1, "maxItems": limits.tools, "items": TOOL},
+        "tool_choice": TOOL_CHOICE,
+        "truncate_prompt_tokens": LENGTH,
+    }
+
+
+def sampling_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
         "temperature": {"minimum": 0, "maximum": 2},
         "top_p": {"minimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": 2**64 - 1},
         "min_p": {"minimum": 0, "maximum": 1},
         "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-        "stop": {**stop, "maxItems": limits.stops, "items": stop},
-        "length_penalty": {"minimum": -10, "maximum": 10},
-        "early_stopping": {"enum": [True, False, "never", None]},
-        "stop_token_ids": ids,
-        "allowed_token_ids": {**ids, "minItems": 1},
-        "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
         "presence_penalty": {"minimum": -2, "maximum": 2},
         "frequency_penalty": {"minimum": -2, "maximum": 2},
         "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
@@ -242,46 +273,46 @@ def bounds(
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": {"minimum": -100, "maximum": 100},
         },
-        "cache_salt": {"minLength": 1, "maxLength": limits.salt_chars},
-        "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
-        "timeout": {"exclusiveMinimum": 0, "maximum": limits.timeout_seconds},
-        "request_id": {"pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
-        "max_tokens": length,
-        "max_completion_tokens": length,
-        "max_new_tokens": length,
-        "stream_options": {"properties": STREAM_OPTIONS},
-        "logprob_token_ids": {"items": id, "maxItems": MAX_LOGPROB_IDS},
+        "allowed_token_ids": {"items": id, "maxItems": limits.token_ids, "minItems": 1},
         "n": {"minimum": 1, "maximum": limits.n},
         "best_of": {"minimum": 0, "maximum": limits.best_of},
-        "top_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
+        "length_penalty": {"minimum": -10, "maximum": 10},
+        "early_stopping": {"enum": [True, False, "never", None]},
+    }
+
+
+def reply_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
+    return {
+        "max_tokens": LENGTH,
+        "max_completion_tokens": LENGTH,
+        "max_new_tokens": LENGTH,
+        "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
+        "stop": {**stop, "maxItems": limits.stops, "items": stop},
+        "stop_token_ids": {"items": id, "maxItems": limits.token_ids},
+        "repetition_detection": REPETITION_DETECTION,
+        "stream_options": {"properties": STREAM_OPTIONS},
         "logprobs": {"minimum": 0, "maximum": limits.completion_logprobs},
+        "top_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
         "prompt_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
-        "truncate_prompt_tokens": length,
+        "logprob_token_ids": {"items": id, "maxItems": MAX_LOGPROB_IDS},
+    }
+
+
+def structure_bounds(limits: Limits) -> dict[str, dict[str, Any]]:
+    text = {"minLength": 1, "maxLength": limits.structure_bytes}
+    return {
         "response_format": RESPONSE_FORMAT,
         "structured_outputs": structure(limits),
-        "guided_json": {"minLength": 1, "maxLength": limits.structure_bytes},
-        "guided_regex": {"minLength": 1, "maxLength": limits.structure_bytes},
-        "guided_grammar": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "guided_json": text,
+        "guided_regex": text,
+        "guided_grammar": text,
         "guided_choice": {"minItems": 1, "items": {"minLength": 1}},
         "guided_whitespace_pattern": {"minLength": 1},
-        "json_schema": {"minLength": 1, "maxLength": limits.structure_bytes},
-        "regex": {"minLength": 1, "maxLength": limits.structure_bytes},
-        "ebnf": {"minLength": 1, "maxLength": limits.structure_bytes},
+        "json_schema": text,
+        "regex": text,
+        "ebnf": text,
         "grammar": {"anyOf": [{"type": "null"}, TYPED_GRAMMAR, text_of(limits)]},
-        "repetition_detection": REPETITION_DETECTION,
-        "tokens": {"items": id},
-        "prompts": {"minItems": 1, "maxItems": limits.prompts},
-        "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},
-        "tools": {"minItems": 1, "maxItems": limits.tools, "items": TOOL},
-        "tool_choice": TOOL_CHOICE,
-        "prompt": {
-            "anyOf": [
-                {"type": "string"},
-                {**several, "items": {"type": "string"}},
-                {**some_ids, "items": id},
-                {**several, "items": some_ids},
-            ]
-        },
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from octavo import __version__
-from octavo.serve import openapi, validate
+from octavo.serve import openapi, prompt, validate
 from octavo.serve.completions import open_call
 from octavo.serve.errors import ApiError, bad
 from octavo.serve.exchange import Exchange
@@ -19,7 +19,7 @@ from octavo.serve.protocol import (
     TokenizeRequest,
 )
 from octavo.serve.tools import read_tools
-from octavo.serve.validate import Prepared
+from octavo.serve.validate import Asked, Prepared
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -73,8 +73,8 @@ async def tokenize(exchange: Exchange) -> None:
             add_special_tokens=body.add_special_tokens,
             tools=body.tools,
         )
-        validate.check_template_options(front, chat, headers)
-        ids = await validate.chat_prompt(front, chat, read_tools(front, chat))
+        prompt.check_template_options(front, chat, headers)
+        ids = await prompt.chat_prompt(front, chat, read_tools(front, chat))
     else:
         assert body.prompt is not None
         front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)
@@ -82,7 +82,7 @@ async def tokenize(exchange: Exchange) -> None:
             front.tokenizer,
             body.prompt,
             add_special_tokens=body.add_special_tokens is not False,
-            parse_special=validate.parse_special(front, body.parse_special),
+            parse_special=prompt.parse_special(front, body.parse_special),
         )
     strings = [front.tokenizer.token_str(id) for id in ids] if body.return_token_strs else None
     reply = {
@@ -102,7 +102,7 @@ async def detokenize(exchange: Exchange) -> None:
     if body.tokens is None:
         raise bad("tokens", "tokens must be a list of token ids")
     ids = (
-        validate.check_ids(body.tokens, front.client.model.vocab_size, "tokens")
+        prompt.check_ids(body.tokens, front.client.model.vocab_size, "tokens")
         if body.tokens
         else []
     )
@@ -154,11 +154,12 @@ async def prepare_generate(
         )
     context = front.client.model.max_model_len
     encoded: list[tuple[str | None, list[int]]] = []
-    parse = validate.parse_special(front, body.parse_special)
+    parse = prompt.parse_special(front, body.parse_special)
     for text in prompts:
         ids = await front.text.encode(front.tokenizer, text, context, parse_special=parse)
         encoded.append((text, ids))
-    return validate.build(front, caller, body, encoded, params, wanted, timeout, headers)
+    asked = Asked(params, wanted, timeout, headers)
+    return validate.build(front, caller, body, encoded, asked)
 
 
 async def generate(exchange: Exchange) -> None:

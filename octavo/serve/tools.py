@@ -13,8 +13,8 @@ from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve import structure
 from octavo.serve.errors import bad, unsupported
 from octavo.serve.limits import Limits
+from octavo.serve.prompt import check_template
 from octavo.serve.protocol import ChatRequest
-from octavo.serve.validate import check_template
 from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import call_grammar

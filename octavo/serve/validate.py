@@ -1,13 +1,12 @@
-"""The one place where a request is judged, whatever transport brought it: what comes out can run.
+"""Checks every request except for its prompt (prompt.py), whatever transport it came by. A request that passes can run.
 
-Order: cheap checks first, text last; everything that can be refused without the tokenizer is. The engine checks again.
+Cheap checks come first: a request that can be refused without its text being tokenised is. The engine checks again.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -21,22 +20,17 @@ from octavo.serve.errors import ApiError, bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
 from octavo.serve.protocol import (
-    ChatRequest,
     Common,
-    CompletionRequest,
-    OpenAI,
     RepetitionDetection,
 )
 from octavo.serve.request_fields import FIELDS, IGNORED, REFUSED
-from octavo.text.chat import check_options, select_template
 from octavo.types import Request
 
 if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
-    from octavo.serve.tools import ToolUse
 
 UNBOUNDED = 2**63 - 1  # tokens: as many as fit
-DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # of no effect where nothing is drawn
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # have no effect in a beam search
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
 SAMPLING = (
@@ -48,16 +42,25 @@ _sampling = attrgetter(*SAMPLING)
 
 
 @dataclass
+class Asked:
+    """A request, checked except for its prompt."""
+
+    params: SamplingParams
+    wanted: int | None  # the most tokens of the reply; None: as many as fit
+    timeout: float | None  # seconds
+    headers: dict[str, str]  # of the reply
+
+
+@dataclass
 class Prepared:
     """A request that can run."""
 
     requests: list[Request]
-    texts: list[str | None]
-    timeout: float | None
-    # what the client should know of how it was read
-    headers: dict[str, str] = field(default_factory=dict)
+    texts: list[str | None]  # of the prompts, where they were text
+    timeout: float | None  # seconds
+    headers: dict[str, str] = field(default_factory=dict)  # of the reply
     structure: str | None = None  # the field that says what the text must match
-    until: Until | None = None  # what else ends a text
+    until: Until | None = None  # ends a text by its content
 
 
 # ---- before the prompt ----------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def repetition_detection(asked: RepetitionDetection) -> RepetitionDetectionParam
 
 
 def check_common(front: Front, caller: Caller, body: Common) -> float | None:
-    """What has nothing to do with sampling. Returns the seconds that the request may take."""
+    """Check the fields that have nothing to do with sampling. Returns the seconds that the request may take."""
     limits = front.config.limits
     check_model(front, body.model)
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
@@ -200,7 +203,8 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
-    """Where nothing else bounds it: what 64 bits hold, which nobody wants to read when it is not the question."""
+    """Return the value if it is within the bounds. Without `most` the bound is what 64 bits hold, and the error does not mention
+    it unless the value exceeds it."""
     if not least <= value <= most:
         wanted = (
             f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
@@ -228,7 +232,7 @@ def choices(
     limits: Limits,
     headers: dict[str, str],
 ) -> SamplingParams:
-    """How many sequences a prompt takes, and how many of them are the reply."""
+    """Check how many sequences are computed for each prompt, and how many of them are the reply."""
     check_count("n", n, 1, limits.n)
     best_of = body.best_of or None  # OpenAI's may be 0
     if best_of is not None:
@@ -238,11 +242,13 @@ def choices(
             n,
             limits.beams if params.use_beam_search else max(limits.best_of, n),
         )
-    if n != 1 or best_of is not None:  # making them anew takes a while, for all is checked again
+    if n != 1 or best_of is not None:  # a copy is slow: it is validated again
         params = replace(params, n=n, best_of=best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
     if params.ranked and stream:
-        raise unsupported(name, "it cannot be streamed, for which is best is known at the end")
+        raise unsupported(
+            name, "it cannot be streamed, because the best text is known only at the end"
+        )
     if params.use_beam_search:
         ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
     elif params.width > 1 and params.greedy:
@@ -259,186 +265,14 @@ def choices(
 
 
 def ignore(headers: dict[str, str], *names: str) -> None:
-    """Tell the client of fields without effect."""
+    """Name fields that have no effect in the reply's header."""
     if names:
         headers["x-ignored-params"] = ", ".join(
             filter(None, (headers.get("x-ignored-params"), *names))
         )
 
 
-def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
-    """Counts alone: what a message must be is the template's business (octavo.text.chat)."""
-    if not messages:
-        raise bad("messages", "messages must have at least one message")
-    if len(messages) > limits.messages:
-        raise bad(
-            "messages",
-            f"there may be at most {limits.messages} messages, got {len(messages)}",
-            "param_out_of_range",
-        )
-    parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
-    if parts > limits.parts:
-        raise bad(
-            "messages",
-            f"there may be at most {limits.parts} parts in all messages, got {parts}",
-            "param_out_of_range",
-        )
-    return messages
-
-
-# ---- the prompt -----------------------------------------------------------------------------------------
-
-
-def check_template(front: Front, body: ChatRequest) -> None:
-    if body.chat_template is not None and not front.config.request_templates:
-        raise ApiError(
-            403,
-            "this server takes no chat templates from requests: start it with --trust-request-chat-template",
-            "template_not_allowed",
-            "chat_template",
-        )
-    if body.chat_template is None and not front.tokenizer.chat_templates:
-        raise bad(
-            "messages",
-            "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "
-            "--chat-template FILE",
-        )
-
-
-def longest(front: Front, truncated: int | None) -> int:
-    """Tokens that a prompt may have before it is looked at: of one that is to be truncated any number."""
-    return front.client.model.max_model_len if truncated is None else sys.maxsize
-
-
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """The variables of the chat template: chat_template_kwargs, and the fields that are variables by their own names."""
-    options = dict(body.chat_template_kwargs or {})
-    if body.documents:
-        options.setdefault("documents", body.documents)
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-        options.setdefault("enable_thinking", body.reasoning_effort != "none")
-    return options
-
-
-def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
-    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header
-    those that the server's template does not use. A template that came with the request is not
-    looked at: it runs in a worker process alone."""
-    options = template_options(body)
-    if not options:
-        return
-    check_options(options, front.tokenizer.specials)
-    if body.chat_template is not None or not front.tokenizer.chat_templates:
-        return
-    template = select_template(front.tokenizer, tools=bool(body.tools))
-    unused = template.unused(body.chat_template_kwargs or {})
-    names = [f"chat_template_kwargs.{name[:64]}" for name in unused if LABEL.fullmatch(name)]
-    if unused and front.config.strict_params:
-        raise unsupported(
-            names[0] if names else "chat_template_kwargs",
-            "the chat template does not use it, and this server refuses what it does not know "
-            "(--strict-params)",
-        )
-    if body.documents and template.unused(["documents"]):
-        names.append("documents")
-    thinking = ["reasoning_effort", "enable_thinking"]
-    if body.reasoning_effort is not None and template.unused(thinking) == thinking:
-        names.append("reasoning_effort")
-    ignore(headers, *names[:20])
-
-
-async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
-    """The tokens of a conversation."""
-    messages = check_messages(body.messages, front.config.limits)
-    check_template(front, body)
-    try:
-        ids = await front.text.encode_chat(
-            front.tokenizer,
-            messages,
-            longest(front, body.truncate_prompt_tokens),
-            body.chat_template,
-            tools.tools if tools else None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            **template_options(body),
-        )
-    except ContextLengthExceeded as error:
-        raise bad("messages", str(error), error.code) from None
-    return front.tokenizer.with_special_tokens(ids) if body.add_special_tokens else ids
-
-
-def parse_special(front: Front, asked: bool | None) -> bool:
-    """Whether control tokens that a text prompt spells out are tokens, or else characters."""
-    if asked and not front.config.parse_special:
-        raise ApiError(
-            403,
-            "this server reads control tokens in prompts as plain characters (--no-parse-special): leave parse_special out",
-            "parse_special_not_allowed",
-            "parse_special",
-        )
-    return front.config.parse_special if asked is None else asked
-
-
-async def completion_prompts(
-    front: Front, body: CompletionRequest
-) -> list[tuple[str | None, list[int]]]:
-    """(text, tokens) of each prompt, in any of the four forms."""
-    prompt = body.prompt
-    if prompt is None or prompt == []:
-        raise bad(
-            "prompt",
-            "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
-        )
-    many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
-    limits = front.config.limits
-    found: list[tuple[str | None, list[int]]] = []
-    if len(many) > limits.prompts:
-        raise bad(
-            "prompt",
-            f"there may be at most {limits.prompts} prompts, got {len(many)}",
-            "param_out_of_range",
-        )
-    parse = parse_special(front, body.parse_special)
-    for one in many:
-        if isinstance(one, str):
-            most = longest(front, body.truncate_prompt_tokens)
-            ids = await front.text.encode(
-                front.tokenizer, one, most, body.add_special_tokens is not False, parse
-            )
-            found.append((one, ids))
-        elif isinstance(one, list):
-            found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))
-        else:
-            raise bad("prompt", "prompts must be texts or lists of token ids")
-    return found
-
-
-def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
-    if not ids:
-        raise bad(param, "a list of token ids must not be empty")
-    if any(type(t) is not int for t in ids):
-        raise bad(param, "token ids are integers")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = next(t for t in ids if not 0 <= t < vocab_size)
-        raise bad(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
-    return ids
-
-
-def truncate(
-    front: Front, body: OpenAI, ids: list[int], wanted: int | None, headers: dict[str, str]
-) -> list[int]:
-    """Shorten a prompt where the request asks for it, and say so in a header. `wanted`: the most tokens of the reply."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return ids
-    if most == -1:
-        reply = 1 if wanted is None or wanted == UNBOUNDED else max(wanted, 1)
-        most = max(front.client.model.longest - reply, 1)
-    check_count("truncate_prompt_tokens", most, 1)
-    if len(ids) > most:
-        headers["x-truncated-tokens"] = str(len(ids) - most)
-    return ids[:most] if body.truncation_side == "right" else ids[-most:]
+# ---- room for the reply ---------------------------------------------------------------------------------
 
 
 def fit(
@@ -478,52 +312,58 @@ def build(
     caller: Caller,
     body: Common,
     prompts: list[tuple[str | None, list[int]]],
-    params: SamplingParams,
-    max_tokens: int | None,
-    timeout: float | None,
-    headers: dict[str, str],
+    asked: Asked,
     param: str = "prompt",
 ) -> Prepared:
-    """Requests for the engine, each with as much room as its prompt leaves."""
+    """Requests for the engine, each with as much room as its prompt leaves. `param`: the field that holds the prompt."""
     model = front.client.model
+    params = asked.params
+    headers = asked.headers
     params.check_vocabulary(model.vocab_size)
     if body.priority is not None and front.config.engine.get("scheduling_policy", "fcfs") == "fcfs":
         ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
-    # A key's is the higher the sooner; a request's the lower, as in vLLM.
+    # A higher priority of a key comes first, but a lower one of a request, as in vLLM.
     priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
+    deadline = None if asked.timeout is None else caller.arrival + asked.timeout
     requests: list[Request] = []
     for _, ids in prompts:
-        room = fit(ids, max_tokens, model, param, headers)
+        room = fit(ids, asked.wanted, model, param, headers)
         if params.min_tokens > room:
             raise bad(
                 "min_tokens",
                 f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})",
                 "param_out_of_range",
             )
-        if requests and room != params.max_tokens:  # of several prompts, each may have another
+        if requests and room != params.max_tokens:  # prompts of other lengths leave other room
             params = replace(params, max_tokens=room)
         params.max_tokens = room
         requests.append(
             Request(
-                "",
-                ids,
-                params,
-                caller.arrival,
-                salt,
+                id="",
+                prompt=ids,
+                params=params,
+                arrival=caller.arrival,
+                cache_salt=salt,
                 priority=priority,
-                deadline=None if timeout is None else caller.arrival + timeout,
+                deadline=deadline,
                 tenant=caller.owner,
             )
         )
-    if params.prompt_logprobs is not None:
-        entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
-        if entries > front.config.limits.logprob_entries:
-            raise bad(
-                "prompt_logprobs",
-                "so many prompt logprobs are too large a reply",
-                "param_out_of_range",
-            )
-    return Prepared(
-        requests, [text for text, _ in prompts], timeout, headers, structure.field(body)
-    )
+    _check_prompt_logprobs(front, params, requests)
+    texts = [text for text, _ in prompts]
+    return Prepared(requests, texts, asked.timeout, headers, structure.field(body))
+
+
+def _check_prompt_logprobs(front: Front, params: SamplingParams, requests: list[Request]) -> None:
+    if params.prompt_logprobs is None:
+        return
+    entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
+    most = front.config.limits.logprob_entries
+    if entries > most:
+        raise bad(
+            "prompt_logprobs",
+            f"the reply would have {entries} prompt logprobs, but at most {most} are allowed: ask for fewer, or send "
+            "a shorter prompt",
+            "param_out_of_range",
+        )

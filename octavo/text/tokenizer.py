@@ -342,38 +342,7 @@ class Tokenizer:
         path = Path(path)
         config = _read_json(path / "tokenizer_config.json")
         named = {**_read_json(path / "special_tokens_map.json"), **config}
-        if (path / "tokenizer.json").is_file():
-            try:
-                backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-            except Exception as error:  # the library raises nothing more specific
-                raise ModelError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-        elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-            lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
-            merges = [line for line in lines if line and not line.startswith("#version")]
-            pre = PRE_TOKENIZERS[
-                "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen") else "gpt-2"
-            ]
-            backend = byte_level(
-                _read_json(path / "vocab.json"),
-                merges,
-                pre,
-                bool(config.get("add_prefix_space", False)),
-            )
-            if "eos_token" not in named and backend.token_to_id("<|endoftext|>") is not None:
-                named.update(
-                    bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
-                )
-        elif (path / "tokenizer.model").is_file():
-            raise ModelError(
-                f"{path} has only a SentencePiece tokenizer.model. Convert it once, in there: "
-                f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('.').save_pretrained('.')\" "
-                "(needs: pip install transformers sentencepiece protobuf), which writes tokenizer.json"
-            )
-        else:
-            raise ModelError(
-                f"{path} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. Name a directory that has them "
-                "with tokenizer=DIRECTORY (--tokenizer), or use token ids with skip_tokenizer_init=True"
-            )
+        backend = _read_backend(path, config, named)
         try:
             _add_missing(backend, config, named)
             specials = {name: _text(named[name]) for name in _NAMED if named.get(name)}
@@ -402,6 +371,44 @@ class Tokenizer:
         if config.get("tokenizer_class"):
             found.tokenizer_class = str(config["tokenizer_class"])
         return found
+
+
+def _read_backend(
+    path: Path, config: dict[str, Any], named: dict[str, Any]
+) -> tokenizers.Tokenizer:
+    """The tokenizer of a model directory. `named`: the special tokens by name; GPT-2's are added where its files name none."""
+    if (path / "tokenizer.json").is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more specific
+            raise ModelError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        pre = PRE_TOKENIZERS[
+            "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen") else "gpt-2"
+        ]
+        backend = byte_level(
+            _read_json(path / "vocab.json"),
+            merges,
+            pre,
+            bool(config.get("add_prefix_space", False)),
+        )
+        if "eos_token" not in named and backend.token_to_id("<|endoftext|>") is not None:
+            named.update(
+                bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
+            )
+        return backend
+    if (path / "tokenizer.model").is_file():
+        raise ModelError(
+            f"{path} has only a SentencePiece tokenizer.model. Convert it once, in there: "
+            f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('.').save_pretrained('.')\" "
+            "(needs: pip install transformers sentencepiece protobuf), which writes tokenizer.json"
+        )
+    raise ModelError(
+        f"{path} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. Name a directory that has them "
+        "with tokenizer=DIRECTORY (--tokenizer), or use token ids with skip_tokenizer_init=True"
+    )
 
 
 def _around(

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from octavo.serve import request_fields, validate
+from octavo.serve import prompt, request_fields
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import (
     BatchGenerateRequest,
@@ -273,7 +273,7 @@ def test_special_tokens_are_put_around_a_chat_if_it_asks_for_them() -> None:
     )  # fmt: skip
     for asked, ids in ((True, [1, 5, 2]), (False, [5]), (None, [5])):
         body = ChatRequest(messages=HI, add_special_tokens=asked)
-        assert asyncio.run(validate.chat_prompt(front, body, None)) == ids
+        assert asyncio.run(prompt.chat_prompt(front, body, None)) == ids
 
 
 # ---- the table ------------------------------------------------------------------------------------------

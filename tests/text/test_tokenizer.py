@@ -184,7 +184,7 @@ def test_chat_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer: expected tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"no tokenizer: it needs tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\x00")
     with pytest.raises(

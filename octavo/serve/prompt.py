@@ -1,0 +1,189 @@
+"""The prompt of a request: messages or text to tokens, within the limits and by the server's rules."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ContextLengthExceeded
+from octavo.serve.errors import ApiError, bad, unsupported
+from octavo.serve.limits import Limits
+from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
+from octavo.serve.validate import LABEL, UNBOUNDED, check_count, ignore
+from octavo.text.chat import check_options, select_template
+
+if TYPE_CHECKING:
+    from octavo.serve.front import Front
+    from octavo.serve.tools import ToolUse
+
+
+def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
+    """Check the numbers of messages and parts. What a message may hold is checked by octavo.text.chat."""
+    if not messages:
+        raise bad("messages", "messages must have at least one message")
+    if len(messages) > limits.messages:
+        raise bad(
+            "messages",
+            f"there may be at most {limits.messages} messages, got {len(messages)}",
+            "param_out_of_range",
+        )
+    parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
+    if parts > limits.parts:
+        raise bad(
+            "messages",
+            f"there may be at most {limits.parts} parts in all messages, got {parts}",
+            "param_out_of_range",
+        )
+    return messages
+
+
+def check_template(front: Front, body: ChatRequest) -> None:
+    if body.chat_template is not None and not front.config.request_templates:
+        raise ApiError(
+            403,
+            "this server takes no chat templates from requests: start it with --trust-request-chat-template",
+            "template_not_allowed",
+            "chat_template",
+        )
+    if body.chat_template is None and not front.tokenizer.chat_templates:
+        raise bad(
+            "messages",
+            "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "
+            "--chat-template FILE",
+        )
+
+
+def longest(front: Front, truncated: int | None) -> int:
+    """How many tokens a prompt may have. A prompt that will be truncated may have any number."""
+    return front.client.model.max_model_len if truncated is None else sys.maxsize
+
+
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template: chat_template_kwargs, and the fields that are variables by their own names."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        options.setdefault("documents", body.documents)
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return options
+
+
+def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
+    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header
+    those that the server's template does not use. A template that came with the request is not
+    looked at: it runs in a worker process alone."""
+    options = template_options(body)
+    if not options:
+        return
+    check_options(options, front.tokenizer.specials)
+    if body.chat_template is not None or not front.tokenizer.chat_templates:
+        return
+    template = select_template(front.tokenizer, tools=bool(body.tools))
+    unused = template.unused(body.chat_template_kwargs or {})
+    names = [f"chat_template_kwargs.{name[:64]}" for name in unused if LABEL.fullmatch(name)]
+    if unused and front.config.strict_params:
+        raise unsupported(
+            names[0] if names else "chat_template_kwargs",
+            "the chat template does not use it, and this server refuses what it does not know "
+            "(--strict-params)",
+        )
+    if body.documents and template.unused(["documents"]):
+        names.append("documents")
+    thinking = ["reasoning_effort", "enable_thinking"]
+    if body.reasoning_effort is not None and template.unused(thinking) == thinking:
+        names.append("reasoning_effort")
+    ignore(headers, *names[:20])
+
+
+async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """The tokens of a conversation."""
+    messages = check_messages(body.messages, front.config.limits)
+    check_template(front, body)
+    try:
+        ids = await front.text.encode_chat(
+            front.tokenizer,
+            messages,
+            longest(front, body.truncate_prompt_tokens),
+            body.chat_template,
+            tools.tools if tools else None,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            **template_options(body),
+        )
+    except ContextLengthExceeded as error:
+        raise bad("messages", str(error), error.code) from None
+    return front.tokenizer.with_special_tokens(ids) if body.add_special_tokens else ids
+
+
+def parse_special(front: Front, asked: bool | None) -> bool:
+    """Whether control tokens that a text prompt spells out are tokens, or else characters."""
+    if asked and not front.config.parse_special:
+        raise ApiError(
+            403,
+            "this server reads control tokens in prompts as plain characters (--no-parse-special): leave parse_special out",
+            "parse_special_not_allowed",
+            "parse_special",
+        )
+    return front.config.parse_special if asked is None else asked
+
+
+async def completion_prompts(
+    front: Front, body: CompletionRequest
+) -> list[tuple[str | None, list[int]]]:
+    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids."""
+    prompt = body.prompt
+    if prompt is None or prompt == []:
+        raise bad(
+            "prompt",
+            "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
+        )
+    many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
+    limits = front.config.limits
+    found: list[tuple[str | None, list[int]]] = []
+    if len(many) > limits.prompts:
+        raise bad(
+            "prompt",
+            f"there may be at most {limits.prompts} prompts, got {len(many)}",
+            "param_out_of_range",
+        )
+    parse = parse_special(front, body.parse_special)
+    for one in many:
+        if isinstance(one, str):
+            most = longest(front, body.truncate_prompt_tokens)
+            ids = await front.text.encode(
+                front.tokenizer, one, most, body.add_special_tokens is not False, parse
+            )
+            found.append((one, ids))
+        elif isinstance(one, list):
+            found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))
+        else:
+            raise bad("prompt", "prompts must be texts or lists of token ids")
+    return found
+
+
+def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
+    if not ids:
+        raise bad(param, "a list of token ids must not be empty")
+    if any(type(t) is not int for t in ids):
+        raise bad(param, "token ids are integers")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(t for t in ids if not 0 <= t < vocab_size)
+        raise bad(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
+    return ids
+
+
+def truncate(
+    front: Front, body: OpenAI, ids: list[int], wanted: int | None, headers: dict[str, str]
+) -> list[int]:
+    """Shorten a prompt where the request asks for it, and say so in a header. `wanted`: the most tokens of the reply."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most == -1:
+        reply = 1 if wanted is None or wanted == UNBOUNDED else max(wanted, 1)
+        most = max(front.client.model.longest - reply, 1)
+    check_count("truncate_prompt_tokens", most, 1)
+    if len(ids) > most:
+        headers["x-truncated-tokens"] = str(len(ids) - most)
+    return ids[:most] if body.truncation_side == "right" else ids[-most:]
