@@ -220,9 +220,9 @@ class RepetitionDetectionParams:
         return self.max_pattern_size > 0
 
 
-# For structured outputs that ask for nothing else. A model that is held to a structure is more likely to get stuck in it. 64 zeros in
-# a row are a hash, so the count is larger.
-STRUCTURED_REPETITION = RepetitionDetectionParams(max_pattern_size=32, min_count=100)
+# For structured outputs that ask for nothing else: a model that is held to a structure is more likely to get stuck in it. The
+# count is above 64: a hash may be 64 zeros.
+STRUCTURED_REPETITION = RepetitionDetectionParams(max_pattern_size=32, min_count=70)
 
 
 @dataclass(slots=True)
