@@ -275,6 +275,34 @@ def test_copies_go_their_own_ways(guides: Guides, embedded: Tokenizer) -> None:
         other.accept(a)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dict(choice=["The quick brown fox, naïvely. " * 50]),
+        dict(regex="a{1500}"),
+        dict(choice=["=" * 1500]),
+    ],
+    ids=["choice", "regex", "long tokens"],
+)
+def test_a_long_text_without_a_choice_is_cut_into_tokens_as_the_tokenizer_cuts_it(
+    guides: Guides, embedded: Tokenizer, spec: dict[str, Any]
+) -> None:
+    text = spec.get("choice", ["a" * 1500])[0]
+    guide = guides.compile(StructuredOutputs(**spec)).copy()
+    for token in embedded.encode(text, add_special_tokens=False):
+        assert allowed(guide) == [token]
+        guide.accept(token)
+
+
+def test_a_token_takes_as_long_however_much_text_without_a_choice_is_left(guides: Guides) -> None:
+    """To tokenise all of it takes 100 ms."""
+    guide = guides.compile(StructuredOutputs(choice=["ab" * 100_000])).copy()
+    begun = time.process_time()
+    for _ in range(20):
+        guide.accept(allowed(guide)[0])
+    assert time.process_time() - begun < 0.5
+
+
 def test_what_no_token_can_write_fails_when_it_comes_to_it(
     guides: Guides, embedded: Tokenizer
 ) -> None:
