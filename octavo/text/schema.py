@@ -28,6 +28,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSch
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else",
           "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+TYPED = ("type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const")  # say what a value is
 BY_NAME = "by name"  # stands for all schemas that have a name
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 ANCHORS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
@@ -154,10 +155,12 @@ def close_objects(schema: Schema) -> None:
     Objects that are composed stay as they are: where several parts of allOf, anyOf, oneOf or $ref name properties of the same
     object, each part would exclude the names of the others.
     """
+    every = list(subschemas(schema))
     parts = _composed(schema)
-    for part in list(subschemas(schema)):
+    limited = {inner for part in every for inner in _ids(part.get("allOf"))}
+    for part in every:
         if id(part) not in parts and names_properties(part):
-            _close(part)
+            _close(part, untyped=id(part) in limited)
 
 
 def _composed(root: Schema) -> set[int]:
@@ -203,7 +206,8 @@ def _reachable(start: set[int], links: dict[int, list[int]]) -> set[int]:
     return found
 
 
-def _close(schema: Schema) -> None:
+def _close(schema: Schema, untyped: bool) -> None:
+    """`untyped`: the value may turn out to be no object, for other schemas describe it too."""
     properties: dict[str, Any] = schema.get("properties", {})
     required = schema.get("required", [])
     least = schema.get("minProperties", 0)
@@ -219,9 +223,7 @@ def _close(schema: Schema) -> None:
     if properties:
         schema["properties"] = properties
     schema["additionalProperties"] = False
-    if not any(
-        key in schema for key in ("type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const")
-    ):
+    if not untyped and not any(key in schema for key in TYPED):
         schema["type"] = "object"
 
 

@@ -164,6 +164,9 @@ CLOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"properties": {"x": {"allOf": [{"$ref": "#/$defs/A"}], "default": {}}}, "$defs": {"A": {**A, **SHUT}},
          **SHUT, "type": "object"},
     ),
+    "a part that may be no object": (
+        {"allOf": [{"properties": {"a": NULL}}, NULL]}, {"allOf": [{"properties": {"a": NULL}, **SHUT}, NULL]}
+    ),
     "a definition elsewhere": (
         {"$ref": "#/components/A", "components": {"A": A}},
         {"$ref": "#/components/A", "components": {"A": {**A, **SHUT}}},
