@@ -82,7 +82,8 @@ class Vocabulary:
             return self._begin(text[: self._window])
         data = text.encode()
         for before in ("", "\x02"):  # a character that nothing merges with
-            ids = self._encode(before + text, add_special_tokens=False)
+            # a text that spells out a control token is still text
+            ids = self._encode(before + text, add_special_tokens=False, parse_special=False)
             extra = sum(len(self.tokens[id]) for id in ids) - len(data)
             first = 0
             while extra > 0:

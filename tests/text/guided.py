@@ -37,7 +37,7 @@ def may_follow(guide: Guide, token: int) -> bool:
 def accepts(guides: Guides, tokenizer: Tokenizer, text: str, **spec: Any) -> bool:
     """Whether the text, as it is tokenised, may be written and be the whole text."""
     guide = guides.compile(StructuredOutputs(**spec)).copy()
-    for token in tokenizer.encode(text, add_special_tokens=False):
+    for token in tokenizer.encode(text, add_special_tokens=False, parse_special=False):
         if not may_follow(guide, token):
             return False
         guide.accept(token)
