@@ -531,9 +531,10 @@ def test_a_client_that_does_not_read_is_left(rpc: Rpc) -> None:
     narrow = grpc.insecure_channel(
         f"127.0.0.1:{rpc.port}", [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     )
-    streams = [InferenceServiceStub(narrow).GenerateStream(LONG) for _ in range(20)]
+    number = 18  # an address may have 20 open calls here, and a health watch is open already
+    streams = [InferenceServiceStub(narrow).GenerateStream(LONG) for _ in range(number)]
     begun = time.monotonic()
-    while rpc.running.metrics()["octavo:open_streams"] < 20:
+    while rpc.running.metrics()["octavo:open_streams"] < number:
         assert time.monotonic() - begun < 5, "they never began"
     settled(rpc.running, 10)
     left = 0
@@ -541,7 +542,7 @@ def test_a_client_that_does_not_read_is_left(rpc: Rpc) -> None:
         with contextlib.suppress(grpc.RpcError):
             list(stream)
         left += stream.code() is Code.CANCELLED
-    assert left > 10
+    assert left > number / 2
     narrow.close()
 
 
