@@ -771,7 +771,7 @@ def test_a_fault_in_the_scheduler_ends_what_runs_and_no_more(
     stream = llm.stream("good", params)
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.scheduler.pool, "take", lambda: 1 / 0)
+        patch.setattr(llm.engine.scheduler.pool, "allocate", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(["x" * 40], params)
     assert [(piece.finish_reason, piece.error) for piece in stream] == [

@@ -220,10 +220,10 @@ def added(good: list[tuple[str, float, float, float]], trace: Path) -> dict[str,
         if (line := noted.get(id)) is None:
             raise OctavoError(f"the engine noted nothing of request {id}")
         came = line["submitted"] - sent
-        went = first - line["first"]
+        went = first - line["first_token"]
         values = (
             came,
-            line["first"] - line["submitted"],
+            line["first_token"] - line["submitted"],
             line["queued"] - line["submitted"],
             went,
             came + went,

@@ -29,7 +29,7 @@ from octavo.types import Request
 if TYPE_CHECKING:
     from octavo.serve.front import Caller, Front
 
-UNBOUNDED = 2**63 - 1  # tokens: as many as fit
+UNBOUNDED = 2**63  # tokens: as many as fit; larger than any value that a client can send
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # have no effect in a beam search
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.

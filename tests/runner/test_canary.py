@@ -60,10 +60,10 @@ def test_a_block_given_away_too_early_is_found_and_named(monkeypatch: pytest.Mon
     (victim,) = engine.scheduler.live.values()
     stolen, take = victim.block_table[1], pool.allocate
     # the planted bug: what somebody still holds is handed out
-    monkeypatch.setattr(pool, "take", lambda: stolen)
+    monkeypatch.setattr(pool, "allocate", lambda: stolen)
     engine.add(Request("thief", [3] * 10, SamplingParams(max_tokens=3, **GREEDY)))
     outputs += engine.step()
-    monkeypatch.setattr(pool, "take", take)
+    monkeypatch.setattr(pool, "allocate", take)
     thief = next(s.id for s in engine.scheduler.live.values() if s is not victim)
     for _ in range(3):
         outputs += engine.step()

@@ -398,14 +398,15 @@ def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            lines = [process.stdout.readline() for _ in range(6)]
+            lines = [process.stdout.readline() for _ in range(7)]
             assert (
                 "weights" in lines[1]
                 and "tokens in" in lines[2]
-                and f"http://127.0.0.1:{port}/v1" in lines[3]
+                and lines[3].startswith("sample:")
+                and f"http://127.0.0.1:{port}/v1" in lines[4]
             )
-            assert lines[4] == f"watch:   http://127.0.0.1:{port}/\n", "the live page"
-            line = lines[5].partition("curl ")[2]
+            assert lines[5] == f"watch:   http://127.0.0.1:{port}/\n", "the live page"
+            line = lines[6].partition("curl ")[2]
             reply = subprocess.run(
                 f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20
             ).stdout
@@ -471,7 +472,7 @@ def test_a_model_that_computes_no_numbers_is_not_served(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    says = "loads but does not run: the model computed no finite number"
+    says = "loads but does not run: the model's output holds no finite number"
     with pytest.raises(AssertionError, match=says), server(tmp_path, model=str(folder)):
         pass
 
