@@ -206,7 +206,7 @@ def test_a_shapes_text_tells_how_many_tokens_it_has(tmp_path: Path) -> None:
 
 
 def test_what_the_server_adds_is_the_way_in_and_the_way_out(tmp_path: Path) -> None:
-    line = {"id": "req_1-0", "submitted": 1.001, "queued": 1.003, "first": 1.010}
+    line = {"id": "req_1-0", "submitted": 1.001, "queued": 1.003, "first_token": 1.010}
     (tmp_path / "trace").write_text(json.dumps(line) + "\n")
     found = added([("req_1", 1.0, 1.012, 1.5)], tmp_path / "trace")
     middle = {name: round(times["p50"], 6) for name, times in found.items()}

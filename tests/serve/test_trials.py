@@ -244,7 +244,9 @@ def test_a_monster_is_refused_in_time_and_holds_up_nobody(unlimited: Running) ->
             "/v1/completions", {"prompt": "hi", "structured_outputs": {"json": MONSTER}}
         )
         refused = time.monotonic()
-        check_error(reply, 400, "structured_outputs", "structured_output_timeout")
+        error = check_error(reply, 400, "structured_outputs")
+        # a slow machine reaches the time limit first, a fast one the memory limit
+        assert error["code"] in ("structured_output_timeout", "invalid_structured_output")
         small = unlimited.post(
             "/v1/completions", {"prompt": "hi", "guided_choice": ["fine", "too"]}
         )
