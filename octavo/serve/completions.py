@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,10 +67,11 @@ async def render(exchange: Exchange) -> None:
     too, but for one whose prompt does not fit: that can be looked at."""
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
+    await read_template(front, body)
     asked = read_chat(front, exchange.caller, body, unknown)
     asked.params.check_vocabulary(front.client.model.vocab_size)
-    ids = await chat_ids(front, body, asked)
-    text = front.tokenizer.decode(ids, skip_special_tokens=False)
+    ids = await chat_ids(front, body, asked, sys.maxsize)
+    text = await front.text.decode(front.tokenizer, ids)
     reply = {
         "prompt": text,
         "token_ids": ids,
@@ -156,16 +158,28 @@ def default_length(front: Front) -> int | None:
     return None if length is None else int(length)
 
 
-async def chat_ids(front: Front, body: ChatRequest, asked: Asked) -> list[int]:
-    ids = await validate.chat_prompt(front, body, asked.shape.tools)
-    return validate.truncate(ids, body.truncate_prompt_tokens, asked.headers)
+async def read_template(front: Front, body: ChatRequest) -> None:
+    """Of a template that the client sent, find out whether it knows tools."""
+    if body.chat_template is not None and body.tools is not None:
+        validate.check_template(front, body)
+        await front.text.read_template(body.chat_template)
+
+
+async def chat_ids(front: Front, body: ChatRequest, asked: Asked, context: int) -> list[int]:
+    """The tokens of a conversation, of which there may be so many."""
+    job = validate.chat_job(front, body, asked.shape.tools, context)
+    tokens = await front.text.encode_chat(front.tokenizer, job)
+    return validate.truncate(tokens, body.truncate_prompt_tokens, asked.headers)
 
 
 async def prepare_chat(
     front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
 ) -> tuple[Prepared, Shape]:
+    await read_template(front, body)
     asked = read_chat(front, caller, body, unknown)
-    prompts: list[tuple[str | None, list[int]]] = [(None, await chat_ids(front, body, asked))]
+    context = validate.longest(front, body.truncate_prompt_tokens)
+    ids = await chat_ids(front, body, asked, context)
+    prompts: list[tuple[str | None, list[int]]] = [(None, ids)]
     prepared = validate.build(
         front,
         caller,
@@ -211,11 +225,7 @@ async def prepare_completion(
         params = replace(params, prompt_logprobs=max(shape.top, params.prompt_logprobs or 0))
     params = _logprobs(params, shape.top)
     _check_minimum(params, wanted)
-    prompts: list[tuple[str | None, list[int]]] = []
-    for text, ids in await validate.completion_prompts(front, body):
-        kept = validate.truncate(ids, body.truncate_prompt_tokens, headers)
-        # of what was cut, the text is what the tokens say
-        prompts.append((text if len(kept) == len(ids) else None, kept))
+    prompts = await validate.completion_prompts(front, body, headers)
     return validate.build(
         front, caller, body, prompts, params, max(wanted, 1), timeout, headers
     ), shape

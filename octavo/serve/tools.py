@@ -100,8 +100,14 @@ def read_tools(
     if choice == "none":
         return None
     check_template(front, body)
-    template = select_template(front.tokenizer, body.chat_template, tools=True)
-    format = choose_format(front.config.tool_parser, template.source, template.knows_tools)
+    if body.chat_template is not None:
+        source = body.chat_template
+        knows_tools = front.text.knows_tools(source)
+    else:
+        template = select_template(front.tokenizer, tools=True)
+        source = template.source
+        knows_tools = template.knows_tools
+    format = choose_format(front.config.tool_parser, source, knows_tools)
     if format is None:
         what = f"one of {', '.join(FORMATS)}"
         raise unsupported(

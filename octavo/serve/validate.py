@@ -17,7 +17,8 @@ from octavo.collect import Until
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve import structure
-from octavo.serve.errors import ApiError, bad, unsupported
+from octavo.serve.errors import ApiError, bad, prompt_too_long, unsupported
+from octavo.serve.jobs import Encode, EncodeChat, Tokens
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
 from octavo.serve.protocol import (
@@ -28,6 +29,7 @@ from octavo.serve.protocol import (
     RepetitionDetection,
 )
 from octavo.text.chat import check_options, select_template
+from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request
 
 if TYPE_CHECKING:
@@ -289,6 +291,12 @@ def check_template(front: Front, body: ChatRequest) -> None:
             "template_not_allowed",
             "chat_template",
         )
+    if len(body.chat_template or "") > (most := front.config.limits.template_chars):
+        raise bad(
+            "chat_template",
+            f"chat_template may have at most {most} characters, got {len(body.chat_template or '')}",
+            "param_out_of_range",
+        )
     if body.chat_template is None and not front.tokenizer.chat_templates:
         raise bad(
             "messages",
@@ -323,23 +331,45 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
     ignore(headers, *names[:20])
 
 
-async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
-    """The tokens of a conversation."""
+def check_size(tokenizer: Tokenizer, size: int, context: int, param: str) -> None:
+    """Refuse a text of so many characters that it must have more tokens than the context."""
+    least = size // (4 * tokenizer.longest_token)
+    if least >= context:
+        raise prompt_too_long(f"at least {least}", context, param)
+
+
+def chat_size(messages: list[dict[str, Any]]) -> int:
+    """Characters in the contents of messages."""
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+        elif isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            size += sum(len(text) for text in parts if isinstance(text, str))
+    return size
+
+
+def chat_job(front: Front, body: ChatRequest, tools: ToolUse | None, context: int) -> EncodeChat:
+    """The conversation, ready to be tokenised. `context`: tokens that it may have."""
+    check_truncation(body.truncate_prompt_tokens)
     messages = check_messages(body.messages, front.config.limits)
     check_template(front, body)
-    try:
-        return await front.text.encode_chat(
-            front.tokenizer,
-            messages,
-            longest(front, body.truncate_prompt_tokens),
-            body.chat_template,
-            tools.tools if tools else None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            **(body.chat_template_kwargs or {}),
-        )
-    except ContextLengthExceeded as error:
-        raise bad("messages", str(error), error.code) from None
+    most = longest(front, body.truncate_prompt_tokens)
+    check_size(front.tokenizer, chat_size(messages), most, "messages")
+    own = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+    return EncodeChat(
+        messages=messages,
+        tools=tools.tools if tools else None,
+        template=body.chat_template,
+        options={**(body.chat_template_kwargs or {}), **own},
+        context=context,
+        keep=body.truncate_prompt_tokens,
+    )
 
 
 def parse_special(front: Front, asked: bool | None) -> bool:
@@ -355,37 +385,56 @@ def parse_special(front: Front, asked: bool | None) -> bool:
 
 
 async def completion_prompts(
-    front: Front, body: CompletionRequest
+    front: Front, body: CompletionRequest, headers: dict[str, str]
 ) -> list[tuple[str | None, list[int]]]:
-    """(text, tokens) of each prompt, in any of the four forms."""
-    prompt = body.prompt
+    """(text, tokens) of each prompt, in any of the four forms. No text where the prompt was truncated."""
+    most = body.truncate_prompt_tokens
+    check_truncation(most)
+    many = prompt_list(body.prompt, front.config.limits)
+    texts = [one for one in many if isinstance(one, str)]
+    for text in texts:
+        check_size(front.tokenizer, len(text), longest(front, most), "prompt")
+    job = Encode(
+        texts,
+        context=longest(front, most),
+        keep=most,
+        add_special_tokens=body.add_special_tokens is not False,
+        parse_special=parse_special(front, body.parse_special),
+    )
+    encoded = iter(await front.text.encode(front.tokenizer, job) if texts else ())
+    found: list[tuple[str | None, list[int]]] = []
+    for one in many:
+        if isinstance(one, str):
+            tokens = next(encoded)
+            kept = truncate(tokens, most, headers)
+            whole = len(kept) == tokens.total
+            found.append((one if whole else None, front.tokenizer.as_prompt(kept)))
+            continue
+        if isinstance(one, bytes):  # a worker process has checked them
+            ids = await front.text.unpack(one)
+        elif isinstance(one, list):
+            ids = check_ids(one, front.client.model.vocab_size, "prompt")
+        else:
+            raise bad("prompt", "prompts must be texts or lists of token ids")
+        found.append((None, truncate(Tokens(ids, len(ids)), most, headers)))
+    return found
+
+
+def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
+    """The prompts, one or many."""
     if prompt is None or prompt == []:
         raise bad(
             "prompt",
             "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
         )
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
-    limits = front.config.limits
-    found: list[tuple[str | None, list[int]]] = []
     if len(many) > limits.prompts:
         raise bad(
             "prompt",
             f"there may be at most {limits.prompts} prompts, got {len(many)}",
             "param_out_of_range",
         )
-    parse = parse_special(front, body.parse_special)
-    for one in many:
-        if isinstance(one, str):
-            most = longest(front, body.truncate_prompt_tokens)
-            ids = await front.text.encode(
-                front.tokenizer, one, most, body.add_special_tokens is not False, parse
-            )
-            found.append((one, ids))
-        elif isinstance(one, list):
-            found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))
-        else:
-            raise bad("prompt", "prompts must be texts or lists of token ids")
-    return found
+    return many
 
 
 def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
@@ -399,19 +448,22 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     return ids
 
 
-def truncate(ids: list[int], most: int | None, headers: dict[str, str]) -> list[int]:
-    """Only where it was asked for, from the front, and told."""
-    if most is None:
-        return ids
-    if most < 1:
+def check_truncation(most: int | None) -> None:
+    if most is not None and most < 1:
         raise bad(
             "truncate_prompt_tokens",
             "truncate_prompt_tokens must be at least 1",
             "param_out_of_range",
         )
-    if len(ids) > most:
-        headers["x-truncated-tokens"] = str(len(ids) - most)
-    return ids[-most:]
+
+
+def truncate(tokens: Tokens, most: int | None, headers: dict[str, str]) -> list[int]:
+    """The last `most` tokens, where that was asked for. A header tells how many were cut off."""
+    if most is None:
+        return tokens.ids
+    if tokens.total > most:
+        headers["x-truncated-tokens"] = str(tokens.total - most)
+    return tokens.ids[-most:]
 
 
 def fit(
@@ -420,11 +472,7 @@ def fit(
     """How many tokens may be generated: what was asked for, or what the context and the pool leave."""
     count = len(prompt)
     if count >= model.max_model_len:
-        error = ContextLengthExceeded(
-            f"the prompt has {count} tokens, but the context holds {model.max_model_len} and one must be left to generate: "
-            "shorten it (of a chat or a completion, truncate_prompt_tokens keeps so many of its last tokens)"
-        )
-        raise bad(param, str(error), error.code)
+        raise prompt_too_long(count, model.max_model_len, param)
     if count >= model.longest:
         pool = model.num_blocks * model.block_size
         raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
