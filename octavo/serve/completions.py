@@ -147,6 +147,7 @@ def read_chat(front: Front, caller: Caller, body: ChatRequest, unknown: dict[str
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
+        shape.tools.note(headers)
     return Asked(params, shape, wanted, timeout, headers)
 
 
