@@ -348,7 +348,7 @@ class LLM:
         scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
         tiers = self.runner.tiers
         if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
-            scheduler.tiers.attach_store(tiers.disk.known, tiers.fetch_ids)
+            scheduler.tiers.attach_store(tiers.disk.known_hashes, tiers.fetch_ids)
         return Engine(scheduler, self.runner)
 
     def _bound(

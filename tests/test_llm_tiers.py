@@ -174,7 +174,7 @@ def test_damaged_records_cost_time_and_never_a_token(
         else:
             record.write_bytes(contents[i - 1])
     again = make(kv_disk_path=tmp_path)
-    assert again.runner.tiers is not None and (again.runner.tiers.seals is not None) == sealed
+    assert again.runner.tiers is not None and (again.runner.tiers.checksums is not None) == sealed
     assert [ask(again, p)[0] for p in many] == want
     assert again.engine.scheduler.counters.tiers.disk_tokens == 0
     assert damage == "remove" or sum(again.engine.scheduler.counters.tiers.misses.values()) > 0

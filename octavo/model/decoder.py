@@ -93,8 +93,8 @@ class Layer(nn.Module):
         if batch.watched is not None:
             ops.block_mass(q, cast("Tensor", kv), batch.watched, self.config.scale, self.window)
         if last is not None:  # nobody reads what the other tokens would become
-            q = q[batch.logit_rows]
-            hidden = hidden[batch.logit_rows]
+            q = q[batch.logit_indices]
+            hidden = hidden[batch.logit_indices]
             batch = last
         x = ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1)
         hidden = self._added(self.out, x, self.post_attn_norm, hidden)

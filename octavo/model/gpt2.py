@@ -87,7 +87,7 @@ class GPT2(CausalLM):
         x = self.tokens(batch.ids) + self.positions(batch.positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, batch, kv[:, i])
-        return self.norm(x if batch.last is None else x[batch.logit_rows])
+        return self.norm(x if batch.last is None else x[batch.logit_indices])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.logits(hidden, (self.head or self.tokens).weight)

@@ -187,15 +187,15 @@ def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_
     """Alone it is split among the threads, beside many it is not, in a prompt it is one of several rows."""
     batch, kv = filled([(40, 700 + 5 * i) for i in range(12)], 3, 32, "cpu")
     q = draw(len(batch.ids), 9, 32)
-    batch.logit_rows = batch.query_start[1:].long() - 1
-    expected = paged_attention(team, q, kv, batch, 0.3, window)[batch.logit_rows]
+    batch.logit_indices = batch.query_start[1:].long() - 1
+    expected = paged_attention(team, q, kv, batch, 0.3, window)[batch.logit_indices]
     last = only_last(batch, torch.arange(12), batch.spans)
-    assert torch.equal(paged_attention(team, q[batch.logit_rows], kv, last, 0.3, window), expected)
+    assert torch.equal(paged_attention(team, q[batch.logit_indices], kv, last, 0.3, window), expected)
     for i in range(0, 12, 5):
-        batch.logit_rows = batch.query_start[i + 1 : i + 2].long() - 1
+        batch.logit_indices = batch.query_start[i + 1 : i + 2].long() - 1
         alone = only_last(batch, torch.tensor([i]), batch.spans[i : i + 1])
         assert torch.equal(
-            paged_attention(team, q[batch.logit_rows], kv, alone, 0.3, window), expected[i : i + 1]
+            paged_attention(team, q[batch.logit_indices], kv, alone, 0.3, window), expected[i : i + 1]
         )
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
 from octavo.runner import shapes
 from octavo.runner.graphs import Captured, StepGraphs
-from octavo.runner.shapes import Shape, decode_sizes, held_rows
+from octavo.runner.shapes import GraphShape, decode_sizes, held_rows
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
@@ -73,7 +73,7 @@ def plans() -> list[Plan]:
 class WithoutCapture(StepGraphs):
     """Runs the steps that a graph would hold, directly."""
 
-    def _capture(self, shape: Shape) -> Captured:
+    def _capture(self, shape: GraphShape) -> Captured:
         captured = Captured(
             None, self.nobody(shape), torch.zeros(0), torch.zeros(0), torch.zeros(0)
         )  # type: ignore[arg-type]
@@ -105,18 +105,18 @@ def test_what_graphs_hold_equals_the_general_path(
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
     general, special = make_runner(False, kv_dtype), make_runner(False, kv_dtype)
-    special.graphs = WithoutCapture(special.model, special.kv, special.rows, 4, 64, 64)
+    special.graphs = WithoutCapture(special.model, special.kv, special.batch_slots, 4, 64, 64)
     for plan in plans():
         want = general.launch(plan).wait().tokens
         got = special.launch(plan).wait().tokens
         assert got == want, plan.step
     mixed = {shape for shape in special.graphs.captured if shape.decoding < shape.tokens}
-    assert mixed == ({Shape(0, 16)} | {Shape(rows, 7) for rows in beside}) and len(
+    assert mixed == ({GraphShape(0, 16)} | {GraphShape(rows, 7) for rows in beside}) and len(
         special.graphs.captured
     ) > len(mixed)
-    assert int(special.rows.computed[special.rows.padding]) == 0
+    assert int(special.batch_slots.computed[special.batch_slots.padding_slot]) == 0
     for name in ("tokens", "table", "ints"):
-        torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
+        torch.testing.assert_close(getattr(special.batch_slots, name)[:4], getattr(general.batch_slots, name)[:4])
 
 
 def test_stores_are_done_before_a_graph_overwrites_the_block(
@@ -126,7 +126,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
     runners = [make_runner(False), make_runner(False)]
-    runners[1].graphs = WithoutCapture(runners[1].model, runners[1].kv, runners[1].rows, 4, 64, 64)
+    runners[1].graphs = WithoutCapture(runners[1].model, runners[1].kv, runners[1].batch_slots, 4, 64, 64)
     for runner in runners:
         runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
         runner.tiers = TierStore(runner.kv, 2)
@@ -137,19 +137,19 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
     for plan in (first, second, third):
         results = [runner.launch(plan).wait() for runner in runners]
         assert results[0].tokens == results[1].tokens
-    assert Shape(4, 4) in runners[1].graphs.captured
+    assert GraphShape(4, 4) in runners[1].graphs.captured
     for runner in runners:
         assert runner.tiers is not None
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        assert runner.tiers.host[1].unique().tolist() == [7.0]
+        assert runner.tiers.buffers[1].unique().tolist() == [7.0]
         assert not (runner.kv.tensor[10] == 7.0).all(), "the step was meant to write to it"
         runner.tiers.close()
 
 
 def test_a_step_that_loads_is_no_decode_graph_s() -> None:
     runner = make_runner(False)
-    graphs = WithoutCapture(runner.model, runner.kv, runner.rows, 4, 64, 64)
+    graphs = WithoutCapture(runner.model, runner.kv, runner.batch_slots, 4, 64, 64)
     items = [Item(0, 0, 0, None, 1, True, 4)]
     assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(
         Plan(1, items=items, stores=[(1, 1)])
@@ -159,32 +159,32 @@ def test_a_step_that_loads_is_no_decode_graph_s() -> None:
 
 def test_the_smallest_graph_is_taken_and_as_much_of_it_for_decoding_as_there_is() -> None:
     made = make_runner(False)
-    graphs = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
+    graphs = StepGraphs(made.model, made.kv, made.batch_slots, 100, 4096, 8192)
 
-    def shape(decoding: int, *prompts: int) -> Shape | None:
+    def shape(decoding: int, *prompts: int) -> GraphShape | None:
         items = [Item(i, 0, i, None, 1, True, 9) for i in range(decoding)]
-        return graphs.mixed_shape(
+        return graphs.find_mixed_shape(
             items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)]
         )
 
     assert (
-        shape(3, 10) == Shape(0, 16)
-        and shape(3, 13) == Shape(0, 16)
-        and shape(3, 14) == Shape(0, 32)
+        shape(3, 10) == GraphShape(0, 16)
+        and shape(3, 13) == GraphShape(0, 16)
+        and shape(3, 14) == GraphShape(0, 32)
     )
     # of 64 items one is what is left over
-    assert shape(62, 50) == Shape(0, 128) and shape(63, 50) == Shape(32, 192)
+    assert shape(62, 50) == GraphShape(0, 128) and shape(63, 50) == GraphShape(32, 192)
     assert (
-        shape(99, 50) == Shape(96, 192)
-        and shape(99, 93) == Shape(96, 192)
-        and shape(99, 94) == Shape(96, 320)
+        shape(99, 50) == GraphShape(96, 192)
+        and shape(99, 93) == GraphShape(96, 192)
+        and shape(99, 94) == GraphShape(96, 320)
     )
     assert shape(31, 300, 300) is None
-    assert shape(40, 600) == Shape(32, 640) and shape(40, 601) is None
-    assert shape(96, *[2] * 63) == Shape(96, 320) and shape(96, *[2] * 64) is None
+    assert shape(40, 600) == GraphShape(32, 640) and shape(40, 601) is None
+    assert shape(96, *[2] * 63) == GraphShape(96, 320) and shape(96, *[2] * 64) is None
     assert all(s.items <= s.tokens and s.decoding <= 100 for s in graphs.mixed_shapes)
     assert (
-        StepGraphs(made.model, made.kv, made.rows, 4, 64, 8).mixed_shape(
+        StepGraphs(made.model, made.kv, made.batch_slots, 4, 64, 8).find_mixed_shape(
             [Item(0, 0, 0, 0, 2, True, 2)]
         )
         is None
@@ -200,8 +200,8 @@ def test_sizes_cover_every_count() -> None:
 
 def test_what_graphs_hold_is_counted() -> None:
     made = make_runner(False)
-    graphs = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
-    sizes = [Shape(n, n) for n in graphs.decode_sizes] + graphs.mixed_shapes
+    graphs = StepGraphs(made.model, made.kv, made.batch_slots, 100, 4096, 8192)
+    sizes = [GraphShape(n, n) for n in graphs.decode_sizes] + graphs.mixed_shapes
     assert held_rows(100, 8192) == sum(s.items for s in sizes) > held_rows(8, 8192)
 
 

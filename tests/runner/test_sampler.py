@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from octavo.ops.reference import ReferenceOps, gumbel
 from octavo.params import SamplingParams
 from octavo.runner import sampler
-from octavo.runner.batch_slots import Rows
+from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 from tests.toy_guide import pack
@@ -36,7 +36,7 @@ def choose(
     tokens = tokens or [[1, 2, 3]] * n
     prompt_lens = prompt_lens or [len(t) for t in tokens]
     seeds = seeds or [p.seed or 0 for p in params]
-    state = Rows(n, 64, 16, torch.device("cpu"))
+    state = BatchSlots(n, 64, 16, torch.device("cpu"))
     rows = [
         NewSlot(
             i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]
@@ -52,7 +52,7 @@ def choose(
         up,
         {i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()},
     )
-    shipped = up.ship(torch.device("cpu"))
+    shipped = up.send(torch.device("cpu"))
     state.apply(changes, shipped)
     lengths, index = (
         torch.tensor([len(t) for t in tokens], dtype=torch.int32),

@@ -18,9 +18,9 @@ import torch
 
 from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tier_store as module
-from octavo.runner.disk import PAGE, Disk, Miss, Record
+from octavo.runner.disk import PAGE, Disk, DiskMiss, Record
 from octavo.runner.kvstore import KVStore
-from octavo.runner.staging import Lap
+from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.types import DiskEvent, Fetch, Plan, Save
 from tests.conftest import DEVICE
@@ -80,7 +80,7 @@ def until(tiers: TierStore, count: int, seconds: float = 10.0) -> list[DiskEvent
     found: list[DiskEvent] = []
     deadline = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < deadline:
-        found += tiers.news(wait=True)
+        found += tiers.collect_events(wait=True)
         time.sleep(0.001)
     assert len(found) == count, found
     return found
@@ -121,7 +121,7 @@ def test_what_is_saved_can_be_fetched_by_another_server(kv: KVStore, make: Make)
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     assert until(tiers, 1) == [DiskEvent("saved", name(3))]
     other = make()
-    assert other.disk is not None and other.disk.known == {name(3)}
+    assert other.disk is not None and other.disk.known_hashes == {name(3)}
     other.begin(Plan(1, fetches=[Fetch(7, 2, name(3), tokens(3))]))
     (news,) = until(other, 1)
     assert (news.kind, news.fetch_id) == ("fetched", 7) and news.seconds > 0
@@ -146,15 +146,15 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     tiers.begin(Plan(1, fetches=[Fetch(i, i - 3, name(i), tokens(i)) for i in (3, 4, 5)]))
     assert {news.kind for news in until(tiers, 3)} == {"fetched"}
     tiers.load([(0, 6), (2, 1), (1, 7)])  # two side by side, and one elsewhere
-    check = tiers.take_check()
+    check = tiers.take_verification()
     assert (
-        check is not None and tiers.spoilt(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
+        check is not None and tiers.corrupt_blocks(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
     )
     tiers.load([(0, 6)])
-    assert tiers.take_check() is None, "once is enough"
+    assert tiers.take_verification() is None, "once is enough"
     tiers.begin(Plan(2, stores=[(6, 2)]))
     tiers.load([(2, 8)])
-    assert tiers.take_check() is None and value(kv, 8) == 3, "what the device stored needs none"
+    assert tiers.take_verification() is None and value(kv, 8) == 3, "what the device stored needs none"
     deadline = time.monotonic() + 10
     while record.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -210,13 +210,13 @@ def test_a_disk_that_does_not_answer_is_given_up(
     tiers.begin(Plan(3, stores=[(5, 1)]))
     gate.set()
     time.sleep(0.1)
-    assert tiers.news(wait=True) == [], "news comes once"
+    assert tiers.collect_events(wait=True) == [], "news comes once"
     tiers.load([(1, 8)])
     synchronize()
     assert value(kv, 8) == 5
 
 
-@pytest.mark.parametrize("error", [Miss("corrupt"), OSError("odd"), RuntimeError("a bug")])
+@pytest.mark.parametrize("error", [DiskMiss("corrupt"), OSError("odd"), RuntimeError("a bug")])
 def test_whatever_goes_wrong_is_a_miss(
     make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -226,7 +226,7 @@ def test_whatever_goes_wrong_is_a_miss(
     monkeypatch.setattr(Record, "__init__", broken)
     monkeypatch.setattr(Disk, "write", broken)
     tiers = make()
-    why = error.why if isinstance(error, Miss) else "error"
+    why = error.reason if isinstance(error, DiskMiss) else "error"
     for step in range(3):
         tiers.begin(Plan(step, fetches=[Fetch(step + 1, 1, name(1), tokens(1))]))
         assert until(tiers, 1) == [DiskEvent("missed", name(1), step + 1, why)], (
@@ -243,7 +243,7 @@ def test_a_disk_that_failed_is_left_alone_for_a_while(
 
     def full(*_: Any) -> None:
         tries.append(1)
-        raise Miss("full")
+        raise DiskMiss("full")
 
     monkeypatch.setattr(Disk, "write", full)
     tiers = make()
@@ -369,7 +369,7 @@ def test_records_are_read_in_parts_by_several_readers(
         tiers.load([(b - 1, b)])
         synchronize()
         assert torch.equal(kv.tensor[b], want[b])
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
+    assert sorted(tiers.buffer_of + tiers._spare) == list(range(len(tiers.buffers))), (
         "a row is lost, or used twice"
     )
 
@@ -401,7 +401,7 @@ def test_slots_change_hands_under_load(
                 pending[step] = slot, i
         tiers.begin(plan)
         fill(kv, 1, 77)
-        for news in tiers.news(wait=g.random() < 0.5):
+        for news in tiers.collect_events(wait=g.random() < 0.5):
             if news.fetch_id:
                 at, i = pending.pop(news.fetch_id)
                 if news.kind == "fetched":
@@ -413,14 +413,14 @@ def test_slots_change_hands_under_load(
             loaded += 1
     assert loaded > 500
     while tiers._pending:  # what is late is a miss, so this ends; news of saves comes in between
-        tiers.news(wait=True)
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
+        tiers.collect_events(wait=True)
+    assert sorted(tiers.buffer_of + tiers._spare) == list(range(len(tiers.buffers))), (
         "a row is lost, or used twice"
     )
 
 
 def test_a_lap_tells_loads_from_the_rest() -> None:
-    lap = Lap(torch.device(DEVICE))
+    lap = StepTimer(torch.device(DEVICE))
     time.sleep(0.01)
     lap.mark()
     lap.mark()
@@ -432,7 +432,7 @@ def test_a_lap_tells_loads_from_the_rest() -> None:
 def test_page_locked_memory_is_given_back(kv: KVStore, make: Make) -> None:
     for _ in range(3):
         tiers = make(disk=False)
-        assert tiers.host.is_pinned()
+        assert tiers.buffers.is_pinned()
         tiers.close()
 
 
@@ -467,6 +467,6 @@ def test_a_record_that_cannot_be_opened_holds_up_no_other(
     }
     gate.set()
     assert [(n.kind, n.reason) for n in until(tiers, 1)] == [("missed", "late")]
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
+    assert sorted(tiers.buffer_of + tiers._spare) == list(range(len(tiers.buffers))), (
         "a row is lost, or used twice"
     )
