@@ -8,7 +8,7 @@ Each worker process runs one job at a time. One that takes too long is killed; o
 memory is replaced. Only the job that it ran fails. Jobs wait in a bounded queue until a worker process is idle. Heavy jobs never
 occupy the last worker process, so that a few of them do not hold up everybody else.
 
-Knows processes, time and order. What a job does is the business of worker.py; messages are msgpack (jobs.py), never pickle.
+This module knows processes, time and order. worker.py knows what a job does. Messages are msgpack (jobs.py).
 """
 
 from __future__ import annotations
