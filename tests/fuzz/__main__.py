@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.serve.worker_pool import ENVIRONMENT
+from tests.attacks.probe import waited_for_a_core
 from tests.fuzz.worker import HEADER, LIMIT_SECONDS, SEEDS, SHARED_BYTES
 
 TARGETS = Path(__file__).parent / "targets"
 ROOT = Path(__file__).parents[2]
-BLOCKED_SECONDS = 20.0  # of wall time for one input, on a machine that may be busy
+BLOCKED_SECONDS = 5.0  # for one input, while the process neither ends nor waits for a core
 LOG_SECONDS = 10.0  # between two progress lines in a log file
 MAX_ALIKE = 3  # inputs stored for failures that end with the same line
 TICK = os.sysconf("SC_CLK_TCK")
@@ -71,7 +72,7 @@ class Watched:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self._count = -1
-        self._since = time.monotonic()
+        self._since = 0.0
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -81,12 +82,14 @@ class Watched:
     def hangs(self) -> bool:
         """Whether the current input has had more than its time."""
         count, begun, _ = HEADER.unpack(self.shared[: HEADER.size])
-        now = time.monotonic()
+        try:
+            now = time.monotonic() - waited_for_a_core(self.process.pid)
+        except OSError:
+            return False  # it has ended
         if count != self._count:
             self._count = count
             self._since = now
-        used = self._process_seconds() - begun
-        busy = used > 2 * LIMIT_SECONDS and now - self._since > LIMIT_SECONDS
+        busy = self._process_seconds() - begun > 2 * LIMIT_SECONDS
         return count > 0 and (busy or now - self._since > BLOCKED_SECONDS)
 
     def _process_seconds(self) -> float:

@@ -146,9 +146,8 @@ class FakeServer:
         client.supervisor.loaded = loaded_model()
         client.tokenizer = Tokenizer.from_directory(tokenizer_directory())
         client.open = accept  # type: ignore[method-assign]
-        setup = worker_setup(self.config, loaded_model())
-        self.front.text.pool = LocalPool(setup)  # type: ignore[assignment]
-        self.front.pool = self.front.text.pool
+        local = LocalPool(worker_setup(self.config, loaded_model()))
+        self.front.pool.run = local.run  # type: ignore[method-assign]
         self.uvicorn = uvicorn.Config(
             application(self.front),
             ws_max_size=self.config.limits.body_bytes,

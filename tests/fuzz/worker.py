@@ -40,7 +40,8 @@ MAX_BYTES = 16 * 2**10
 MEMORY_MB = 256
 LIMIT_SECONDS = 1.0  # of processor time for one input
 MAX_CORPUS = 4000
-HEADER = struct.Struct("<QdQ")  # inputs so far, process time at the start of this one, its length
+# The number of the current input, from 1 on, the process time at its start, and its length. 0: none.
+HEADER = struct.Struct("<QdQ")
 SHARED_BYTES = HEADER.size + 2**20
 
 
@@ -141,6 +142,7 @@ class Fuzzer:
             data = self.mutator.mutate(parent, self.generator.choice(self.corpus))
             if self.one(data) and len(self.corpus) < MAX_CORPUS:
                 self.corpus.append(data)
+        self.shared[: HEADER.size] = HEADER.pack(0, 0.0, 0)
         self.report()
 
     def _recent(self) -> list[bytes]:
@@ -149,7 +151,7 @@ class Fuzzer:
 
     def one(self, data: bytes) -> bool:
         begun = time.process_time()
-        self.shared[: HEADER.size] = HEADER.pack(self.count, begun, len(data))
+        self.shared[: HEADER.size] = HEADER.pack(self.count + 1, begun, len(data))
         self.shared[HEADER.size : HEADER.size + len(data)] = data
         new = self.coverage.run(self.target, data)
         took = time.process_time() - begun
