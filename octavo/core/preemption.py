@@ -73,7 +73,8 @@ class UrgentPreemption:
         self.may_start = may_start
         self.last_urgent: Sequence | None = None  # the latest prompt that others paused for
         self.equals_skipped = False  # decoding equals of an urgent prompt skipped the last step
-        self.paused_in_vain = False  # sequences paused in the last step, and no prompt advanced
+        # Sequences paused in the last step, and no prompt advanced.
+        self.paused_without_progress = False
 
     # ---- before a step -----------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class UrgentPreemption:
             return True
         if seq.status is Status.WAITING and not self.may_start(seq):
             return True
-        outranked = set() if self.paused_in_vain else self._outranked(seq, step.victims)
+        outranked = set() if self.paused_without_progress else self._outranked(seq, step.victims)
         decoding = [other for other in step.decoding if other.id not in outranked]
         num_decoding = len(decoding)
         if outranked:
@@ -126,7 +127,7 @@ class UrgentPreemption:
             return False
         victim_ids = {victim.id for victim in step.victims}
         step.decoding = [other for other in decoding if other.id not in victim_ids]
-        if not self.paused_in_vain:
+        if not self.paused_without_progress:
             step.prompts.append(seq)
         if outranked:
             step.urgent.append(seq)
@@ -220,4 +221,4 @@ class UrgentPreemption:
         plan.urgent = bool(urgent) and sum(seq.planned for seq in urgent) > positions_before
         if urgent:
             self.last_urgent = urgent[-1]
-        self.paused_in_vain = bool(urgent) and not plan.urgent
+        self.paused_without_progress = bool(urgent) and not plan.urgent

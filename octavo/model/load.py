@@ -36,7 +36,7 @@ HUB_WEIGHTS = ["*.safetensors"]
 HUB_TEXTS = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 # subfolders and doubles; pickles are never read
 HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth"]
-HUB_PATIENCE = 3.0  # seconds
+HUB_TIMEOUT = 3.0  # seconds
 
 
 # ---- find ---------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     # The library's errors differ by version and transport; whatever went wrong is told with its own words.
     refusal: Exception | None = None
     try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_PATIENCE)
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
     except Exception as error:
         refusal = error
     try:

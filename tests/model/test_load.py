@@ -392,7 +392,7 @@ def test_a_hub_that_does_not_answer_costs_seconds_only(
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        monkeypatch.setattr(load, "HUB_PATIENCE", 0.5)
+        monkeypatch.setattr(load, "HUB_TIMEOUT", 0.5)
         started = time.monotonic()
         with pytest.raises(ModelNotFound, match="imeout|timed out"):
             open_checkpoint("org/name")
