@@ -29,7 +29,9 @@ class _Socket:
 
 
 def read_replies(data: bytes) -> list[Reply]:
-    """All replies in these bytes. Raises HTTPException unless the bytes are whole replies and nothing else."""
+    """All replies in these bytes. Raises HTTPException unless the bytes are whole replies and nothing else.
+
+    What follows a reply 101 belongs to another protocol and is not read."""
     found = []
     file = _KeptOpen(data)
     while file.tell() < len(data):
@@ -38,4 +40,6 @@ def read_replies(data: bytes) -> list[Reply]:
         body = reply.read()
         headers = {name.lower(): value for name, value in reply.getheaders()}
         found.append(Reply(reply.status, headers, body))
+        if reply.status == http.client.SWITCHING_PROTOCOLS:
+            break
     return found

@@ -8,7 +8,7 @@ from octavo.config import DTYPE_BYTES
 from octavo.errors import ModelError
 
 LARGEST = 2**31 - 1  # of whole numbers
-MAX_LAYERS = 10_000  # a model is built layer by layer before its tensors are looked for
+MAX_LAYERS = 1_000  # a model is built layer by layer before its tensors are looked for
 
 
 class Fields:

@@ -14,12 +14,17 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
-from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SecurityError
 
 from octavo.errors import ChatTemplateError, InvalidRequest
 from octavo.text.conversation import argument_forms, check_messages, to_plain
-from octavo.text.sandbox import MAX_CHARS, Refused, counted_range, make_environment
+from octavo.text.sandbox import (
+    MAX_CHARS,
+    Refused,
+    counted_range,
+    make_environment,
+    undeclared_variables,
+)
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import mentions_tools, spell_out
 
@@ -58,7 +63,7 @@ class ChatTemplate:
         environment = make_environment()
         try:
             self._template = environment.from_string(source)
-            variables = find_undeclared_variables(environment.parse(source))
+            variables = undeclared_variables(environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the chat template has a syntax error in line {error.lineno}: {_short(error)}",

@@ -19,6 +19,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.filters import do_format
+from jinja2.meta import TrackingCodeGenerator
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -136,8 +137,12 @@ def _format(pattern: Any, *args: Any, **kwargs: Any) -> str:
 
 def make_environment() -> ImmutableSandboxedEnvironment:
     """An environment with what transformers gives chat templates."""
+    # The optimizer takes time that grows with the cube of the depth of an expression.
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
     )
     for name in ("center", "indent", "batch", "slice", "wordwrap", "round"):
         environment.filters[name] = _bounded(environment.filters[name])
@@ -149,6 +154,16 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     )
     del environment.globals["lipsum"]
     return environment
+
+
+def undeclared_variables(environment: jinja2.Environment, source: str) -> set[str]:
+    """The variables that a template reads and does not set.
+
+    Jinja's find_undeclared_variables does the same with the optimizer, which is too slow."""
+    generator = TrackingCodeGenerator(environment)
+    generator.optimizer = None
+    generator.visit(environment.parse(source))
+    return generator.undeclared_identifiers
 
 
 def counted_range() -> Callable[..., range]:
