@@ -6,19 +6,31 @@ The full forms are marked slow. The worst run with the other tests too, in a sma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 
-from tests.attacks import keys, structures
+from tests.attacks import bodies, connections, keys, streams, structures, templates, websockets
 from tests.attacks.target import Target, target_server, withstands
+from tests.serve.running import free_port
+
+RPC_PORT = free_port()
+HEADER_SECONDS = 0.2
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with target_server(tmp_path_factory.mktemp("target")) as found:
+    with target_server(tmp_path_factory.mktemp("target"), grpc_port=RPC_PORT) as found:
+        yield found
+
+
+@pytest.fixture
+def quick_target(tmp_path: Path) -> Iterator[Target]:
+    """Gives up on headers so soon that every stream lasts longer."""
+    with target_server(tmp_path, limits={"header_seconds": HEADER_SECONDS}) as found:
         yield found
 
 
@@ -42,8 +54,123 @@ def test_structures_that_cost_much_again_and_again(target: Target) -> None:
         structures.send_repeatedly(target, rounds=8)
 
 
+# ---- WebSockets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pongs", "empty fragments"])
+def test_a_flood_of_tiny_frames(target: Target, kind: str) -> None:
+    with withstands(target):
+        websockets.flood(target, kind, seconds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", websockets.FLOODS)
+def test_a_long_flood_of_tiny_frames(target: Target, kind: str) -> None:
+    with withstands(target):
+        websockets.flood(target, kind, seconds=20)
+
+
+# ---- connections --------------------------------------------------------------------------------------
+
+
+def test_idle_connections(target: Target) -> None:
+    with withstands(target):
+        connections.hold_idle(target, 4200, seconds=2)
+
+
+@pytest.mark.slow
+def test_idle_connections_that_come_back(target: Target) -> None:
+    with withstands(target):
+        connections.hold_idle(target, 4200, seconds=30)
+
+
+@pytest.mark.slow
+def test_idle_connections_that_have_made_a_request(target: Target) -> None:
+    with withstands(target):
+        connections.keep_alive(target, 5000)
+
+
 # ---- keys ---------------------------------------------------------------------------------------------
+
+
+def test_wrong_keys_do_not_lock_out_right_ones(target: Target) -> None:
+    with withstands(target):
+        keys.guess(target, count=25, seconds=1)
+        keys.guess_by_rpc(target, RPC_PORT, count=5)
+
+
+@pytest.mark.slow
+def test_wrong_keys_for_long(target: Target) -> None:
+    with withstands(target):
+        keys.guess(target, count=100, seconds=30)
+        keys.guess_by_rpc(target, RPC_PORT, count=50)
 
 
 def test_right_keys_open_only_what_is_theirs(target: Target) -> None:
     keys.misuse(target)
+
+
+# ---- bodies -------------------------------------------------------------------------------------------
+
+
+def test_a_large_json_body(target: Target) -> None:
+    with withstands(target, peak_mib=150):
+        bodies.send(target, ["many names", "token ids"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", bodies.LARGE)
+def test_large_json_bodies(target: Target, name: str) -> None:
+    with withstands(target, peak_mib=150):
+        bodies.send(target, [name])
+
+
+@pytest.mark.slow
+def test_large_json_bodies_at_once(target: Target) -> None:
+    with withstands(target, peak_mib=400):
+        for _ in range(6):
+            bodies.send(target, ["objects", "token ids"], at_once=8)
+
+
+@pytest.mark.slow
+def test_bodies_that_never_end(target: Target) -> None:
+    with withstands(target, peak_mib=300):
+        bodies.unfinished(target, 100, seconds=33)
+
+
+# ---- HTTP ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["garbage", "40 requests"])
+def test_bytes_on_the_connection_of_a_running_stream(target: Target, late: str) -> None:
+    with withstands(target):
+        streams.interrupt(target, streams.LATE[late], seconds=0)
+
+
+@pytest.mark.slow
+def test_late_bytes_in_a_stream_that_outlasts_the_header_timer(quick_target: Target) -> None:
+    with withstands(quick_target):
+        for late in streams.LATE.values():
+            streams.interrupt(quick_target, late, seconds=2 * HEADER_SECONDS)
+
+
+@pytest.mark.slow
+def test_requests_that_are_two_or_none(target: Target) -> None:
+    with withstands(target):
+        streams.send_ambiguous(target)
+        streams.half_close(target)
+        streams.pipelined(target, 1000)
+
+
+# ---- templates ----------------------------------------------------------------------------------------
+
+
+def test_templates_without_end(target: Target) -> None:
+    with withstands(target):
+        templates.send(target, templates.WORST)
+
+
+@pytest.mark.slow
+def test_templates_of_every_kind(target: Target) -> None:
+    with withstands(target, left_mib=100):
+        templates.send(target, templates.ALL)
