@@ -8,6 +8,9 @@ from octavo.config import DTYPE_BYTES
 from octavo.errors import ModelError
 
 LARGEST = 2**31 - 1  # of whole numbers
+# Bounds of real numbers. Every product and quotient of two of them is a finite float32 or float64.
+SMALLEST_REAL = 1e-18
+LARGEST_REAL = 1e18
 MAX_LAYERS = 1_000  # a model is built layer by layer before its tensors are looked for
 
 
@@ -27,22 +30,30 @@ class Fields:
     def whole(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
         value: int = self._number(name, default, int, "a positive integer")
         if value > most:
-            raise ModelError(f"config.json: {name} must be at most {most}, got {value}")
+            raise ModelError(f"config.json: {name} must be at most {most}, got {shortened(value)}")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
         if type(value) is not int or value < 0:
-            raise ModelError(f"config.json: {name} must be a whole number from 0 on, got {value!r}")
+            raise ModelError(
+                f"config.json: {name} must be a whole number from 0 on, got {shortened(value)}"
+            )
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        return float(self._number(name, default, (int, float), "a positive number"))
+        value = self._number(name, default, (int, float), "a positive number")
+        if not SMALLEST_REAL <= value <= LARGEST_REAL:
+            raise ModelError(
+                f"config.json: {name} must be a number from {SMALLEST_REAL:g} to {LARGEST_REAL:g}, "
+                f"got {shortened(value)}"
+            )
+        return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
-            raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
+            raise ModelError(f"config.json: {name} must be true or false, got {shortened(value)}")
         return value
 
     def choice(self, name: str, allowed: dict[str, str], default: str) -> str:
@@ -64,7 +75,7 @@ class Fields:
         """A JSON object; empty where the field is absent."""
         value = self.values.get(name, {})
         if not isinstance(value, dict):
-            raise ModelError(f"config.json: {name} must be a JSON object, got {value!r}")
+            raise ModelError(f"config.json: {name} must be a JSON object, got {shortened(value)}")
         return value
 
     def dtype(self) -> str:
@@ -79,9 +90,9 @@ class Fields:
         """One id, a list of ids, or none."""
         value = self.values.get(name, [])
         ids = value if isinstance(value, list) else [value]
-        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        if any(type(i) is not int or not 0 <= i <= LARGEST for i in ids):
             raise ModelError(
-                f"config.json: {name} must be a token id or a list of them, got {value!r}"
+                f"config.json: {name} must be a token id or a list of them, got {shortened(value)}"
             )
         return tuple(ids)
 
@@ -90,5 +101,11 @@ class Fields:
         if value is None:
             raise ModelError(f"config.json lacks {name}: it must be {what}")
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ModelError(f"config.json: {name} must be {what}, got {value!r}")
+            raise ModelError(f"config.json: {name} must be {what}, got {shortened(value)}")
         return value
+
+
+def shortened(value: Any) -> str:
+    """A value of a config.json for an error message. A number may have thousands of digits."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.config import RopeConfig
 from octavo.errors import ModelError
-from octavo.model.fields import Fields
+from octavo.model.fields import LARGEST_REAL, SMALLEST_REAL, Fields, shortened
 
 LONGEST = 2**31 - 1  # positions
 CHUNK = 1 << 16  # positions of the table that are computed at a time
@@ -60,14 +60,15 @@ def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConf
     checked = Fields(scaling)
     for name in NEEDED[kind]:
         try:
-            checked.real(name)
+            scaling[name] = checked.real(name)
         except ModelError:
             raise ModelError(
-                f"config.json: rope type {kind!r} needs {name} as a positive number, got {scaling.get(name)!r}"
+                f"config.json: rope type {kind!r} needs {name} as a number from {SMALLEST_REAL:g} "
+                f"to {LARGEST_REAL:g}, got {shortened(scaling.get(name))}"
             ) from None
     for name in OPTIONAL.get(kind, ()):
-        if scaling.get(name):
-            checked.real(name)
+        if name in scaling and (scaling[name] != 0 or name == "attention_factor"):
+            scaling[name] = checked.real(name)
     if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
         raise ModelError("config.json: low_freq_factor and high_freq_factor of llama3 must differ")
     base = Fields(given).real("rope_theta", theta)
@@ -80,10 +81,12 @@ def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConf
 
 def check_factors(factors: Any) -> None:
     if not isinstance(factors, list) or not all(
-        type(factor) in (int, float) and 0 < factor < math.inf for factor in factors
+        type(factor) in (int, float) and SMALLEST_REAL <= factor <= LARGEST_REAL
+        for factor in factors
     ):
         raise ModelError(
-            "config.json: rope type 'custom' needs factors, a list of positive numbers"
+            "config.json: rope type 'custom' needs factors, a list of numbers from "
+            f"{SMALLEST_REAL:g} to {LARGEST_REAL:g}"
         )
 
 
@@ -98,7 +101,7 @@ def context_length(rope: RopeConfig, max_position: int) -> int:
     scaled = trained * scaling["factor"]
     if scaled > LONGEST:
         raise ModelError(
-            f"config.json: a rope factor of {scaling['factor']:g} for {trained} positions makes more than {LONGEST} positions"
+            f"config.json: a rope factor of {scaling['factor']:g} for {trained:g} positions makes more than {LONGEST} positions"
         )
     return max(max_position, int(scaled))
 

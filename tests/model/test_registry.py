@@ -198,6 +198,78 @@ def test_both_spellings_of_gemma_rope_mean_the_same() -> None:
     assert old.windows == (8, 0)
 
 
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    {"rope_type": "custom", "factors": [1.0, 1.0]},
+]
+GEMMA: dict[str, Any] = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 90.0,
+    "query_pre_attn_scalar": 4.0,
+}
+LARGE: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "eos_token_id": 1}
+EXTREME = [
+    10**400,
+    2**63,
+    2**31,
+    -(10**400),
+    1e308,
+    5e-324,
+    1e-30,
+    float("inf"),
+    float("nan"),
+    -0.0,
+]
+
+
+@pytest.mark.parametrize("base", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_extreme_numbers_are_used_or_refused_in_every_field(base: dict[str, Any]) -> None:
+    """A number that no float or tensor can hold ends in a ModelError and never in another error."""
+    whole = base | LARGE
+    configs = [whole | {name: bad} for name in whole for bad in EXTREME]
+    for scaling in SCALINGS:
+        for name in scaling:
+            for bad in (*EXTREME, [], "1", [10**400, 1.0], [5e-324, 1.0]):
+                configs.append(whole | {"rope_scaling": scaling | {name: bad}})
+    refused = 0
+    for config in configs:
+        try:
+            parsed = registry.parse(config)
+            if max(parsed.head_dim, parsed.max_position) < 10_000:
+                rope_table(parsed.rope, parsed.head_dim, min(parsed.max_position, 64))
+        except ModelError:
+            refused += 1
+    assert refused > len(configs) / 2
+
+
+def test_a_huge_rope_factor_is_refused_by_name() -> None:
+    for factor in (10**400, 1e300):
+        scaling = {"rope_type": "linear", "factor": factor}
+        with pytest.raises(ModelError, match="'linear' needs factor as a number from 1e-18 to 1e"):
+            registry.parse({**LLAMA, "rope_scaling": scaling})
+
+
 def test_dynamic_rope_is_the_default_within_the_context() -> None:
     default, dynamic = (
         registry.parse(LLAMA).rope,
