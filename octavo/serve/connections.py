@@ -3,8 +3,10 @@ room, and time limits.
 
 A connection belongs to groups: all connections, those of its address, and those of the API key that
 it last used. A group that is full closes one of its own connections to admit a new one.
-ConnectionState says in which order, oldest first. When every connection of a full group is busy,
-the new one is refused after its request was read.
+ConnectionState says in which order, oldest first. A connection that was accepted, or that began to
+send a request, less than GRACE_SECONDS ago is closed only if there is no other: its request may be
+on its way. When every connection of a full group is busy, the new one is refused after its request
+was read.
 
 One sweep a second looks at every connection. It ends the ones whose deadline has passed and the
 ones whose client has read nothing for `send_seconds` although something waits for it.
@@ -25,6 +27,7 @@ from octavo.serve.limits import Limits
 
 REFUSALS = 64  # connections beyond the limit that are kept open to tell them why they are refused
 SCANNED = 256  # connections that are considered for closing, at most, for each new connection
+GRACE_SECONDS = 0.25  # for a new connection to send its request while there are others to close
 SWEEP_SECONDS = 1.0
 
 
@@ -58,8 +61,16 @@ class ConnectionGroup:
 
     def evict_one(self) -> bool:
         """Close the connection that is least missed. Returns False if there is none."""
-        for waiting in self.waiting:
+        now = time.monotonic()
+        return self._evict_one(now - GRACE_SECONDS) or self._evict_one(now)
+
+    def _evict_one(self, latest: float) -> bool:
+        """Close an idle connection, or another one that has been in its state since `latest` or
+        longer."""
+        for state, waiting in enumerate(self.waiting):
             for connection in islice(waiting, SCANNED):
+                if connection.since > latest and state != ConnectionState.IDLE:
+                    break  # the ones behind it are younger still
                 if connection.unread() == 0:
                     connection.evict()
                     return True
@@ -72,6 +83,7 @@ class Connection:
         self.address = address
         self.refused = refused  # there was no room for it
         self.state = ConnectionState.SILENT
+        self.since = time.monotonic()  # when it entered its state
         self.owner: ConnectionOwner | None = None  # None until the transport exists
         self.deadline = math.inf
         self.key: Key | None = None
@@ -92,6 +104,7 @@ class Connection:
             if state is not ConnectionState.BUSY:
                 group.waiting[state][self] = None
         self.state = state
+        self.since = time.monotonic()
 
     def join(self, group: ConnectionGroup) -> None:
         self.groups.append(group)

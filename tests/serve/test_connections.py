@@ -53,11 +53,13 @@ def admit(
     address: str,
     state: ConnectionState = ConnectionState.SILENT,
     unread: int = 0,
+    age: float = 1.0,
 ) -> Connection:
     connection = table.admit(address)
     assert connection is not None
     connection.owner = Handler(unread)
     connection.enter(state)
+    connection.since -= age
     return connection
 
 
@@ -77,6 +79,21 @@ def test_a_full_table_closes_silent_connections_first_then_the_oldest_idle_one()
         admit(table, "10.0.0.5", ConnectionState.BUSY)
         assert [closed(one) for one in order] == [True] * (k + 1) + [False] * (2 - k)
     assert not closed(busy) and len(table) == 4
+
+
+@pytest.mark.parametrize("state", [ConnectionState.SILENT, ConnectionState.RECEIVING])
+def test_a_connection_whose_request_may_be_on_its_way_is_closed_last(
+    state: ConnectionState,
+) -> None:
+    table = ConnectionTable(Limits(connections=4))
+    receiving = admit(table, "10.0.0.1", ConnectionState.RECEIVING)
+    new = admit(table, "10.0.0.2", state, age=0.0)
+    idle = admit(table, "10.0.0.3", ConnectionState.IDLE, age=0.0)
+    newer = admit(table, "10.0.0.4", state, age=0.0)
+    order = (idle, receiving, new, newer)
+    for k in range(4):
+        admit(table, "10.0.0.5", ConnectionState.BUSY)
+        assert [closed(one) for one in order] == [True] * (k + 1) + [False] * (3 - k)
 
 
 def test_a_connection_that_was_used_again_is_no_longer_the_oldest() -> None:
@@ -205,6 +222,19 @@ def test_idle_connections_keep_nobody_out(small: Running, kind: str) -> None:
         for _ in range(5):
             with connect(small.port, LIVEZ) as good:
                 assert read_reply(good).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_that_are_opened_at_once_are_all_served(small: Running) -> None:
+    """Silent connections fill the table. New clients connect, and send their request a little
+    later: the silent connections make room, and none of the new ones is closed."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(connect(small.port))
+        time.sleep(0.5)
+        fresh = [stack.enter_context(connect(small.port)) for _ in range(4)]
+        for connection in fresh:
+            connection.sendall(LIVEZ)
+            assert read_reply(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_idle_websockets_keep_nobody_out(small: Running) -> None:
