@@ -135,8 +135,8 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         /,
         tools: list[dict[str, Any]] | None = None,
-        *,
         add_generation_prompt: bool | None = None,
+        *,
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 
-from tests.attacks import bodies, connections, keys, streams, structures, templates, websockets
+from tests.attacks import connections, keys, streams, structures, templates, websockets
 from tests.attacks.target import Target, target_server, withstands
 from tests.serve.running import free_port
 
@@ -108,34 +108,6 @@ def test_wrong_keys_for_long(target: Target) -> None:
 
 def test_right_keys_open_only_what_is_theirs(target: Target) -> None:
     keys.misuse(target)
-
-
-# ---- bodies -------------------------------------------------------------------------------------------
-
-
-def test_a_large_json_body(target: Target) -> None:
-    with withstands(target, peak_mib=150):
-        bodies.send(target, ["many names", "token ids"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", bodies.LARGE)
-def test_large_json_bodies(target: Target, name: str) -> None:
-    with withstands(target, peak_mib=150):
-        bodies.send(target, [name])
-
-
-@pytest.mark.slow
-def test_large_json_bodies_at_once(target: Target) -> None:
-    with withstands(target, peak_mib=400):
-        for _ in range(6):
-            bodies.send(target, ["objects", "token ids"], at_once=8)
-
-
-@pytest.mark.slow
-def test_bodies_that_never_end(target: Target) -> None:
-    with withstands(target, peak_mib=300):
-        bodies.unfinished(target, 100, seconds=33)
 
 
 # ---- HTTP ---------------------------------------------------------------------------------------------

@@ -197,6 +197,9 @@ def test_text_becomes_parts_for_a_template_that_needs_them() -> None:
     assert template.render(SYSTEM[:2]) == "system:Be brief.;user:Hello there, how are you?;"
     open_ended = template.render([*USER, TURNS[1]], continue_final_message=True)
     assert open_ended == "user:Hello there, how are you?;assistant:Fine  "
+    assert template.render(SYSTEM[:2], None, False) == template.render(
+        SYSTEM[:2], add_generation_prompt=False
+    )
     with_tools = template.render(USER, [TOOL])
     assert with_tools.startswith("system:You can call functions.")
 
