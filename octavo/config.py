@@ -98,5 +98,5 @@ class ScheduleConfig:
     # Fraction of a step that short prompts may take before longer prompts that started earlier.
     short_prompt_share: float = 0.25
     # Offline prompts fill steps that decode up to this many tokens; 0: off. Up to this size a
-    # prompt token costs less in such a step than in a step of its own (docs/core.md).
+    # prompt token costs less in such a step than in a step of its own (docs/scheduling.md).
     piggyback_tokens: int = 0

@@ -7,6 +7,7 @@ right after one is what it prints. `OCTAVO_DOCS=write pytest tests/test_docs.py`
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -201,3 +202,38 @@ def test_options_on_the_command_line_page_exist() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", prose(text) + shell))
     assert named <= known, sorted(named - known)
     assert len(named) > 10
+
+
+MOST_LINES_OF_THE_READING_PATH = 2000
+
+
+def reading_path() -> tuple[list[str], list[str]]:
+    """Return the files that docs/core.md tells its readers to read, and those to take on trust."""
+    section = (ROOT / "docs" / "core.md").read_text().split("## The files to read")[1]
+    tables = re.split(r"^\|[-|]+\|$", section.split("\n## ")[0], flags=re.MULTILINE)[1:]
+    path, trusted = ([found["path"] for found in FILE.finditer(table)] for table in tables)
+    return path, trusted
+
+
+def test_the_reading_path_of_the_core_is_as_short_as_the_pages_say() -> None:
+    path, _ = reading_path()
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in path)
+    assert lines <= MOST_LINES_OF_THE_READING_PATH
+    hundreds = (lines // 100 + 1) * 100
+    for page in ("README.md", "docs/index.md", "docs/core.md"):
+        text = (ROOT / page).read_text()
+        stated = re.findall(r"fewer than ([\d,]+)\s+lines", text)
+        assert stated == [f"{hundreds:,}"], f"{page}: the reading path has {lines:,} lines"
+    index = (ROOT / "docs" / "index.md").read_text().split("Its reading path is ")[1]
+    assert [found["path"] for found in FILE.finditer(index.split("\n\n")[0])] == path
+
+
+def test_the_reading_path_of_the_core_is_complete() -> None:
+    """Every module that it imports is on it or among those to take on trust."""
+    path, trusted = reading_path()
+    imported = set()
+    for name in path:
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("octavo."):
+                imported.add((node.module or "").replace(".", "/") + ".py")
+    assert imported - set(path) == set(trusted)
