@@ -208,7 +208,7 @@ def serve(
         from octavo.serve.config import LOOPBACK, ServeConfig
         from octavo.serve.limits import Limits
         from octavo.serve.server import run
-        from octavo.text.tools import FORMATS
+        from octavo.text.tool_formats import FORMATS
     except ImportError as error:
         fail(
             f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'"

@@ -165,6 +165,7 @@ def read_chat(
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
+        shape.tools.note(headers)
     return Asked(params, wanted, timeout, headers), shape
 
 

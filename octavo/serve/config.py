@@ -30,7 +30,7 @@ class ServeConfig:
     parse_special: bool = True
     chat_template: str | None = None  # in place of the model's own
     request_templates: bool = False  # let a request bring its own chat template
-    # how the model writes calls of tools: a name in octavo.text.tools.FORMATS, auto or none
+    # how the model writes calls of tools: a name in octavo.text.tool_formats.FORMATS, auto or none
     tool_parser: str = "auto"
     metrics_prefix: str = "octavo"
     limits: Limits = field(default_factory=Limits)

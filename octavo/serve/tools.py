@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from octavo.params import SamplingParams, StructuredOutputs
@@ -15,10 +16,14 @@ from octavo.serve.errors import bad, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.prompt import check_template
 from octavo.serve.protocol import ChatRequest
+from octavo.serve.validate import ignore
 from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tool_prompt import call_grammar
-from octavo.text.tools import FORMATS, CallDelta, Format, ToolParser, choose_format
+from octavo.text.tool_detect import detect_format, guess_format
+from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
+from octavo.text.tool_grammar import call_grammar, has_grammar, may_be_free
+from octavo.text.tool_patterns import make_parser
+from octavo.text.tools import CallDelta, ToolParser
 
 if TYPE_CHECKING:
     from octavo.serve.front import Front
@@ -29,13 +34,14 @@ CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ..
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools that the model may call, or must."""
+    """The tools of a request, which the model may call or must call."""
 
-    tools: list[dict[str, Any]]  # what the chat template is told
-    format: Format
+    tools: list[dict[str, Any]]  # for the chat template
+    format: ToolFormat
     parallel: bool
-    grammar: str | None  # what the reply must match
-    shown: bool  # the format's tags are special tokens, and must be seen
+    grammar: str | None  # the reply must match it
+    shown: bool  # tags of the format are special tokens, which the parser must see
+    ignored: tuple[str, ...] = ()  # fields without effect
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         if self.shown:
@@ -48,10 +54,16 @@ class ToolUse:
             params = replace(params, structured_outputs=StructuredOutputs(grammar=self.grammar))
         return params
 
+    def note(self, headers: dict[str, str]) -> None:
+        """Say in the reply's headers what the client cannot expect."""
+        ignore(headers, *self.ignored)
+        if self.format is NO_FORMAT:
+            headers["x-tool-calls"] = "not-parsed"
+
     def parser(self) -> ToolParser:
-        return ToolParser(
-            self.format, {tool["function"]["name"] for tool in self.tools}, self.parallel
-        )
+        functions = [tool["function"] for tool in self.tools]
+        schemas = {function["name"]: function.get("parameters") for function in functions}
+        return make_parser(self.format, schemas, self.parallel)
 
     def first_call(self) -> Callable[[str], bool]:
         """Says of a text, as it comes, whether its first call is complete."""
@@ -90,7 +102,8 @@ def whole_call(name: str, arguments: str) -> dict[str, Any]:
 def read_tools(
     front: Front, body: ChatRequest, answer: StructuredOutputs | None = None
 ) -> ToolUse | None:
-    """None: there are no tools, or the model is not to call any. `answer`: what a reply that calls none must match."""
+    """The tools of a request. None if there are none, or if the model is not to call any. `answer`
+    is the structure of a reply without calls."""
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
             raise bad("tool_choice", "tool_choice is for requests with tools")
@@ -100,43 +113,59 @@ def read_tools(
     if choice == "none":
         return None
     check_template(front, body)
-    template = select_template(front.tokenizer, body.chat_template, tools=True)
-    format = choose_format(front.config.tool_parser, template.source, template.knows_tools)
-    if format is None:
-        what = f"one of {', '.join(FORMATS)}"
-        raise unsupported(
-            "tools", f"this server does not read calls from this model; --tool-parser can be {what}"
-        )
-    specials = special_tags(front.tokenizer, format)
+    format = choose_format(front, body)
     parallel = body.parallel_tool_calls is not False
+    forced = choice != "auto" or answer is not None
+    if forced and not has_grammar(format):
+        format = HERMES  # any form does for calls that a grammar spells out
+    specials = special_tags(front.tokenizer, format)
     grammar = None
+    ignored: tuple[str, ...] = ()
     if isinstance(choice, tuple):
         named = [tool for tool in tools if tool["function"]["name"] == choice[1]]
         grammar = call_grammar(format, named, False, specials)
     elif choice == "required":
         grammar = call_grammar(format, tools, parallel, specials)
     elif answer is not None:
-        schema = (
-            answer.json
-            if answer.json is not None
-            else '{"type": "object"}'
-            if answer.json_object
-            else None
-        )
-        if schema is None:
-            raise bad(
-                structure.field(body),
-                "with tools, an answer can be held to JSON only: use response_format",
-            )
-        grammar = call_grammar(format, tools, parallel, specials, str(schema))
+        schema = answer_schema(body, answer)
+        grammar = call_grammar(format, tools, parallel, specials, schema)
     elif any(tool["function"].get("strict") for tool in tools):
-        grammar = call_grammar(format, tools, parallel, specials, free=True)
-    return ToolUse(tools, format, parallel, grammar, bool(specials))
+        if may_be_free(format):
+            grammar = call_grammar(format, tools, parallel, specials, free=True)
+        else:
+            ignored = ("tools.function.strict",)
+    return ToolUse(tools, format, parallel, grammar, bool(specials), ignored)
 
 
-def special_tags(tokenizer: Tokenizer, format: Format) -> dict[str, int]:
-    ids = {tag: tokenizer.backend.token_to_id(tag) for tag in (format.open, format.close) if tag}
-    return {tag: id for tag, id in ids.items() if id in tokenizer.special_ids}
+def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
+    """How the model writes calls. A template that came with the request is not run here."""
+    setting = front.config.tool_parser
+    if setting != "auto":
+        return FORMATS.get(setting, NO_FORMAT)
+    if body.chat_template is not None:
+        return guess_format(body.chat_template)
+    return detect_format(select_template(front.tokenizer, tools=True), front.tokenizer)
+
+
+def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
+    """The JSON schema of an answer that may come instead of calls."""
+    if answer.json is not None:
+        return str(answer.json)
+    if answer.json_object:
+        return '{"type": "object"}'
+    raise bad(
+        structure.field(body),
+        "with tools, an answer can be held to JSON only: use response_format",
+    )
+
+
+@lru_cache(maxsize=16)
+def special_tags(tokenizer: Tokenizer, format: ToolFormat) -> dict[str, int]:
+    """The special tokens in what the format says literally, with their ids."""
+    tokens = {tokenizer.token_str(id): id for id in tokenizer.special_ids}
+    return {
+        token: id for token, id in tokens.items() if any(token in text for text in format.texts)
+    }
 
 
 def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""What a model is told of tools, and what it is held to where it must call one. What it writes is
-read by tools.py.
+"""What a model is told of tools, in words, where its chat template does not show them.
 
-Knows text alone: messages in, messages out; tools in, a grammar out.
+Knows text alone: messages in, messages out. Calls are written in the hermes form.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from octavo.text.tools import HERMES, Format
+from octavo.text.tool_formats import HERMES
 
-# keywords by which a schema names an object's properties
-DESCRIBING = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 RESULT_ROLES = ("tool", "function")  # of messages that hold the result of a call
 _INTRODUCTION = """\
 You can call functions. These are the ones there are, as JSON:
@@ -20,9 +17,9 @@ You can call functions. These are the ones there are, as JSON:
 {tools}
 </tools>
 To call one, write its name and its arguments as JSON between these tags, once for each call:
-{open}
+<tool_call>
 {{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
-{close}"""
+</tool_call>"""
 
 
 def mentions_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
@@ -72,7 +69,7 @@ def _introduce(
 ) -> None:
     """Describe the tools at the start of the conversation."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    text = _INTRODUCTION.format(tools=lines, open=HERMES.open, close=HERMES.close)
+    text = _INTRODUCTION.format(tools=lines)
     first = messages[0]
     if first["role"] in ("system", "developer"):
         content = "\n\n".join(filter(None, (first["content"], text)))
@@ -88,73 +85,4 @@ def _introduce(
 def _written(call: dict[str, Any]) -> str:
     function = call.get("function", call)
     said = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return f"{HERMES.open}\n{json.dumps(said, ensure_ascii=False)}\n{HERMES.close}"
-
-
-def call_grammar(
-    format: Format,
-    tools: list[dict[str, Any]],
-    parallel: bool,
-    special_ids: dict[str, int],
-    answer: str | None = None,
-    free: bool = False,
-) -> str:
-    """A grammar in llguidance's dialect of Lark for calls of these tools: one, or with `parallel`
-    one or more. Instead of calls there may be an `answer` that matches a JSON schema; or, with
-    `free`, any text around them, and perhaps no call at all: then only tools that are `strict` are
-    held to their parameters.
-
-    `special_ids`: which of the format's tags are special tokens, and so must be named by id. Each
-    tool's parameters stand as a schema of their own, so that references within them (#/$defs/...)
-    mean what they meant.
-    """
-
-    def tag(text: str) -> str:
-        return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text)
-
-    rest = f'"\\n" function "\\n" {tag(format.close)}'
-    call = f"{tag(format.open)} {rest}" if format.close else "function"
-    rules = [
-        f"calls: call ({json.dumps(format.between)} call)*" if parallel else "calls: call",
-        f"call: {call}",
-        "function: " + " | ".join(f"f{i}" for i in range(len(tools))),
-    ]
-    if answer is not None:
-        rules += ["start: calls | answer", f"answer: %json {_literal(json.loads(answer))}"]
-    elif not free:
-        rules += ["start: calls"]
-    elif format.close:  # lazy: the first tag ends the text before it
-        lazy = "" if format.open in special_ids else "[lazy]"
-        rules += [
-            "start: called* text",
-            f"called: opening {rest}",
-            f"opening{lazy}: TEXT {tag(format.open)}",
-        ]
-        rules += ["text: TEXT", r"TEXT: /(.|\n)*/"]
-    else:
-        rules += ["start: calls | text", "text: TEXT?", r"TEXT: /[^{](.|\n)*/"]
-    for i, tool in enumerate(tools):
-        function = tool["function"]
-        head = f'{{"name": {json.dumps(function["name"])}, "{format.arguments}": '
-        loose = free and not function.get("strict")
-        schema = _literal(
-            _schema({"additionalProperties": True} if loose else function.get("parameters"))
-        )
-        rules.append(f'f{i}: {json.dumps(head)} %json {schema} "}}"')
-    return "\n".join(rules)
-
-
-def _literal(schema: Any) -> str:
-    """As JSON in which no %json can be found but the grammar's own."""
-    return json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
-
-
-def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments, with one way to set whitespace. A tool that describes no
-    parameters has none. Objects whose properties it names are closed when the schema is compiled
-    (octavo/text/schema.py)."""
-    style = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-    schema = {"type": "object", **(parameters or {}), "x-guidance": style}
-    if not any(key in schema for key in DESCRIBING):
-        schema.setdefault("additionalProperties", False)
-    return schema
+    return HERMES.call.replace("{json}", json.dumps(said, ensure_ascii=False))

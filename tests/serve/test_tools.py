@@ -249,27 +249,58 @@ def test_tools_are_told_to_a_template_that_knows_none(running: Running) -> None:
     assert without["prompt"] == "<|user|>hi<|end|><|assistant|>"
 
 
-def test_other_formats_and_none(tmp_path: Path) -> None:
-    template = "{{ tools | tojson }}[TOOL_CALLS]{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
-    options = dict(program="tests.serve.parrot_engine", request_templates=True)
-    with server(tmp_path, **options) as auto:
-        reply = auto.post(CHAT, said("x", chat_template=template))
-        error = check_error(reply, 400, "tools", "unsupported_parameter")
-        assert "--tool-parser" in error["message"] and "hermes" in error["message"]
-        assert (
-            auto.post(
-                CHAT, {"messages": HI, "chat_template": template, "max_tokens": 2}
-            ).status_code
-            == 200
-        )
-    with server(tmp_path, tool_parser="llama_json", **options) as llama:
-        call = '{"name": "f", "parameters": {"a": 1}}'
-        message = llama.post(CHAT, said(call, chat_template=template)).json()["choices"][0][
-            "message"
-        ]
-        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-        rendered = llama.post(CHAT + "/render", said(call, chat_template=template)).json()["prompt"]
-        assert rendered.startswith('[{"type": "function"')
+SHOWN = "{{ tools | tojson }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+
+
+def test_calls_in_a_form_that_is_not_known_are_content(tmp_path: Path) -> None:
+    """The request is answered, and a header says that nobody looked for calls."""
+    with server(tmp_path, program="tests.serve.parrot_engine", request_templates=True) as auto:
+        body = said(CALL, chat_template=SHOWN)
+        reply = auto.post(CHAT, body)
+        message = reply.json()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": CALL, "refusal": None}
+        assert reply.headers["x-tool-calls"] == "not-parsed"
+        strict = auto.post(CHAT, {**body, "tools": [tool(strict=True)]})
+        assert strict.headers["x-ignored-params"] == "tools.function.strict"
+        known = auto.post(CHAT, said(CALL, chat_template=SHOWN + "{# <tool_call> </tool_call> #}"))
+        assert known.json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert "x-tool-calls" not in known.headers
+        rendered = auto.post(CHAT + "/render", body)
+        assert rendered.json()["prompt"].startswith('[{"type": "function"')
+        assert rendered.headers["x-tool-calls"] == "not-parsed"
+
+
+FORMS = {
+    "llama_json": '{"name": "f", "parameters": {"a": "1"}}',
+    "mistral": '[TOOL_CALLS]f[ARGS]{"a": "1"}',
+    "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "pythonic": "[f(a='1')]",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_operator_may_say_how_calls_are_written(tmp_path: Path, name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = [tool(parameters=schema)]
+    with server(tmp_path, tool_parser=name, program="tests.serve.parrot_engine") as other:
+        message = other.post(CHAT, said(FORMS[name], tools=tools)).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "1"}'}
+        assert message["content"] is None
+        strict = [tool(parameters=schema, strict=True)]
+        reply = other.post(CHAT, said(FORMS[name], tools=strict)).json()["choices"][0]
+        assert reply["finish_reason"] == "tool_calls"
+
+
+def test_calls_can_be_forced_without_a_parser(tmp_path: Path) -> None:
+    with server(tmp_path, tool_parser="none") as other:
+        body = {"messages": HI, "tools": [SWITCH], "seed": 1, "parallel_tool_calls": False}
+        for choice in ("required", NAMED):
+            reply = other.post(CHAT, {**body, "tool_choice": choice})
+            (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["lamp"] in ("left", "right")
+            assert "x-tool-calls" not in reply.headers
+        free = other.post(CHAT, {**body, "max_tokens": 4})
+        assert free.status_code == 200 and free.headers["x-tool-calls"] == "not-parsed"
 
 
 # ---- what is refused ------------------------------------------------------------------------------------

@@ -1,0 +1,266 @@
+"""How families of models write calls of tools: one table, which the parsers and the grammars follow.
+
+A format is described by patterns of text with places in braces:
+
+    {name}        the tool's name
+    {json}        an object in JSON with the name and the arguments, in any order
+    {arguments}   the arguments as an object in JSON
+    {parameters}  the arguments one after the other, each as the pattern `parameter` says
+    {python}      the arguments as Python's keyword arguments
+    {gemma}       the arguments as members without quotation marks around their names
+    {key}, {value}, {kind}  in `parameter`: the name, the value as text, and whether the value is a string
+    {id}          a word without meaning
+    {skip}        a short text without meaning
+
+White space in a pattern stands for any white space, also for none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+_PLACE = re.compile(
+    r"\{(name|json|arguments|parameters|python|gemma|key|value|kind|id|skip)\}|(\s+)"
+)
+
+
+class PatternStep(NamedTuple):
+    """A part of a pattern: "text", "space", or one of the places above."""
+
+    kind: str
+    text: str = ""
+
+
+def steps_of(pattern: str) -> tuple[PatternStep, ...]:
+    """The parts of a pattern, in order."""
+    found: list[PatternStep] = []
+    at = 0
+    for place in _PLACE.finditer(pattern):
+        if place.start() > at:
+            found.append(PatternStep("text", pattern[at : place.start()]))
+        found.append(PatternStep("space", place[2]) if place[2] else PatternStep(place[1]))
+        at = place.end()
+    if at < len(pattern):
+        found.append(PatternStep("text", pattern[at:]))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls."""
+
+    name: str
+    call: str = ""  # the pattern of one call
+    before: str = ""  # what stands before the first call
+    between: str = ""  # what stands between two calls
+    after: str = ""  # what stands after the last call
+    parameter: str = ""  # the pattern of one of the {parameters}
+    start: str = ""  # how a reply may begin with a call that has no opening tag
+    openers: tuple[str, ...] = ()  # further tags that may open a call
+    closers: tuple[str, ...] = ()  # further tags that may close it
+    silent: tuple[str, ...] = ()  # tags in the text that are not for readers
+    members: tuple[str, str] = ("name", "arguments")  # of the object in JSON
+    keyed: bool = False  # the object in JSON has one member: the name, with the arguments
+    plain: str = ""  # a name that opens an answer instead of a call
+    quote: str = ""  # what stands around a text in {gemma}
+
+    @cached_property
+    def is_json(self) -> bool:
+        return "{json}" in self.call
+
+    @cached_property
+    def start_mark(self) -> str:
+        """The character that a call without an opening tag always begins with."""
+        return "{" if self.start == "{json}" else self.start[: self.start.startswith("[")]
+
+    @cached_property
+    def opening(self) -> tuple[str, ...]:
+        """The tags that open calls within a text."""
+        found = [*self.openers]
+        if not self.start:
+            found.append(_first_tag(self.before))
+        found.append(_first_tag(self.call))
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @cached_property
+    def closing(self) -> tuple[str, ...]:
+        """The tags that close calls."""
+        last = steps_of(self.call)[-1:]
+        tags = [step.text for step in last if step.kind == "text" and step.text[0] == "<"]
+        found = [*self.closers, self.after.strip(" \n]"), *tags]
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @cached_property
+    def call_texts(self) -> tuple[str, ...]:
+        """What every call says literally."""
+        patterns = (self.before, self.call, self.after, self.parameter)
+        return tuple(step.text for p in patterns for step in steps_of(p) if step.kind == "text")
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """What a reply may say literally: the parser must see the special tokens in it."""
+        return (*self.call_texts, self.between, *self.openers, *self.closers, *self.silent)
+
+
+def _first_tag(pattern: str) -> str:
+    """The text that a pattern begins with, without the bracket of a list."""
+    steps = steps_of(pattern)
+    return steps[0].text.rstrip("[") if steps and steps[0].kind == "text" else ""
+
+
+NO_FORMAT = ToolFormat("none")  # calls are not looked for
+HERMES = ToolFormat("hermes", "<tool_call>\n{json}\n</tool_call>", between="\n")
+LLAMA_JSON = ToolFormat(
+    "llama_json",
+    "{json}",
+    between="; ",
+    start="{json}",
+    openers=("<|python_tag|>", "<|python_start|>"),
+    closers=("<|python_end|>",),
+    members=("name", "parameters"),
+)
+DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜>"
+DEEPSEEK_END = "<｜tool▁calls▁end｜>"
+_DSML = "｜DSML｜"
+_TABLE = (
+    HERMES,
+    LLAMA_JSON,
+    # objects in JSON
+    ToolFormat("mistral_json", "{json}", "[TOOL_CALLS][", ", ", "]"),
+    ToolFormat("granite", "{json}", "<|tool_call|>[", ", ", "]", openers=("<tool_call>",)),
+    ToolFormat("granite_20b", "<function_call> {json}", between="\n"),
+    ToolFormat("phi4", "{json}", "functools[", ", ", "]"),
+    ToolFormat("phi4_tags", "{json}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    ToolFormat("jamba", "{json}", "<tool_calls>[", ", ", "]</tool_calls>"),
+    ToolFormat("nemotron", "{json}", "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    ToolFormat(
+        "internlm",
+        "<|action_start|><|plugin|>\n{json}<|action_end|>",
+        members=("name", "parameters"),
+    ),
+    ToolFormat(
+        "command_r",
+        "{json}",
+        "<|START_ACTION|>[",
+        ", ",
+        "]<|END_ACTION|>",
+        silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+        members=("tool_name", "parameters"),
+    ),
+    ToolFormat("gigachat", "<|function_call|>{json}", openers=("function call<|role_sep|>",)),
+    ToolFormat("apertus", "{json}", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>", keyed=True),
+    ToolFormat("xlam", "{json}", "[", ", ", "]", start="[{json}"),
+    # a name, then arguments in JSON
+    ToolFormat("mistral", "[TOOL_CALLS]{name}{skip}[ARGS]{arguments}"),
+    ToolFormat(
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        DEEPSEEK_BEGIN,
+        "\n",
+        DEEPSEEK_END,
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        DEEPSEEK_BEGIN,
+        "",
+        DEEPSEEK_END,
+    ),
+    ToolFormat(
+        "kimi_k2",
+        "<|tool_call_begin|>functions.{name}:{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    ToolFormat("functionary", "<function={name}>{arguments}</function>"),
+    ToolFormat(
+        "functionary_v3", ">>>{name}\n{arguments}", start="{name}\n{arguments}", plain="all"
+    ),
+    ToolFormat("glm4", "{name}\n{arguments}", between="\n", start="{name}\n{arguments}"),
+    ToolFormat(
+        "solar",
+        "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>",
+        "<|tool_calls|>",
+    ),
+    ToolFormat(
+        "harmony",
+        "to=functions.{name}{skip}<|message|>{arguments}<|call|>",
+        silent=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>"),
+    ),
+    # a name, then parameters in tags
+    ToolFormat(
+        "qwen3_coder",
+        "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
+        between="\n",
+        parameter="<parameter={key}>\n{value}\n</parameter>\n",
+    ),
+    ToolFormat(
+        "seed_oss",
+        "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
+        between="\n",
+        parameter="<parameter={key}>{value}</parameter>\n",
+    ),
+    ToolFormat(
+        "glm45",
+        "<tool_call>{name}\n{parameters}</tool_call>",
+        between="\n",
+        parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    ToolFormat(
+        "minimax_m2",
+        '<invoke name="{name}">\n{parameters}</invoke>',
+        "<minimax:tool_call>\n",
+        "\n",
+        "\n</minimax:tool_call>",
+        '<parameter name="{key}">{value}</parameter>\n',
+    ),
+    ToolFormat(
+        "deepseek_v32",
+        f'<{_DSML}invoke name="{{name}}">\n{{parameters}}</{_DSML}invoke>',
+        f"<{_DSML}function_calls>\n",
+        "\n",
+        f"\n</{_DSML}function_calls>",
+        f'<{_DSML}parameter name="{{key}}" string="{{kind}}">{{value}}</{_DSML}parameter>\n',
+        openers=(f"<{_DSML}tool_calls>",),
+        closers=(f"</{_DSML}tool_calls>",),
+    ),
+    ToolFormat(
+        "muse",
+        '<atem:invoke name="{name}">\n{parameters}</atem:invoke>',
+        "<atem:function_calls>\n",
+        "\n",
+        "\n</atem:function_calls>",
+        '<atem:parameter name="{key}">{value}</atem:parameter>\n',
+    ),
+    ToolFormat(
+        "minicpm5",
+        '<function name="{name}">{parameters}</function>',
+        between="\n",
+        parameter='<param name="{key}">{value}</param>',
+    ),
+    # a call as in Python, or nearly so
+    ToolFormat(
+        "lfm2", "{name}({python})", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"
+    ),
+    ToolFormat(
+        "pythonic",
+        "{name}({python})",
+        "[",
+        ", ",
+        "]",
+        start="[{name}({python})",
+        openers=("<|python_start|>", "<|python_tag|>"),
+        closers=("<|python_end|>",),
+    ),
+    ToolFormat("gemma4", "<|tool_call>call:{name}{{gemma}}<tool_call|>", quote='<|"|>'),
+    ToolFormat(
+        "functiongemma",
+        "<start_function_call>call:{name}{{gemma}}<end_function_call>",
+        quote="<escape>",
+    ),
+)  # fmt: skip
+FORMATS = {format.name: format for format in _TABLE}
