@@ -124,10 +124,21 @@ def serve(
     tool_parser: Annotated[
         str,
         typer.Option(
-            help="How the model writes calls of tools: auto, hermes, llama_json or none.",
+            "--tool-parser",
+            "--tool-call-parser",
+            help="Format of the model's tool calls: auto (found from the chat template), none, or a "
+            "name that docs/serving.md lists.",
             metavar="NAME",
         ),
     ] = "auto",
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice",
+            help="Accepted for vLLM's command lines. Tools are always enabled.",
+            hidden=True,
+        ),
+    ] = False,
     max_queue: Annotated[
         int,
         option(
@@ -218,7 +229,7 @@ def serve(
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         fail("--log-level is debug, info, warning or error")
     if tool_parser not in ("auto", "none", *FORMATS):
-        fail(f"--tool-parser is auto, {', '.join(FORMATS)} or none")
+        fail(f"--tool-parser must be auto, none or a format: {', '.join(FORMATS)}")
     logging.getLogger().setLevel(log_level.upper())
     names = served_model_name or [public_name(model)]
     config = ServeConfig(

@@ -17,7 +17,7 @@ from octavo.outputs import CompletionOutput
 from octavo.serve.logprobs import Layout, Offsets, prompt_logprobs_of
 from octavo.serve.tools import ToolUse, whole_call
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tools import CallDelta, ToolParser
+from octavo.text.tool_calls import CallDelta, ToolParser
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

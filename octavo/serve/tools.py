@@ -19,11 +19,11 @@ from octavo.serve.protocol import ChatRequest
 from octavo.serve.validate import ignore
 from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_calls import CallDelta, ToolParser
 from octavo.text.tool_detect import detect_format, guess_format
 from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
 from octavo.text.tool_grammar import call_grammar, has_grammar, may_be_free
 from octavo.text.tool_patterns import make_parser
-from octavo.text.tools import CallDelta, ToolParser
 
 if TYPE_CHECKING:
     from octavo.serve.front import Front

@@ -15,9 +15,9 @@ from typing import Any
 from octavo.errors import InvalidRequest
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_calls import CallDelta
 from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
 from octavo.text.tool_patterns import make_parser
-from octavo.text.tools import CallDelta
 
 NAME = "get_weather"
 ARGUMENTS = {"city": "Paris"}

@@ -1,6 +1,6 @@
 """Reads calls that are not objects in JSON: a name in a header, then arguments in JSON, in tags or in another notation.
 
-The parser follows the steps of a format's patterns (octavo.text.tool_formats). The rules are those of octavo.text.tools.
+The parser follows the steps of a format's patterns (octavo.text.tool_formats). The rules are those of octavo.text.tool_calls.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from octavo.text.literals import (
     text_as_json,
     to_json,
 )
+from octavo.text.tool_calls import BLANK, NAME, JsonParser, ToolParser
 from octavo.text.tool_formats import PatternStep, ToolFormat, steps_of
-from octavo.text.tools import BLANK, NAME, JsonParser, ToolParser
 
 MAX_SKIP = 200  # characters of a word or a text in a header
 _WORD = re.compile(r"[\w.-]*+", re.ASCII)

@@ -1,10 +1,13 @@
-"""Calls are found whatever pieces the text comes in, their arguments come as they are written, and nothing is lost."""
+"""Calls are found whatever pieces the text comes in. Their arguments come as they are written, and
+no text is lost."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from octavo.params import StructuredOutputs
 from octavo.text import ChatTemplate, Tokenizer
 from octavo.text.guide import compile_source
 from octavo.text.literals import keywords_as_json, members_as_json, text_as_json
+from octavo.text.tool_calls import CallDelta
 from octavo.text.tool_detect import detect_format, guess_format
 from octavo.text.tool_formats import (
     FORMATS,
@@ -27,7 +31,6 @@ from octavo.text.tool_formats import (
 from octavo.text.tool_grammar import call_grammar, has_grammar, may_be_free
 from octavo.text.tool_patterns import make_parser
 from octavo.text.tool_prompt import spell_out
-from octavo.text.tools import CallDelta
 from tests.text.builders import byte_level
 
 NAMES = {"f": None, "get_weather": None}
@@ -357,10 +360,7 @@ def fragments_of(format: ToolFormat) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(own + FRAGMENTS), max_size=14).map("".join)
 
 
-@every_format
-@settings(max_examples=60)
-@given(st.data())
-def test_pieces_join_to_what_the_whole_gives(format: ToolFormat, data: st.DataObject) -> None:
+def check_pieces(format: ToolFormat, data: st.DataObject) -> None:
     text = data.draw(fragments_of(format))
     parallel = data.draw(st.booleans())
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
@@ -371,7 +371,58 @@ def test_pieces_join_to_what_the_whole_gives(format: ToolFormat, data: st.DataOb
 
 
 @every_format
-@settings(max_examples=20)
+@settings(max_examples=6)
+@given(st.data())
+def test_pieces_join_to_what_the_whole_gives(format: ToolFormat, data: st.DataObject) -> None:
+    check_pieces(format, data)
+
+
+@pytest.mark.slow
+@every_format
+@settings(max_examples=100)
+@given(st.data())
+def test_pieces_of_many_texts_join_to_what_the_whole_gives(
+    format: ToolFormat, data: st.DataObject
+) -> None:
+    check_pieces(format, data)
+
+
+def joined(deltas: list[str | CallDelta]) -> list[str | CallDelta]:
+    """The deltas with neighbours that continue each other joined. A name stays alone."""
+    found: list[str | CallDelta] = []
+    for delta in deltas:
+        last = found[-1] if found else None
+        if isinstance(last, str) and isinstance(delta, str):
+            found[-1] = last + delta
+        elif (
+            isinstance(last, CallDelta)
+            and isinstance(delta, CallDelta)
+            and last[:2] == (delta.call, delta.name)
+        ):
+            found[-1] = last._replace(arguments=last.arguments + delta.arguments)
+        else:
+            found.append(delta)
+    return found
+
+
+@every_format
+def test_single_characters_give_the_deltas_of_the_whole_reply(format: ToolFormat) -> None:
+    made = [("f", {"a": "x y", "b": [5, "}"]}), ("get_weather", {"city": "Paris"})]
+    text = write(format, made)
+    parser = make_parser(format, NAMES)
+    single: list[str | CallDelta] = []
+    for character in text:
+        single += parser.push(character)
+    single += parser.finish()
+    whole = make_parser(format, NAMES)
+    deltas = whole.push(text) + whole.finish()
+    assert joined(single) == joined(deltas)
+    named = [delta.name for delta in deltas if isinstance(delta, CallDelta) and delta.name]
+    assert named == ["f", "get_weather"]
+
+
+@every_format
+@settings(max_examples=6)
 @given(st.data())
 def test_a_reply_without_calls_is_what_the_model_wrote(
     format: ToolFormat, data: st.DataObject
@@ -383,6 +434,7 @@ def test_a_reply_without_calls_is_what_the_model_wrote(
     assert calls or content == text or (format.plain and content == text.lstrip()[4:])
 
 
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from([format for format in FORMATS.values() if format.is_json]))
 def test_every_word_of_a_reply_is_somewhere(data: st.DataObject, format: ToolFormat) -> None:
     """Nothing goes but tags, names of members and punctuation around them."""
@@ -409,21 +461,18 @@ def schema_of(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"properties": {key: {"type": TYPES[type(value)]} for key, value in arguments.items()}}
 
 
-@every_format
-@settings(max_examples=25)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(list(NAMES)),
-            st.dictionaries(st.text("abc_", min_size=1), plain_values, max_size=3),
-        ),
-        min_size=1,
-        max_size=3,
-    )
+Made = list[tuple[str, dict[str, Any]]]
+made_calls = st.lists(
+    st.tuples(
+        st.sampled_from(list(NAMES)),
+        st.dictionaries(st.text("abc_", min_size=1), plain_values, max_size=3),
+    ),
+    min_size=1,
+    max_size=3,
 )
-def test_calls_come_back_as_they_were_made(
-    format: ToolFormat, made: list[tuple[str, dict[str, Any]]]
-) -> None:
+
+
+def check_calls_come_back(format: ToolFormat, made: Made) -> None:
     if "{parameters}" not in format.call:
         tools: dict[str, Any] = NAMES
     else:  # a value's type is known from the tool alone, which has one set of parameters
@@ -436,11 +485,31 @@ def test_calls_come_back_as_they_were_made(
         assert [(name, json.loads(arguments)) for name, arguments in calls] == made, text
 
 
-@settings(max_examples=40)
+@every_format
+@settings(max_examples=5)
+@given(made_calls)
+def test_calls_come_back_as_they_were_made(format: ToolFormat, made: Made) -> None:
+    check_calls_come_back(format, made)
+
+
+@pytest.mark.slow
+@every_format
+@settings(max_examples=100)
+@given(made_calls)
+def test_many_calls_come_back_as_they_were_made(format: ToolFormat, made: Made) -> None:
+    check_calls_come_back(format, made)
+
+
+@settings(max_examples=20)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(list(NAMES)), st.dictionaries(st.text(), values), st.booleans()),
+        st.tuples(
+            st.sampled_from(list(NAMES)),
+            st.dictionaries(st.text(), values, max_size=3),
+            st.booleans(),
+        ),
         min_size=1,
+        max_size=3,
     ),
     st.sampled_from([HERMES, LLAMA_JSON]),
 )
@@ -528,7 +597,8 @@ def test_members_with_quotes_of_their_own() -> None:
 
 # ---- time -----------------------------------------------------------------------------------------------
 
-SIZE = 1_000_000
+SIZE = 100_000
+LARGE_SIZE = 1_000_000
 PATHOLOGICAL = {
     "beginnings of tags": "<",
     "tags": "<tool_call>",
@@ -560,12 +630,22 @@ def check_linear(head: str, repeated: str, size: int, format: ToolFormat) -> Non
     assert seconds(text, 5, format) < 3 * 8 * max(eighth, 0.02)
 
 
-@pytest.mark.parametrize("case", PATHOLOGICAL.values(), ids=PATHOLOGICAL.keys())
+pathological = pytest.mark.parametrize("case", PATHOLOGICAL.values(), ids=PATHOLOGICAL.keys())
+
+
+@pathological
 def test_time_is_linear(case: str | tuple[str, str]) -> None:
-    """A megabyte in pieces of five characters takes about a second, eight times as long as an
-    eighth of it: an algorithm that looked back at what it has would take hours."""
     head, repeated = ("", case) if isinstance(case, str) else case
     check_linear(head, repeated, SIZE, HERMES)
+
+
+@pytest.mark.slow
+@pathological
+def test_time_is_linear_in_a_megabyte(case: str | tuple[str, str]) -> None:
+    """A megabyte in pieces of five characters takes about a second, eight times as long as an
+    eighth of it. An algorithm that read all of the text again for each piece would take hours."""
+    head, repeated = ("", case) if isinstance(case, str) else case
+    check_linear(head, repeated, LARGE_SIZE, HERMES)
 
 
 PATHOLOGICAL_PATTERNS = {
@@ -584,11 +664,22 @@ PATHOLOGICAL_PATTERNS = {
 }
 
 
-@pytest.mark.parametrize(
+pathological_patterns = pytest.mark.parametrize(
     ("name", "head", "repeated"), PATHOLOGICAL_PATTERNS.values(), ids=PATHOLOGICAL_PATTERNS.keys()
 )
+
+
+@pathological_patterns
 def test_time_is_linear_in_other_formats(name: str, head: str, repeated: str) -> None:
-    check_linear(head, repeated, SIZE // 4, FORMATS[name])
+    check_linear(head, repeated, SIZE // 2, FORMATS[name])
+
+
+@pytest.mark.slow
+@pathological_patterns
+def test_time_is_linear_in_other_formats_and_large_texts(
+    name: str, head: str, repeated: str
+) -> None:
+    check_linear(head, repeated, LARGE_SIZE // 4, FORMATS[name])
 
 
 # ---- what the model is told and held to -----------------------------------------------------------------
@@ -652,6 +743,12 @@ def test_the_format_of_a_template_that_is_not_run() -> None:
     assert guess_format(template_of(WRITERS["hermes"])) is HERMES
     assert guess_format("{{ messages }}") is HERMES
     assert guess_format("{{ tools }}") is NO_FORMAT
+
+
+def test_the_manual_names_every_format() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| [^|]+ \| .*`", manual, re.MULTILINE)
+    assert [name for name in listed if name in FORMATS] == list(FORMATS)
 
 
 def test_a_conversation_in_words() -> None:
