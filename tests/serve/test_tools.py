@@ -258,7 +258,7 @@ def test_calls_in_a_form_that_is_not_known_are_content(tmp_path: Path) -> None:
         body = said(CALL, chat_template=SHOWN)
         reply = auto.post(CHAT, body)
         message = reply.json()["choices"][0]["message"]
-        assert message == {"role": "assistant", "content": CALL, "refusal": None}
+        assert message["content"] == CALL and not message.get("tool_calls")
         assert reply.headers["x-tool-calls"] == "not-parsed"
         strict = auto.post(CHAT, {**body, "tools": [tool(strict=True)]})
         assert strict.headers["x-ignored-params"] == "tools.function.strict"
