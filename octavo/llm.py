@@ -55,7 +55,7 @@ from octavo.memory import (
 from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint, read_json
 from octavo.model.fingerprint import fingerprint
-from octavo.model.load import load_model
+from octavo.model.load import LoadOptions, load_model
 from octavo.ops import select
 from octavo.ops.kv import LARGEST, dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
@@ -223,14 +223,16 @@ class LLM:
             dtype = "float32"
         self.model, self.checkpoint = load_model(
             model,
-            dtype=dtype,
-            device=str(self.device),
-            load_format=load_format,
-            quantization=quantization,
+            LoadOptions(
+                dtype=dtype,
+                device=str(self.device),
+                load_format=load_format,
+                quantization=quantization,
+                revision=revision,
+                seed=seed,
+            ),
             ops=ops,
             progress=progress,
-            revision=revision,
-            seed=seed,
             available=available_memory(self.device)[0],
         )
         self.config: ModelConfig = self.model.config

@@ -20,7 +20,7 @@ from octavo.model.base import Matrix
 from octavo.model.layers import Linear
 from octavo.ops import Ops, select
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 
 FORMATS = ("int8", "int8-a8", "fp8", "int4-g128")
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -56,14 +56,14 @@ def products(hf: dict[str, Any]) -> list[Product]:
 # ---- one product --------------------------------------------------------------------------------------------
 
 
-def random_weight(form: Format, outputs: int, inputs: int, device: str) -> QuantWeight:
+def random_weight(form: WeightFormat, outputs: int, inputs: int, device: str) -> QuantWeight:
     """Any codes: speed does not depend on what they say. Scales make the products' results a few units large."""
     with torch.device(device):
         weight = QuantWeight.empty(form, outputs, inputs)
     weight.codes.random_(0, 256)
-    if form.float:
+    if form.is_float:
         weight.codes &= 0xBF  # no infinite numbers, none that are none
-    weight.scale.fill_(1 / (inputs**0.5 * (1 if form.float else 1 << (form.bits - 2))))
+    weight.scale.fill_(1 / (inputs**0.5 * (1 if form.is_float else 1 << (form.bits - 2))))
     if weight.least is not None:
         weight.least.fill_(-8 * float(weight.scale[0, 0]))
     return weight
@@ -114,7 +114,7 @@ def plain_weights(product: Product, dtype: torch.dtype, device: str) -> list[Ten
     return copies(make)
 
 
-def packed_weights(product: Product, form: Format, ops: Ops, device: str) -> list[Any]:
+def packed_weights(product: Product, form: WeightFormat, ops: Ops, device: str) -> list[Any]:
     """In the format that the product has in a model of this one."""
     form = quant.choose(form)(product.names)
     return copies(lambda: ops.pack(random_weight(form, product.outputs, product.inputs, device)))
@@ -140,7 +140,7 @@ def measure(
             form = quant.parse(name)
             weights = (
                 packed_weights(product, form, ops, device)
-                if isinstance(form, Format)
+                if isinstance(form, WeightFormat)
                 else plain_weights(product, dtype, device)
             )
             size = (

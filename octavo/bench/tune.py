@@ -17,14 +17,14 @@ from torch import Tensor
 from octavo.bench.linear import FORMATS, Product, packed_weights, products, random_weight, seconds
 from octavo.errors import InvalidRequest
 from octavo.model import quant
-from octavo.ops.weight import Format
+from octavo.ops.weight import WeightFormat
 
 ROWS = (1, 16, 32, 64, 128, 256)
 THREADS = 12  # that compile
 EDGES = {"lm_head", "embed_tokens"}
 
 
-def candidates(form: Format, rows: int) -> list[Any]:
+def candidates(form: WeightFormat, rows: int) -> list[Any]:
     """Ways that are worth trying for so many rows."""
     from octavo.ops.triton.quant.activation_gemm import Rounded
     from octavo.ops.triton.quant.hopper_gemm import SPLITS, TILES, known
@@ -32,7 +32,7 @@ def candidates(form: Format, rows: int) -> list[Any]:
     from octavo.ops.triton.quant.quant_gemv import Gemv
 
     tall = min(256, max(16, 1 << (rows - 1).bit_length()))
-    if form.rounds and rows > 16:
+    if form.quantizes_activations and rows > 16:
         tiles = [(tall, 64), (tall, 128)] + ([(128, 128), (128, 256)] if tall == 256 else [])
         return [
             Rounded(Gemm(m, n, 2, s, 2 if m * n <= 8192 else 1))
@@ -44,7 +44,9 @@ def candidates(form: Format, rows: int) -> list[Any]:
         found += [Gemv(n, warps) for n in (2, 4, 8) for warps in (2, 4, 8)]
     if rows <= 32:
         afters = (
-            (True, False) if form.bits == 4 and form.group == 128 and not form.least else (False,)
+            (True, False)
+            if form.bits == 4 and form.group_size == 128 and not form.asymmetric
+            else (False,)
         )
         found += [
             Gemm(tall, 64, b, s, r, a)
@@ -76,14 +78,16 @@ def candidates(form: Format, rows: int) -> list[Any]:
 class TuningCase:
     """Products of one format and number of rows, and one small enough to be computed exactly beside them."""
 
-    def __init__(self, form: Format, rows: int, weights: dict[Product, list[Any]], device: str):
+    def __init__(
+        self, form: WeightFormat, rows: int, weights: dict[Product, list[Any]], device: str
+    ):
         from octavo.ops.triton import quant as packed
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float16
         self.packed = packed
         self.weights = weights
         self.device = device
-        self.exact = not form.rounds
+        self.exact = not form.quantizes_activations
         self.x = {p: torch.randn(rows, p.inputs, device=device).to(dtype) for p in weights}
         inputs = next(iter(weights)).inputs
         small = random_weight(form, 256, inputs, device)
@@ -131,7 +135,7 @@ def tune(
     best = []
     for name in formats:
         form = quant.parse(name)
-        assert isinstance(form, Format)
+        assert isinstance(form, WeightFormat)
         weights = {
             p: packed_weights(p, form, ops, device)
             for p in products(hf)

@@ -35,11 +35,11 @@ def quantize(
     from octavo.cli.terminal import in_bytes
     from octavo.model import quant, quantized
     from octavo.model.load import open_checkpoint
-    from octavo.ops.weight import Format
+    from octavo.ops.weight import WeightFormat
     from octavo.text.gguf_tokenizer import write_tokenizer
 
     parsed = quant.parse(form)
-    if not isinstance(parsed, Format):
+    if not isinstance(parsed, WeightFormat):
         fail(f"--quant must be one of {', '.join(quant.FORMATS)}, not {form}")
     if out.exists():
         fail(f"{out} exists already: give another directory")

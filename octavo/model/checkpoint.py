@@ -1,7 +1,8 @@
-"""What a checkpoint is to the loader, and the Hugging Face directory as one: config.json and safetensors files.
+"""Checkpoints as the loader reads them, and directories in the Hugging Face layout.
 
-The header of a safetensors file is checked in full before a byte of its data is mapped: a damaged or malicious file
-ends in a CheckpointError, never in a crash or a tensor over the wrong bytes. Nothing is unpickled. Knows no model.
+The header of a safetensors file is checked in full before any of its data is mapped. A damaged or
+malicious file raises a CheckpointError; it never causes a crash or a tensor over the wrong bytes.
+Nothing is unpickled. This module knows no model.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 
-MAX_HEADER = 100_000_000  # bytes, the format's own limit
+MAX_HEADER = 100_000_000  # bytes; the format defines this limit
 MAX_TENSORS = 1_000_000
-MAX_LISTED = 20  # names printed in one error
+MAX_DIMENSIONS = 8
+MAX_LISTED = 20  # the number of names that one error prints
+LENGTH_BYTES = 8  # the length of the header, at the start of a safetensors file
 
 DTYPES = {
     "F64": torch.float64,
@@ -41,26 +44,26 @@ DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a checkpoint, not in memory yet."""
+    """One tensor of a checkpoint, which has not been read yet."""
 
     shape: tuple[int, ...]
     nbytes: int  # in the file
     read: Callable[[], Tensor]
-    form: Format | None = None  # it is quantised in a way that is one of ours,
-    codes: Callable[[], QuantWeight] | None = None  # and can be read as it is
-    # The tensor is stored as the model holds it: the slot's transform has been applied already.
-    rearranged: bool = False
+    # Set if the tensor is quantised in a supported format; `codes` then reads it without rounding.
+    format: WeightFormat | None = None
+    codes: Callable[[], QuantWeight] | None = None
+    rearranged: bool = False  # the slot's transform has already been applied
 
 
 @dataclass
 class Checkpoint:
-    """A model's config and weights. Tensors go by their Hugging Face names and layouts, whatever the file calls them."""
+    """A model's config and weights. Tensors have their Hugging Face names and layouts."""
 
-    source: str  # for messages
-    config: dict[str, Any]  # shaped as config.json; eos_token_id includes generation_config's
+    source: str  # the name used in messages
+    config: dict[str, Any]  # config.json, with the eos_token_id of generation_config.json added
     tensors: dict[str, StoredTensor] = field(default_factory=dict)  # in file order
-    directory: Path | None = None  # where tokenizer files are
-    gguf_metadata: dict[str, Any] | None = None  # or what a GGUF file says of its tokenizer
+    directory: Path | None = None  # the directory of the tokenizer files
+    gguf_metadata: dict[str, Any] | None = None  # a GGUF file's metadata, with its tokenizer
     generation_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -72,41 +75,46 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, name: str) -> Tensor:
-        """One tensor. What comes back may be a view of the mapped file: it is unmapped when the tensor is dropped."""
+        """Read one tensor. It may be a view of the mapped file, which is unmapped with it."""
         return self.tensors[name].read()
 
 
-def listed(names: list[str], most: int = MAX_LISTED) -> str:
-    more = f", ... and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed(names: list[str], limit: int = MAX_LISTED) -> str:
+    rest = f", ... and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
 
 
 def map_bytes(path: Path, begin: int, end: int) -> Tensor:
-    """Bytes begin..end of a file, as uint8 [end - begin]. A mapping of its own for every call, so that dropping the
-    tensor gives the pages back; private and writable, because torch warns of read-only buffers."""
+    """Map the bytes begin..end of a file as uint8 [end - begin].
+
+    Every call makes a separate mapping, so that dropping the tensor frees its pages. The mapping
+    is private and writable, because torch warns about read-only buffers.
+    """
     if begin == end:
         return torch.empty(0, dtype=torch.uint8)
-    start = begin - begin % mmap.ALLOCATIONGRANULARITY
+    mapping_start = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:
         with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
+            mapping = mmap.mmap(
+                file.fileno(), end - mapping_start, access=mmap.ACCESS_COPY, offset=mapping_start
+            )
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: cannot read bytes {begin} to {end}: {error}. Was the file replaced meanwhile?"
         ) from error
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=begin - start)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=begin - mapping_start)
 
 
 def aligned_view(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers; copied first where the file did not align them."""
+    """View bytes as numbers. Bytes that are not aligned in the file are copied first."""
     return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
-# ---- one safetensors file --------------------------------------------------------------------------
+# ---- one safetensors file ------------------------------------------------------------------------
 
 
 class Extent(NamedTuple):
-    """Where a tensor lies in its file."""
+    """The position of a tensor in its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -115,92 +123,121 @@ class Extent(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Extent]:
-    """The tensors of a safetensors file, in file order. The file is
-    [8 bytes: header length n][n bytes: JSON name -> dtype, shape, data_offsets][data, indexed without gap or overlap]."""
+    """Return the tensors of a safetensors file, in file order. The file consists of
 
-    def bad(why: str) -> CheckpointError:
-        return CheckpointError(
-            f"{path} is not a sound safetensors file: {why}. Download or convert it again"
-        )
-
+    - 8 bytes: the length of the header
+    - the header: JSON, name -> dtype, shape, data_offsets
+    - the data, which the offsets cover without gap or overlap
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or 8 + length > size:
-                raise bad(
-                    f"it has {size} bytes, its header alone would take {8 + length} (truncated?)"
-                )
-            if length > MAX_HEADER:
-                raise bad(f"its header claims {length} bytes, more than {MAX_HEADER}")
-            raw = file.read(length)
+            encoded = _header_bytes(file, size, path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-
-    try:
-        header = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise bad(f"its header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise bad("its header is not a JSON object")
-    header.pop("__metadata__", None)
-    if len(header) > MAX_TENSORS:
-        raise bad(f"it names {len(header)} tensors, more than {MAX_TENSORS}")
-
-    found = {}
-    for name, entry in header.items():
-        try:
-            kind = entry["dtype"]
-            shape = entry["shape"]
-            offsets = entry["data_offsets"]
-        except (TypeError, KeyError):
-            raise bad(f"tensor {name!r} lacks dtype, shape or data_offsets") from None
-        if not isinstance(kind, str) or kind not in DTYPES:
-            raise bad(f"tensor {name!r} has dtype {kind!r}; known are {', '.join(DTYPES)}")
-        if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise bad(
-                f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: not lists of whole numbers"
-            )
-        begin, end = offsets
-        if (
-            math.prod(shape) * DTYPES[kind].itemsize != end - begin
-            or math.prod(dim or 1 for dim in shape) >= 2**63
-        ):
-            raise bad(
-                f"tensor {name!r} of dtype {kind} and shape {shape} does not take the {end - begin} bytes it is given"
-            )
-        found[name] = Extent(DTYPES[kind], tuple(shape), 8 + length + begin, 8 + length + end)
-
-    in_order = sorted(found.items(), key=lambda item: item[1][2:])
-    at = 8 + length
+    data_start = LENGTH_BYTES + len(encoded)
+    extents = {
+        name: _extent(name, entry, data_start, path)
+        for name, entry in _parse_header(encoded, path).items()
+    }
+    in_order = sorted(extents.items(), key=lambda item: item[1][2:])
+    position = data_start
     for name, extent in in_order:
-        if extent.begin != at:
-            raise bad(
-                f"tensor {name!r} begins at byte {extent.begin}, not at {at} where the one before it ends"
+        if extent.begin != position:
+            raise _unsound(
+                path,
+                f"tensor {name!r} begins at byte {extent.begin}, not at {position} where the one "
+                "before it ends",
             )
-        at = extent.end
-    if at != size:
-        raise bad(f"its tensors end at byte {at}, the file at {size}")
+        position = extent.end
+    if position != size:
+        raise _unsound(path, f"its tensors end at byte {position}, the file at {size}")
     return dict(in_order)
 
 
+def _unsound(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a sound safetensors file: {reason}. Download or convert it again"
+    )
+
+
+def _header_bytes(file: BinaryIO, size: int, path: Path) -> bytes:
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if size < LENGTH_BYTES or LENGTH_BYTES + length > size:
+        raise _unsound(
+            path,
+            f"it has {size} bytes, its header alone would take {LENGTH_BYTES + length} "
+            "(truncated?)",
+        )
+    if length > MAX_HEADER:
+        raise _unsound(path, f"its header claims {length} bytes, more than {MAX_HEADER}")
+    return file.read(length)
+
+
+def _parse_header(encoded: bytes, path: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(encoded.decode(), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise _unsound(path, f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise _unsound(path, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise _unsound(path, f"it names {len(header)} tensors, more than {MAX_TENSORS}")
+    return header
+
+
+def _extent(name: str, entry: Any, data_start: int, path: Path) -> Extent:
+    """Check one entry of the header."""
+    try:
+        dtype_name = entry["dtype"]
+        shape = entry["shape"]
+        offsets = entry["data_offsets"]
+    except (TypeError, KeyError):
+        raise _unsound(path, f"tensor {name!r} lacks dtype, shape or data_offsets") from None
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise _unsound(
+            path, f"tensor {name!r} has dtype {dtype_name!r}; known are {', '.join(DTYPES)}"
+        )
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        raise _unsound(
+            path,
+            f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: not lists of "
+            "whole numbers",
+        )
+    begin, end = offsets
+    dtype = DTYPES[dtype_name]
+    too_large = math.prod(dimension or 1 for dimension in shape) >= 2**63
+    if too_large or math.prod(shape) * dtype.itemsize != end - begin:
+        raise _unsound(
+            path,
+            f"tensor {name!r} of dtype {dtype_name} and shape {shape} does not take the "
+            f"{end - begin} bytes it is given",
+        )
+    return Extent(dtype, tuple(shape), data_start + begin, data_start + end)
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in found if names.count(n) > 1)!r} is there twice")
-    return found
+        repeated = next(name for name in unique if names.count(name) > 1)
+        raise ValueError(f"key {repeated!r} is there twice")
+    return unique
 
 
 def _naturals(value: Any) -> bool:
+    """Whether a value is a short list of whole numbers from 0 on."""
     return (
         isinstance(value, list)
-        and len(value) <= 8
-        and all(type(v) is int and 0 <= v < 2**63 for v in value)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(number) is int and 0 <= number < 2**63 for number in value)
     )
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Open a safetensors file, whose tensors are read when they are needed."""
+
     def stored(extent: Extent) -> StoredTensor:
         def read() -> Tensor:
             return aligned_view(map_bytes(path, extent.begin, extent.end), extent.dtype).view(
@@ -212,7 +249,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     return {name: stored(extent) for name, extent in read_header(path).items()}
 
 
-# ---- a directory ------------------------------------------------------------------------------------
+# ---- a directory ---------------------------------------------------------------------------------
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -226,10 +263,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_directory(directory: Path, weights: bool = True) -> Checkpoint:
-    """A directory as the hub has them: config.json, *.safetensors, maybe generation_config.json."""
+    """Open a directory with config.json, *.safetensors and perhaps generation_config.json."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(
-            f"{directory} has no config.json: give a directory in Hugging Face's layout, or a .gguf file"
+            f"{directory} has no config.json: "
+            "give a directory in Hugging Face's layout, or a .gguf file"
         )
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
@@ -243,9 +281,11 @@ def open_directory(directory: Path, weights: bool = True) -> Checkpoint:
 
 
 def _ids(value: Any) -> dict[int, None]:
-    """Token ids, given as one, several or none, in order."""
+    """Return the token ids of a field that holds one id, a list or nothing, in order."""
     return dict.fromkeys(
-        v for v in (value if isinstance(value, list) else [value]) if type(v) is int
+        token_id
+        for token_id in (value if isinstance(value, list) else [value])
+        if type(token_id) is int
     )
 
 
@@ -257,30 +297,31 @@ def _open_shards(directory: Path) -> dict[str, StoredTensor]:
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         pickled = sorted(
-            p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)
+            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)
         )
         if pickled:
             raise CheckpointError(
-                f"{directory} holds its weights as pickles ({listed(pickled, 3)}), which can run any code when opened and "
-                "are never read here. Convert them to safetensors: load the model in transformers and call "
-                "save_pretrained(..., safe_serialization=True)"
+                f"{directory} holds its weights as pickles ({listed(pickled, 3)}), which can run "
+                "any code when opened and are never read here. Convert them to safetensors: load "
+                "the model in transformers and call save_pretrained(..., safe_serialization=True)"
             )
         raise CheckpointError(
-            f'{directory} holds no *.safetensors file (load_format="dummy", or --load-format dummy, needs none)'
+            f"{directory} holds no *.safetensors file "
+            '(load_format="dummy", or --load-format dummy, needs none)'
         )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         shard = open_safetensors(path)
-        if twice := [name for name in shard if name in tensors]:
+        if repeated := [name for name in shard if name in tensors]:
             raise CheckpointError(
-                f"{path} repeats tensors of other files in {directory}: {listed(twice)}"
+                f"{path} repeats tensors of other files in {directory}: {listed(repeated)}"
             )
         tensors |= shard
     return tensors
 
 
 def _is_file(path: Path) -> bool:
-    """Path.is_file, which raises for a name that is too long."""
+    """Path.is_file(), with False instead of an exception for a name that is too long."""
     try:
         return path.is_file()
     except OSError:
@@ -288,29 +329,37 @@ def _is_file(path: Path) -> bool:
 
 
 def _open_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
-    where = read_json(index).get("weight_map")
+    shard_of_tensor = read_json(index).get("weight_map")
     if (
-        not isinstance(where, dict)
-        or not where
-        or not all(isinstance(shard, str) for shard in where.values())
+        not isinstance(shard_of_tensor, dict)
+        or not shard_of_tensor
+        or not all(isinstance(shard, str) for shard in shard_of_tensor.values())
     ):
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
-    shards = sorted(set(where.values()))
-    # A shard is a plain file name: an index must not lead out of its directory.
-    if absent := [
+    shards = sorted(set(shard_of_tensor.values()))
+    # A shard must be a plain file name, so that an index cannot name files outside its directory.
+    if missing_shards := [
         shard for shard in shards if Path(shard).name != shard or not _is_file(directory / shard)
     ]:
         raise CheckpointError(
-            f"{directory} lacks {len(absent)} of {len(shards)} shards: {listed(absent)}. Download it again"
+            f"{directory} lacks {len(missing_shards)} of {len(shards)} shards: "
+            f"{listed(missing_shards)}. Download it again"
         )
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
-        found = open_safetensors(directory / shard)
+        stored = open_safetensors(directory / shard)
         tensors |= {
-            name: tensor for name, tensor in found.items() if where.get(name, shard) == shard
+            name: tensor
+            for name, tensor in stored.items()
+            if shard_of_tensor.get(name, shard) == shard
         }
-        if lost := [name for name, at in where.items() if at == shard and name not in found]:
+        if missing_tensors := [
+            name
+            for name, stated_shard in shard_of_tensor.items()
+            if stated_shard == shard and name not in stored
+        ]:
             raise CheckpointError(
-                f"{directory / shard} lacks tensors that {index.name} says it holds: {listed(lost)}"
+                f"{directory / shard} lacks tensors that {index.name} says it holds: "
+                f"{listed(missing_tensors)}"
             )
     return tensors

@@ -1,11 +1,11 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Gemma 3: they differ by fields of ModelConfig and by nothing else.
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Gemma 3, which differ in their ModelConfig only.
 
     hidden = embed(ids)
     for each layer:   hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
     logits = head(norm(hidden))
 
-Each addition happens in the matrix product before it (`add`). It must not know: batching, paging (ops does both), devices,
-checkpoint files.
+Each residual is added by the matrix product before it. The decoder must not know batching, paging
+(ops does both), devices or checkpoint files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 
-# What a config.json may leave out, where the architecture's own default is not the common one.
+# Defaults for fields that a config.json may omit, where an architecture differs from the others.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": 4096},
@@ -53,22 +53,29 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Layer(nn.Module):
-    """Attention and MLP, each around a residual."""
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, index: int):
+    def __init__(self, config: ModelConfig, ops: Ops, layer_index: int):
         super().__init__()
         self.config = config
         self.ops = ops
-        self.window = config.window(index)
+        self.window = config.window(layer_index)
         hidden = config.hidden_size
-        inter = config.intermediate_size
-        q = config.num_heads * config.head_dim
-        k = config.num_kv_heads * config.head_dim
-        self.qkv = Linear(ops, hidden, {"q_proj": q, "k_proj": k, "v_proj": k}, config.qkv_bias)
-        self.out = Linear(ops, q, {"o_proj": hidden}, config.out_bias)
-        self.gate_up = Linear(ops, hidden, {"gate_proj": inter, "up_proj": inter}, config.mlp_bias)
-        self.down = Linear(ops, inter, {"down_proj": hidden}, config.mlp_bias)
+        intermediate = config.intermediate_size
+        query_size = config.num_heads * config.head_dim
+        key_size = config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            ops,
+            hidden,
+            {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size},
+            config.qkv_bias,
+        )
+        self.out = Linear(ops, query_size, {"o_proj": hidden}, config.out_bias)
+        self.gate_up = Linear(
+            ops, hidden, {"gate_proj": intermediate, "up_proj": intermediate}, config.mlp_bias
+        )
+        self.down = Linear(ops, intermediate, {"down_proj": hidden}, config.mlp_bias)
         self.attn_norm = norm_weight(hidden)
         self.mlp_norm = norm_weight(hidden)
         self.q_norm = norm_weight(config.head_dim) if config.qk_norm else None
@@ -81,36 +88,42 @@ class Layer(nn.Module):
         self,
         hidden: Tensor,
         batch: ForwardBatch,
-        kv: KV,
+        kv_cache: KV,
         cos_sin: Tensor,
         last: ForwardBatch | None = None,
     ) -> Tensor:
-        """hidden [T, hidden], whose memory may hold the result; kv [N, 2, Hk, B, D]: this layer's."""
+        """Compute one layer.
+
+        The memory of hidden [T, hidden] may be overwritten by the result. kv_cache
+        [N, 2, Hk, B, D] is the cache of this layer. `last` is batch.last in the last layer.
+        """
         ops = self.ops
-        eps = self.config.norm_eps
-        qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, eps))
-        q = ops.rope_and_cache(qkv, kv, batch, cos_sin, self.q_norm, self.k_norm, eps)
+        epsilon = self.config.norm_eps
+        qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, epsilon))
+        query = ops.rope_and_cache(qkv, kv_cache, batch, cos_sin, self.q_norm, self.k_norm, epsilon)
         if batch.watched is not None:
-            ops.block_mass(q, cast("Tensor", kv), batch.watched, self.config.scale, self.window)
-        if last is not None:  # nobody reads what the other tokens would become
-            q = q[batch.logit_rows]
+            ops.block_mass(
+                query, cast("Tensor", kv_cache), batch.watched, self.config.scale, self.window
+            )
+        if last is not None:  # only the hidden states of these tokens are needed
+            query = query[batch.logit_rows]
             hidden = hidden[batch.logit_rows]
             batch = last
-        x = ops.attention(q, kv, batch, self.config.scale, self.window).flatten(1)
-        hidden = self._added(self.out, x, self.post_attn_norm, hidden)
-        x = self.act_mul(self.gate_up(ops.rms_norm(hidden, self.mlp_norm, eps)))
-        return self._added(self.down, x, self.post_mlp_norm, hidden)
+        branch = ops.attention(query, kv_cache, batch, self.config.scale, self.window).flatten(1)
+        hidden = self._added(self.out, branch, self.post_attn_norm, hidden)
+        branch = self.act_mul(self.gate_up(ops.rms_norm(hidden, self.mlp_norm, epsilon)))
+        return self._added(self.down, branch, self.post_mlp_norm, hidden)
 
-    def _added(self, linear: Linear, x: Tensor, norm: Tensor | None, hidden: Tensor) -> Tensor:
-        """hidden + linear(x), normalised before it is added where there is a norm for that."""
+    def _added(self, linear: Linear, branch: Tensor, norm: Tensor | None, hidden: Tensor) -> Tensor:
+        """Return hidden + linear(branch). The product is normalised first if there is a norm."""
         return (
-            linear(x, hidden)
+            linear(branch, hidden)
             if norm is None
-            else self.ops.rms_norm(linear(x), norm, self.config.norm_eps, hidden)
+            else self.ops.rms_norm(linear(branch), norm, self.config.norm_eps, hidden)
         )
 
     def spec(self, cos_sin: Tensor) -> DecoderLayer:
-        """This layer as data, for a backend that computes all of them at once."""
+        """Return this layer as data, for a backend that computes all layers in one call."""
         return DecoderLayer(
             qkv=self.qkv.weight,
             out=self.out.weight,
@@ -128,20 +141,20 @@ class Layer(nn.Module):
         )
 
     def slots(self, prefix: str) -> dict[str, Slot]:
-        attn = f"{prefix}self_attn."
-        mlp = f"{prefix}mlp."
+        attention_prefix = f"{prefix}self_attn."
+        mlp_prefix = f"{prefix}mlp."
         slots = (
-            self.qkv.slots(attn)
-            | self.out.slots(attn)
-            | self.gate_up.slots(mlp)
-            | self.down.slots(mlp)
+            self.qkv.slots(attention_prefix)
+            | self.out.slots(attention_prefix)
+            | self.gate_up.slots(mlp_prefix)
+            | self.down.slots(mlp_prefix)
         )
         norms = {
             "input_layernorm": self.attn_norm,
             "self_attn.q_norm": self.q_norm,
             "self_attn.k_norm": self.k_norm,
         }
-        # Gemma 3 calls another norm by the name that the MLP's has elsewhere
+        # Gemma 3 uses the name post_attention_layernorm for another norm than the other models do.
         if self.config.post_norms:
             norms["post_attention_layernorm"] = self.post_attn_norm
             norms["pre_feedforward_layernorm"] = self.mlp_norm
@@ -161,7 +174,9 @@ class Decoder(CausalLM):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
         self.embed = Embedding(ops, config.vocab_size, config.hidden_size, config.embed_scale)
-        self.layers = nn.ModuleList(Layer(config, ops, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, ops, layer_index) for layer_index in range(config.num_layers)
+        )
         self.norm = norm_weight(config.hidden_size)
         self.head = (
             None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
@@ -169,31 +184,31 @@ class Decoder(CausalLM):
         self.register_buffer(
             "rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False
         )
-        local = (
+        local_rope = (
             None
             if config.local_rope is None
             else rope_table(config.local_rope, config.head_dim, config.max_position)
         )
-        self.register_buffer("local_rope", local, persistent=False)
-        self.fused: Fused | None = None  # all layers in one call, where the backend has that
-        # hidden states, and their logits if that call has made them
-        self.known: tuple[Tensor, Tensor] | None = None
+        self.register_buffer("local_rope", local_rope, persistent=False)
+        self.fused: Fused | None = None  # computes all layers in one call, if the backend can
+        # The hidden states that the last fused call returned, and their logits.
+        self.fused_logits: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, batch: ForwardBatch, kv: KV) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: KV) -> Tensor:
         hidden = self.embed(batch.ids)
-        if self.fused is not None and (done := self.fused(hidden, batch, kv)) is not None:
+        if self.fused is not None and (done := self.fused(hidden, batch, kv_cache)) is not None:
             if isinstance(done, Tensor):
                 return done
-            self.known = done
+            self.fused_logits = done
             return done[0]
-        for i, layer in enumerate(self.layers):
-            last = batch.last if i == len(self.layers) - 1 else None
-            hidden = layer(hidden, batch, kv[:, i], self.table(i), last)
+        for layer_index, layer in enumerate(self.layers):
+            last = batch.last if layer_index == len(self.layers) - 1 else None
+            hidden = layer(hidden, batch, kv_cache[:, layer_index], self.table(layer_index), last)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self.known is not None and self.known[0] is hidden:
-            return self.known[1]
+        if self.fused_logits is not None and self.fused_logits[0] is hidden:
+            return self.fused_logits[1]
         return self.ops.logits(hidden, (self.head or self.embed).weight)
 
     def weight_map(self) -> dict[str, Slot]:
@@ -203,168 +218,208 @@ class Decoder(CausalLM):
         }
         if self.head is not None:
             slots |= self.head.slots()
-        for i, layer in enumerate(cast("Iterable[Layer]", self.layers)):
-            slots |= layer.slots(f"model.layers.{i}.")
+        for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers)):
+            slots |= layer.slots(f"model.layers.{layer_index}.")
         return slots
 
     def ignored_weights(self) -> set[str]:
-        """Rotary frequencies, which old checkpoints hold once or for every layer."""
+        """Return the names of rotary frequencies, which old checkpoints store."""
         layers = range(self.config.num_layers)
-        each = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers}
-        return each | {"model.rotary_emb.inv_freq"}
+        per_layer = {
+            f"model.layers.{layer_index}.self_attn.rotary_emb.inv_freq" for layer_index in layers
+        }
+        return per_layer | {"model.rotary_emb.inv_freq"}
 
     def finish_loading(self) -> None:
         pack_weights(self)
-        c = self.config
+        config = self.config
         layers = [
-            layer.spec(self.table(i))
-            for i, layer in enumerate(cast("Iterable[Layer]", self.layers))
+            layer.spec(self.table(layer_index))
+            for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers))
         ]
-        gelu = c.activation != "silu"
         self.fused = self.ops.fuse(
             DecoderSpec(
-                layers, self.norm, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps, c.scale, gelu, self.dtype,
-                (self.head or self.embed).weight,
+                layers=layers,
+                norm=self.norm,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                norm_eps=config.norm_eps,
+                scale=config.scale,
+                gelu=config.activation != "silu",
+                dtype=self.dtype,
+                head=(self.head or self.embed).weight,
             )
-        )  # fmt: skip
-        # half the bytes to read: docs/decisions/0006
+        )
+        # A float16 cache halves the bytes to read; see docs/decisions/0006.
         if self.fused is not None and self.dtype == torch.float32:
             self.kv_dtype = torch.float16
 
     def table(self, layer: int) -> Tensor:
-        """The cosines and sines that this layer rotates by."""
+        """Return the cosines and sines that this layer rotates by."""
         local = self.local_rope is not None and self.config.window(layer)
         return cast("Tensor", self.local_rope if local else self.rope)
 
     def angles(self, layer: int) -> Tensor | None:
-        """None for dynamic scaling: its frequencies differ by position, so a key cannot be moved by a fixed angle."""
+        """Return the rope table of a layer, or None for dynamic scaling.
+
+        Its frequencies depend on the position, so a key cannot be moved by a fixed angle.
+        """
         dynamic = self.config.rope.scaling.get("rope_type") == "dynamic"
         return None if dynamic else self.table(layer)
 
     @classmethod
-    def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
-        name = next(name for name in hf["architectures"] if name in DEFAULTS)
-        f = Fields(hf, DEFAULTS[name])
-        hidden = f.whole("hidden_size")
-        heads = f.whole("num_attention_heads")
-        layers = f.whole("num_hidden_layers", most=MAX_LAYERS)
-        kv_heads = f.whole("num_key_value_heads", heads)
-        if heads % kv_heads:
+    def parse_config(cls, hf_config: dict[str, Any]) -> ModelConfig:
+        architecture = next(
+            architecture for architecture in hf_config["architectures"] if architecture in DEFAULTS
+        )
+        fields = Fields(hf_config, DEFAULTS[architecture])
+        hidden_size = fields.whole("hidden_size")
+        num_heads = fields.whole("num_attention_heads")
+        num_layers = fields.whole("num_hidden_layers", maximum=MAX_LAYERS)
+        num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
             raise ModelError(
-                f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+                f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
+                f"num_key_value_heads ({num_kv_heads})"
             )
-        if f["head_dim"] is None and hidden % heads:
+        if fields["head_dim"] is None and hidden_size % num_heads:
             raise ModelError(
-                f"config.json: num_attention_heads ({heads}) must divide hidden_size ({hidden}), or head_dim be given"
+                f"config.json: num_attention_heads ({num_heads}) must divide hidden_size "
+                f"({hidden_size}), or head_dim be given"
             )
-        head_dim = f.whole("head_dim", hidden // heads)
+        head_dim = fields.whole("head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise ModelError(
                 f"config.json: head_dim ({head_dim}) must be even for rotary embedding"
             )
-        refuse_fields(f, name)
-        gemma = name == "Gemma3ForCausalLM"
-        bias = f.flag("attention_bias")
-        turns = ropes(f, gemma)
-        trained = f.whole("max_position_embeddings")
+        refuse_fields(fields, architecture)
+        is_gemma = architecture == "Gemma3ForCausalLM"
+        has_bias = fields.flag("attention_bias")
+        rope_configs = ropes(fields, is_gemma)
+        trained_positions = fields.whole("max_position_embeddings")
         # Gemma 3's max_position_embeddings is the length after scaling.
-        context = trained if gemma else context_length(turns["rope"], trained)
+        max_position = (
+            trained_positions
+            if is_gemma
+            else context_length(rope_configs["rope"], trained_positions)
+        )
         return ModelConfig(
-            architecture=name,
-            vocab_size=f.whole("vocab_size"),
-            hidden_size=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            architecture=architecture,
+            vocab_size=fields.whole("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            intermediate_size=f.whole("intermediate_size"),
-            max_position=context,
-            norm_eps=f.real("rms_norm_eps", 1e-6),
-            tied=f.flag("tie_word_embeddings"),
-            dtype=f.dtype(),
-            activation=f.choice(
-                "hidden_activation" if gemma else "hidden_act", ACTIVATIONS, "silu"
+            intermediate_size=fields.whole("intermediate_size"),
+            max_position=max_position,
+            norm_eps=fields.real("rms_norm_eps", 1e-6),
+            tied=fields.flag("tie_word_embeddings"),
+            dtype=fields.dtype(),
+            activation=fields.choice(
+                "hidden_activation" if is_gemma else "hidden_act", ACTIVATIONS, "silu"
             ),
-            qkv_bias=name == "Qwen2ForCausalLM" or (bias and name != "MistralForCausalLM"),
-            out_bias=bias and name not in ("Qwen2ForCausalLM", "MistralForCausalLM"),
-            mlp_bias=f.flag("mlp_bias") and name == "LlamaForCausalLM",
-            qk_norm=gemma or name == "Qwen3ForCausalLM",
-            post_norms=gemma,
-            norm_offset=1.0 if gemma else 0.0,
-            embed_scale=hidden**0.5 if gemma else 1.0,
-            attention_scale=f.real("query_pre_attn_scalar") ** -0.5 if gemma else None,
-            windows=windows(name, f, layers),
-            eos_ids=f.token_ids("eos_token_id"),
-            bos_id=next(iter(f.token_ids("bos_token_id")), None),
-            **turns,
+            qkv_bias=architecture == "Qwen2ForCausalLM"
+            or (has_bias and architecture != "MistralForCausalLM"),
+            out_bias=has_bias and architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM"),
+            mlp_bias=fields.flag("mlp_bias") and architecture == "LlamaForCausalLM",
+            qk_norm=is_gemma or architecture == "Qwen3ForCausalLM",
+            post_norms=is_gemma,
+            norm_offset=1.0 if is_gemma else 0.0,
+            embed_scale=hidden_size**0.5 if is_gemma else 1.0,
+            attention_scale=fields.real("query_pre_attn_scalar") ** -0.5 if is_gemma else None,
+            windows=windows(architecture, fields, num_layers),
+            eos_ids=fields.token_ids("eos_token_id"),
+            bos_id=next(iter(fields.token_ids("bos_token_id")), None),
+            **rope_configs,
         )
 
 
 def norm_slot(weight: Tensor, config: ModelConfig) -> Slot:
-    """The offset is folded in when the weight is loaded."""
+    """Return the slot of a norm's weight. Loading adds the offset of the norm to the weight."""
     offset = config.norm_offset
-    return Slot(weight, (lambda w: w.float() + offset) if offset else None)
+    return Slot(weight, (lambda stored_weight: stored_weight.float() + offset) if offset else None)
 
 
-def ropes(f: Fields, gemma: bool) -> dict[str, RopeConfig]:
-    """The rotation of all layers; Gemma 3's windowed layers have another base, and only the others are scaled."""
-    scaling = f.table("rope_scaling")
-    parameters = f.table("rope_parameters")
-    theta = f.real("rope_theta", 10_000.0)
-    if not gemma:
-        return {"rope": rope_config(f, scaling or parameters, theta)}
+def ropes(fields: Fields, is_gemma: bool) -> dict[str, RopeConfig]:
+    """Return the rope fields of a ModelConfig.
+
+    The layers of Gemma 3 that have a window have another base, and only its other layers scale.
+    """
+    scaling = fields.table("rope_scaling")
+    parameters = fields.table("rope_parameters")
+    theta = fields.real("rope_theta", 10_000.0)
+    if not is_gemma:
+        return {"rope": rope_config(fields, scaling or parameters, theta)}
     nested = Fields(parameters)
-    everywhere = nested.table("full_attention")
-    local = nested.table("sliding_attention")
+    full_attention = nested.table("full_attention")
+    sliding_attention = nested.table("sliding_attention")
     return {
-        "rope": rope_config(f, {**everywhere, **scaling}, theta),
-        "local_rope": rope_config(f, local, f.real("rope_local_base_freq")),
+        "rope": rope_config(fields, {**full_attention, **scaling}, theta),
+        "local_rope": rope_config(fields, sliding_attention, fields.real("rope_local_base_freq")),
     }
 
 
-def windows(name: str, f: Fields, layers: int) -> tuple[int, ...]:
-    """How many latest positions each layer sees, 0 for all of them; empty where every layer sees all."""
-    types = f["layer_types"]
-    if types is not None and (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in ("sliding_attention", "full_attention") for kind in types)
+def windows(architecture: str, fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for a layer that sees all positions.
+
+    The tuple is empty if every layer sees all positions.
+    """
+    layer_types = fields["layer_types"]
+    if layer_types is not None and (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or any(
+            layer_type not in ("sliding_attention", "full_attention") for layer_type in layer_types
+        )
     ):
         raise ModelError(
-            f"config.json: layer_types must be {layers} times sliding_attention or full_attention, got {types}"
+            f"config.json: layer_types must be {num_layers} times sliding_attention or "
+            f"full_attention, got {layer_types}"
         )
-    if "sliding_window" in f.nulls or not has_windows(name, f):
+    if "sliding_window" in fields.nulls or not has_windows(architecture, fields):
         window = 0
     else:
-        window = f.whole("sliding_window")
-    if types is None:
-        types = default_layer_types(name, f, layers)
+        window = fields.whole("sliding_window")
+    if layer_types is None:
+        layer_types = default_layer_types(architecture, fields, num_layers)
         if not window:
             return ()
-    elif name == "MistralForCausalLM" and window and "full_attention" in types:
+    elif architecture == "MistralForCausalLM" and window and "full_attention" in layer_types:
         raise ModelError(
-            "config.json: layer_types names full_attention, but all layers of a Mistral have the same window"
+            "config.json: layer_types names full_attention, "
+            "but all layers of a Mistral have the same window"
         )
-    if not window and "sliding_attention" in types:
+    if not window and "sliding_attention" in layer_types:
         raise ModelError(
-            f"config.json: layer_types names sliding_attention, but {name} has no sliding_window here"
+            f"config.json: layer_types names sliding_attention, but {architecture} has no "
+            "sliding_window here"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types) if window else ()
+    return (
+        tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types)
+        if window
+        else ()
+    )
 
 
-def has_windows(name: str, f: Fields) -> bool:
-    if name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        return f.flag("use_sliding_window")
-    return name != "LlamaForCausalLM"
+def has_windows(architecture: str, fields: Fields) -> bool:
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        return fields.flag("use_sliding_window")
+    return architecture != "LlamaForCausalLM"
 
 
-def default_layer_types(name: str, f: Fields, layers: int) -> list[str]:
-    """The kind of each layer of a model with windows, where config.json does not list them."""
-    if name == "Gemma3ForCausalLM":
-        pattern = f.whole("sliding_window_pattern")
-        full = [(i + 1) % pattern == 0 for i in range(layers)]
-    elif name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        full = [i < f.count("max_window_layers") for i in range(layers)]
+def default_layer_types(architecture: str, fields: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer of a model with windows if config.json does not list them."""
+    if architecture == "Gemma3ForCausalLM":
+        pattern = fields.whole("sliding_window_pattern")
+        sees_all = [(layer_index + 1) % pattern == 0 for layer_index in range(num_layers)]
+    elif architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        sees_all = [
+            layer_index < fields.count("max_window_layers") for layer_index in range(num_layers)
+        ]
     else:
-        full = [False] * layers
-    return ["full_attention" if whole else "sliding_attention" for whole in full]
+        sees_all = [False] * num_layers
+    return [
+        "full_attention" if layer_sees_all else "sliding_attention" for layer_sees_all in sees_all
+    ]

@@ -1,9 +1,10 @@
-"""GGUF's block formats, unpacked to float32 or taken over as codes. Bytes in, values out: knows no files, names or models.
+"""Unpacks the block formats of GGUF to float32 or to codes. It knows no files, names or models.
 
-A quantised tensor is a row of blocks; a block holds 32 or 256 values as small integers with their scales. Below, each
-format's function takes blocks [n, bytes] (uint8) and returns codes as octavo.ops.weight has them, [n, values] (uint8), with the
-scale and perhaps the least value of each group, [n, groups]. Every product and sum is rounded by itself, in the order ggml has
-them, so values equal ggml's own bit for bit.
+A quantised tensor is a row of blocks. A block holds 32 or 256 values as small integers with their
+scales. Each format's function below takes blocks [n, bytes] (uint8) and returns codes as
+octavo.ops.weight defines them, [n, values] (uint8), with the scale and perhaps the minimum of each
+group, [n, groups]. Every product and sum is rounded separately, in ggml's order, so that values
+equal ggml's bit for bit.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 
-# Values unpacked at a time. Temporaries stay in the cache and never amount to a second tensor; and torch does not spread
-# an operation this small over threads, whose barriers made a load four times as slow on a machine with other work to do.
+# Values unpacked at a time. Temporaries fit the cache, and torch runs an operation this small on
+# one thread: barriers between threads made loading four times as slow on a busy machine.
 CHUNK = 1 << 15
 
+Coded = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, minima
 
-Coded = tuple[Tensor, Tensor, Tensor | None]
 
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block, [n, 1]."""
-    return blocks[:, at : at + 2].view(torch.float16)
+def _half(blocks: Tensor, offset: int) -> Tensor:
+    """Return the float16 at byte `offset` of each block, [n, 1]."""
+    return blocks[:, offset : offset + 2].view(torch.float16)
 
 
 def _planes(packed: Tensor, bits: int) -> Tensor:
-    """packed [n, g, w] -> [n, g * (8 / bits), w]: group by group, all lowest fields of its bytes, then all next ones."""
-    n, groups, width = packed.shape
+    """packed [n, g, w] -> [n, g * (8 / bits), w]
+
+    For each group, the lowest bits of all its bytes come first, then the next higher ones.
+    """
+    num_blocks, groups, width = packed.shape
     mask = (1 << bits) - 1
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], 2).view(
-        n, groups * (8 // bits), width
+        num_blocks, groups * (8 // bits), width
     )
 
 
@@ -47,11 +50,15 @@ def _q4_1(blocks: Tensor) -> Coded:
     return _planes(blocks[:, None, 4:], 4).flatten(1), _half(blocks, 0), _half(blocks, 2)
 
 
-def _five_bits(low: Tensor, high: Tensor) -> Tensor:
-    """low [n, 16]: four bits of values i and i + 16; high [n, 4]: the fifth bits, value 0 first -> [n, 32]"""
+def _five_bits(low_bits: Tensor, high_bits: Tensor) -> Tensor:
+    """Join the bits of 5-bit codes -> [n, 32].
+
+    low_bits [n, 16] holds four bits of the values i and i + 16 in byte i. high_bits [n, 4] holds
+    the fifth bits, value 0 first.
+    """
     shifts = torch.arange(8, dtype=torch.uint8)
-    fifth = (high[:, :, None] >> shifts & 1).flatten(1)
-    return _planes(low[:, None], 4).flatten(1) | fifth << 4
+    fifth = (high_bits[:, :, None] >> shifts & 1).flatten(1)
+    return _planes(low_bits[:, None], 4).flatten(1) | fifth << 4
 
 
 def _q5_0(blocks: Tensor) -> Coded:
@@ -63,11 +70,12 @@ def _q5_1(blocks: Tensor) -> Coded:
 
 
 def _q8_0(blocks: Tensor) -> Coded:
-    return blocks[:, 2:] ^ 0x80, _half(blocks, 0), None  # signed -> around 128
+    # Flipping the top bit turns signed codes into codes around 128.
+    return blocks[:, 2:] ^ 0x80, _half(blocks, 0), None
 
 
 def _q2_k(blocks: Tensor) -> Coded:
-    """16 groups of 16: a 4-bit scale and a 4-bit minimum each [16 bytes], 2-bit values [64], d, dmin."""
+    """16 groups of 16: 4-bit scales and minima [16 bytes], 2-bit values [64], d, dmin."""
     packed = blocks[:, :16]
     scale = (packed & 15).float() * _half(blocks, 80).float()
     least = (packed >> 4).float() * _half(blocks, 82).float()
@@ -75,23 +83,29 @@ def _q2_k(blocks: Tensor) -> Coded:
 
 
 def _q3_k(blocks: Tensor) -> Coded:
-    """16 groups of 16: third bits [32 bytes; a clear bit means minus 4], 2-bit values [64], 6-bit scales [12], d."""
-    low = _planes(blocks[:, None, 96:104], 4).flatten(1)
-    high = _planes(blocks[:, None, 104:108], 2).flatten(1)
-    scale = ((low | high << 4).float() - 32) * _half(blocks, 108).float()
-    third = _planes(blocks[:, None, :32], 1)
-    q = _planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third << 2
-    return q.flatten(1) + (128 - 4), scale, None
+    """16 groups of 16: third bits [32 bytes], 2-bit values [64], 6-bit scales [12], d.
+
+    A third bit that is 0 subtracts 4.
+    """
+    low_bits = _planes(blocks[:, None, 96:104], 4).flatten(1)
+    high_bits = _planes(blocks[:, None, 104:108], 2).flatten(1)
+    scale = ((low_bits | high_bits << 4).float() - 32) * _half(blocks, 108).float()
+    third_bits = _planes(blocks[:, None, :32], 1)
+    codes = _planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third_bits << 2
+    return codes.flatten(1) + (128 - 4), scale, None
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of the 8 groups of a Q4_K or Q5_K block: d, dmin, then 6-bit pairs in 12 bytes. The first four
-    pairs lie whole in bytes 0-3 and 4-7; of the others the top two bits ride there and the rest is in bytes 8-11."""
-    a = blocks[:, 4:8]
-    b = blocks[:, 8:12]
-    c = blocks[:, 12:16]
-    scale = torch.cat([a & 63, c & 15 | a >> 6 << 4], 1).float()
-    least = torch.cat([b & 63, c >> 4 | b >> 6 << 4], 1).float()
+    """Return scale and minimum of the 8 groups of a Q4_K or Q5_K block.
+
+    The block starts with d, dmin and eight 6-bit pairs in 12 bytes. The first four pairs are in
+    bytes 0-3 and 4-7. The other pairs have their top two bits there and the rest in bytes 8-11.
+    """
+    scale_bytes = blocks[:, 4:8]
+    least_bytes = blocks[:, 8:12]
+    mixed_bytes = blocks[:, 12:16]
+    scale = torch.cat([scale_bytes & 63, mixed_bytes & 15 | scale_bytes >> 6 << 4], 1).float()
+    least = torch.cat([least_bytes & 63, mixed_bytes >> 4 | least_bytes >> 6 << 4], 1).float()
     return scale * _half(blocks, 0).float(), -(least * _half(blocks, 2).float())
 
 
@@ -102,24 +116,27 @@ def _q4_k(blocks: Tensor) -> Coded:
 
 def _q5_k(blocks: Tensor) -> Coded:
     """8 groups of 32: d, dmin, scales [16 bytes together], fifth bits [32], 4-bit values [128]."""
-    q = _planes(blocks[:, 48:].unflatten(1, (4, 32)), 4) | _planes(blocks[:, None, 16:48], 1) << 4
-    return q.flatten(1), *_k_scales(blocks)
+    codes = (
+        _planes(blocks[:, 48:].unflatten(1, (4, 32)), 4) | _planes(blocks[:, None, 16:48], 1) << 4
+    )
+    return codes.flatten(1), *_k_scales(blocks)
 
 
 def _q6_k(blocks: Tensor) -> Coded:
     """16 groups of 16: 4 low bits [128 bytes], 2 high bits [64], signed scales [16], d."""
     scale = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
-    low = _planes(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 8, 32)
-    high = _planes(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
-    return (low | high << 4).flatten(1) + (128 - 32), scale, None
+    low_bits = _planes(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 8, 32)
+    high_bits = _planes(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
+    return (low_bits | high_bits << 4).flatten(1) + (128 - 32), scale, None
 
 
 class BlockFormat(NamedTuple):
     name: str
     values: int  # in a block
     nbytes: int  # of a block
-    plain: torch.dtype | None = None  # blocks of one value: the bytes are the tensor
-    codes: Callable[[Tensor], Coded] | None = None  # neither: only the gguf library knows how
+    plain: torch.dtype | None = None  # set if a block is one plain number
+    # Unpacks a block. If this and `plain` are None, only the gguf library can unpack it.
+    codes: Callable[[Tensor], Coded] | None = None
 
 
 FORMATS: dict[int, BlockFormat] = {
@@ -157,78 +174,91 @@ FORMATS: dict[int, BlockFormat] = {
 }
 
 
-# What codes of these blocks are: groups of ours, nothing rounded. The scales of K blocks are products of two numbers, of 17 bits,
-# which float32 holds and float16 does not.
-CODED: dict[int, Format] = {
-    2: Format(4, 32),
-    3: Format(4, 32, least=True),
-    6: Format(8, 32),
-    7: Format(8, 32, least=True),
-    8: Format(8, 32),
-    10: Format(8, 16, least=True, wide=True),
-    11: Format(8, 16, wide=True),
-    12: Format(4, 32, least=True, wide=True),
-    13: Format(8, 32, least=True, wide=True),
-    14: Format(8, 16, wide=True),
+# The formats whose codes are taken over without rounding. The scales of K blocks are products of
+# two numbers with 17 significant bits, which need float32.
+CODED: dict[int, WeightFormat] = {
+    2: WeightFormat(4, 32),
+    3: WeightFormat(4, 32, asymmetric=True),
+    6: WeightFormat(8, 32),
+    7: WeightFormat(8, 32, asymmetric=True),
+    8: WeightFormat(8, 32),
+    10: WeightFormat(8, 16, asymmetric=True, float32_scales=True),
+    11: WeightFormat(8, 16, float32_scales=True),
+    12: WeightFormat(4, 32, asymmetric=True, float32_scales=True),
+    13: WeightFormat(8, 32, asymmetric=True, float32_scales=True),
+    14: WeightFormat(8, 16, float32_scales=True),
 }
 
 
-def dequantize(data: Tensor, kind: int) -> Tensor:
-    """data [bytes] (uint8), whole blocks of format `kind` -> values [n]: float32, or the stored dtype of a plain format."""
-    form = FORMATS[kind]
-    if form.plain is not None:
-        return data.view(form.plain)
-    unpack = _through_library(kind) if form.codes is None else lambda blocks: _values(blocks, kind)
-    blocks = data.view(-1, form.nbytes)
-    step = CHUNK // form.values
-    if len(blocks) <= step:
+def dequantize(data: Tensor, format_id: int) -> Tensor:
+    """data [bytes] (uint8), whole blocks -> values [n], float32 or the plain format's dtype"""
+    block_format = FORMATS[format_id]
+    if block_format.plain is not None:
+        return data.view(block_format.plain)
+    unpack = (
+        _through_library(format_id)
+        if block_format.codes is None
+        else lambda blocks: _values(blocks, format_id)
+    )
+    blocks = data.view(-1, block_format.nbytes)
+    chunk_blocks = CHUNK // block_format.values
+    if len(blocks) <= chunk_blocks:
         return unpack(blocks).flatten()
-    out = torch.empty(len(blocks), form.values)
-    for first in range(0, len(blocks), step):
-        out[first : first + step] = unpack(blocks[first : first + step])
-    return out.flatten()
+    values = torch.empty(len(blocks), block_format.values)
+    for first_block in range(0, len(blocks), chunk_blocks):
+        values[first_block : first_block + chunk_blocks] = unpack(
+            blocks[first_block : first_block + chunk_blocks]
+        )
+    return values.flatten()
 
 
-def _values(blocks: Tensor, kind: int) -> Tensor:
-    """[n, bytes] -> [n, values]"""
-    read = FORMATS[kind].codes
-    assert read is not None
-    codes, scale, least = read(blocks)
+def _values(blocks: Tensor, format_id: int) -> Tensor:
+    """blocks [n, bytes] -> [n, values]"""
+    read_codes = FORMATS[format_id].codes
+    assert read_codes is not None
+    codes, scale, least = read_codes(blocks)
     values = (
-        codes.view(*scale.shape, -1).float().sub_(CODED[kind].zero).mul_(scale.float()[:, :, None])
+        codes.view(*scale.shape, -1)
+        .float()
+        .sub_(CODED[format_id].zero_point)
+        .mul_(scale.float()[:, :, None])
     )
     return (values if least is None else values.add_(least.float()[:, :, None])).flatten(1)
 
 
-def as_codes(data: Tensor, kind: int, inputs: int) -> QuantWeight:
-    """data [bytes] of a format in CODED, rows of `inputs` values -> the same weight, nothing rounded."""
-    form = CODED[kind]
-    block = FORMATS[kind]
-    blocks = data.view(-1, block.nbytes)
-    step = CHUNK // block.values
-    groups = block.values // form.group
-    weight = QuantWeight.empty(form, len(blocks) * block.values // inputs, inputs)
+def as_codes(data: Tensor, format_id: int, inputs: int) -> QuantWeight:
+    """data [bytes] of a format in CODED, with rows of `inputs` values -> the weight, unrounded"""
+    weight_format = CODED[format_id]
+    block_format = FORMATS[format_id]
+    blocks = data.view(-1, block_format.nbytes)
+    chunk_blocks = CHUNK // block_format.values
+    groups = block_format.values // weight_format.group_size
+    weight = QuantWeight.empty(weight_format, len(blocks) * block_format.values // inputs, inputs)
     codes = weight.codes.view(len(blocks), -1)
     scale = weight.scale.view(len(blocks), groups)
     least = None if weight.least is None else weight.least.view(len(blocks), groups)
-    assert block.codes is not None
-    for first in range(0, len(blocks), step):
-        rows = slice(first, first + step)
-        found, scale[rows], low = block.codes(blocks[rows])
-        codes[rows] = found if form.bits == 8 else found[:, 0::2] | found[:, 1::2] << 4
-        if least is not None and low is not None:
-            least[rows] = low
+    assert block_format.codes is not None
+    for first_block in range(0, len(blocks), chunk_blocks):
+        chunk = slice(first_block, first_block + chunk_blocks)
+        block_codes, scale[chunk], block_least = block_format.codes(blocks[chunk])
+        codes[chunk] = (
+            block_codes
+            if weight_format.bits == 8
+            else block_codes[:, 0::2] | block_codes[:, 1::2] << 4
+        )
+        if least is not None and block_least is not None:
+            least[chunk] = block_least
     return weight
 
 
-def _through_library(kind: int) -> Callable[[Tensor], Tensor]:
-    """The rarer formats: the gguf library's numpy code, slower and just as exact."""
-    name = FORMATS[kind].name
+def _through_library(format_id: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that unpacks a rarer format with the numpy code of the gguf library."""
+    name = FORMATS[format_id].name
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize as by_library
 
-        library_kind = GGMLQuantizationType(kind)
+        library_kind = GGMLQuantizationType(format_id)
     except ImportError:
         raise CheckpointError(
             f"tensors of GGUF format {name} need the gguf library: pip install gguf"

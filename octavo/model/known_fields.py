@@ -1,8 +1,9 @@
-"""What every field of a config.json means for an architecture: it is honoured, refused or harmless.
+"""Lists which fields of a config.json each architecture honours, refuses or may ignore.
 
-A field that would change the result and is not implemented is refused when the config is read, so that a model is never subtly
-wrong. The tables cover every field of transformers' configuration classes, which a test checks. A field in no table is a
-stranger's note, such as a training tool's version, and is ignored.
+A field that would change the result and is not implemented is refused when the config is read, so
+that a model is never subtly wrong. A test checks that the tables cover every field of the
+configuration classes of transformers. A field in no table, such as the version of a training tool,
+is ignored.
 """
 
 from __future__ import annotations

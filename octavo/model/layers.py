@@ -1,6 +1,6 @@
-"""The modules that models are made of: each holds parameters and says which checkpoint tensors fill them.
+"""The modules of a model. Each holds parameters and lists the checkpoint tensors that fill them.
 
-A layer asks `ops` for the arithmetic and knows neither the device nor the architecture it is part of.
+A module calls `ops` for the arithmetic. It knows neither the device nor the architecture.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.ops.weight import JoinedWeight, QuantWeight
 
 
 class Linear(Matrix):
-    """One matrix product for several projections of the same input: q, k and v, or gate and up."""
+    """One matrix product for several projections of the same input, such as q, k and v."""
 
     def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int], bias: bool = False):
         super().__init__(ops, inputs, parts)
@@ -24,46 +24,49 @@ class Linear(Matrix):
             nn.Parameter(torch.empty(sum(parts.values())), requires_grad=False) if bias else None
         )
 
-    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """[T, in] -> [T, out], plus add, which is gone then"""
-        return self.ops.linear(x, self.weight, self.bias, add)
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+        """hidden [T, in] -> [T, out], plus the residual, whose memory may be overwritten."""
+        return self.ops.linear(hidden, self.weight, self.bias, residual)
 
     def slots(
         self, prefix: str = "", transform: Callable[[Tensor], Tensor] | None = None
     ) -> dict[str, Slot]:
-        """Where the parts' tensors go; `transform` is for the weights."""
+        """Return the slots of all parts. `transform` applies to the weights, not to the biases."""
         slots = {}
-        first = 0
-        for name, size in self.parts.items():
-            rows = slice(first, first + size)
+        first_output = 0
+        for name, num_outputs in self.parts.items():
+            rows = slice(first_output, first_output + num_outputs)
             slots[f"{prefix}{name}.weight"] = Slot(self.weight[rows], transform, self)
             if self.bias is not None:
                 slots[f"{prefix}{name}.bias"] = Slot(self.bias[rows])
-            first += size
+            first_output += num_outputs
         return slots
 
 
 class Embedding(Matrix):
-    def __init__(self, ops: Ops, count: int, hidden: int, scale: float = 1.0):
-        super().__init__(ops, hidden, {"embed_tokens": count})
+    def __init__(self, ops: Ops, num_embeddings: int, hidden_size: int, scale: float = 1.0):
+        super().__init__(ops, hidden_size, {"embed_tokens": num_embeddings})
         self.scale = scale
         self.dtype = torch.get_default_dtype()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden]"""
-        return self.ops.embedding(ids, self.weight, self.scale).to(self.dtype)
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, hidden]"""
+        return self.ops.embedding(token_ids, self.weight, self.scale).to(self.dtype)
 
     def slot(self) -> Slot:
         return Slot(self.weight, matrix=self)
 
 
 def norm_weight(size: int) -> nn.Parameter:
-    """Norms keep float32 weights whatever the model's dtype: they are applied in float32 and weigh next to nothing."""
+    """Return the weight of a norm, which is float32 in every model: norms compute in float32."""
     return nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
 
 
 def pack_weights(model: nn.Module) -> None:
-    """The weights are in place: hand them to the backend to lay out as it likes. A plain embedding is looked up as it is."""
+    """Let the backend choose the memory layout of all loaded weights.
+
+    A plain embedding keeps its layout, because it is only looked up.
+    """
     for module in model.modules():
         if isinstance(module, Matrix):
             if isinstance(module.weight, QuantWeight | JoinedWeight):

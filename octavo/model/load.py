@@ -1,8 +1,8 @@
-"""From a model's name to a model with its weights in place.
+"""Finds a checkpoint by the model's name and loads its weights into a model.
 
-Finds the checkpoint (a directory, a GGUF file, the hub, the embedded model), compares its tensors with what the model
-wants, and streams them in one at a time: peak memory is the model and one tensor. Knows models only as CausalLM; file
-formats are checkpoint.py's and gguf.py's.
+A checkpoint is a directory, a GGUF file, a model on the hub or the embedded model. Its tensors are
+compared with those that the model needs and loaded one at a time, so peak memory is the model and
+one tensor. This module knows models only as CausalLM; checkpoint.py and gguf.py know file formats.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +29,36 @@ from octavo.model.match import match_tensors
 from octavo.model.tied import parse_checkpoint
 from octavo.ops import Ops
 from octavo.ops.cpu.cpu_features import instruction_set
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 
 log = logging.getLogger(__name__)
 
 HUB_WEIGHTS = ["*.safetensors"]
 HUB_TEXTS = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
-# subfolders and doubles; pickles are never read
+# Subfolders and duplicates are not needed. Pickles are never read.
 HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth"]
 HUB_TIMEOUT = 3.0  # seconds
 
 
-# ---- find ---------------------------------------------------------------------------------------------
+# ---- finding a checkpoint ------------------------------------------------------------------------
 
 
 def open_checkpoint(
     model: str | Path | None, revision: str | None = None, weights: bool = True
 ) -> Checkpoint:
-    """A local directory, a .gguf file, a name on the hub, or the embedded model (its name, or None).
-    Without `weights` a directory needs only its config.json."""
+    """Open a local directory, a .gguf file, a model on the hub, or the embedded model.
+
+    The embedded model is opened by its name or by None. Without `weights`, a directory needs only
+    its config.json.
+    """
     if model is None:
         return open_gguf(embedded.embedded_path())
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(
-                f"{path} is not a .gguf file; for safetensors give the directory that holds config.json too"
+                f"{path} is not a .gguf file; for safetensors give the directory that holds "
+                "config.json too"
             )
         return open_gguf(path)
     if path.is_dir():
@@ -61,7 +66,8 @@ def open_checkpoint(
         if ggufs and not any(path.glob("*.safetensors")):
             if len(ggufs) > 1:
                 raise CheckpointError(
-                    f"{path} holds {len(ggufs)} .gguf files, give one: {', '.join(p.name for p in ggufs)}"
+                    f"{path} holds {len(ggufs)} .gguf files, give one: "
+                    f"{', '.join(gguf.name for gguf in ggufs)}"
                 )
             return open_gguf(ggufs[0])
         return _open_directory(path, weights)
@@ -76,30 +82,40 @@ def open_checkpoint(
 def _open_directory(path: Path, weights: bool) -> Checkpoint:
     checkpoint = open_directory(path, weights)
     if weights:
-        about = checkpoint.config.get("quantization_config")
-        ours = isinstance(about, dict) and about.get("quant_method") == quantized.METHOD
-        join = quantized.joined if ours else foreign.joined
+        quantization_config = checkpoint.config.get("quantization_config")
+        is_ours = (
+            isinstance(quantization_config, dict)
+            and quantization_config.get("quant_method") == quantized.METHOD
+        )
+        join = quantized.joined if is_ours else foreign.joined
         checkpoint.tensors = join(checkpoint.tensors, checkpoint.config, checkpoint.source)
     return checkpoint
 
 
 WAYS_ON = (
-    "Ways to go on: a local directory with config.json and *.safetensors; a .gguf file; a name org/name on huggingface.co; "
-    "a snapshot already in the cache (HF_HOME says where, HF_HUB_OFFLINE=1 uses it alone); the embedded model "
-    f'({embedded.NAME!r}, {embedded.INSTALL}); or load_format="dummy" (--load-format dummy) with a directory that holds only '
+    "Ways to go on: a local directory with config.json and *.safetensors; a .gguf file; a name "
+    "org/name on huggingface.co; "
+    "a snapshot already in the cache (HF_HOME says where, HF_HUB_OFFLINE=1 uses it alone); the "
+    "embedded model "
+    f'({embedded.NAME!r}, {embedded.INSTALL}); or load_format="dummy" (--load-format dummy) with '
+    "a directory that holds only "
     "config.json"
 )
 
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
-    """The snapshot's directory: downloaded where needed, from the cache alone if the hub gives no answer."""
+    """Return the directory of the snapshot.
+
+    Missing files are downloaded. If the hub does not answer, only the cache is used.
+    """
     try:
         from huggingface_hub import HfApi, snapshot_download
     except ImportError:
         raise ModelNotFound(
-            f"there is no directory {name}, and looking it up on the hub needs: pip install huggingface_hub. {WAYS_ON}"
+            f"there is no directory {name}, and looking it up on the hub needs: pip install "
+            f"huggingface_hub. {WAYS_ON}"
         ) from None
-    # The library's errors differ by version and transport; whatever went wrong is told with its own words.
+    # The library's errors differ by version and transport, so all of them are caught and quoted.
     refusal: Exception | None = None
     try:
         HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
@@ -114,54 +130,63 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
             local_files_only=refusal is not None,
         )
     except Exception as error:
-        why = " ".join(str(refusal or error).split())[:300]
+        reason = " ".join(str(refusal or error).split())[:300]
         raise ModelNotFound(
-            f"there is no directory {name}, no complete snapshot of it in the hub's cache, and the hub did not give it "
-            f"({type(refusal or error).__name__}: {why}). {WAYS_ON}"
+            f"there is no directory {name}, no complete snapshot of it in the hub's cache, and "
+            "the hub did not give it "
+            f"({type(refusal or error).__name__}: {reason}). {WAYS_ON}"
         ) from error
     return Path(folder)
 
 
-# ---- fill ---------------------------------------------------------------------------------------------
+# ---- filling a model -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def load_weights(
     model: CausalLM, checkpoint: Checkpoint, progress: bool | Callable[[float], None] = True
 ) -> None:
-    """Put all tensors of the checkpoint into the model, after one comparison of names and shapes (match_tensors).
-    `progress`: True for a bar on stderr, or a function that is given the fraction that is done."""
+    """Load all tensors of the checkpoint into the model, after comparing names and shapes.
+
+    `progress` is True for a progress bar on stderr, or a function that receives the fraction that
+    is done.
+    """
     places = match_tensors(model, checkpoint)
-    bar = _bar(checkpoint.nbytes) if progress is True else None
-    total = checkpoint.nbytes
-    done = 0
+    progress_bar = _bar(checkpoint.nbytes) if progress is True else None
+    bytes_total = checkpoint.nbytes
+    bytes_done = 0
     for name, tensor in checkpoint.tensors.items():
         if name in places:
             places[name].load(tensor)
-        done += tensor.nbytes
+        bytes_done += tensor.nbytes
         if callable(progress):
-            progress(done / max(total, 1))
-        if bar is not None:
-            bar.update(tensor.nbytes)
-    if bar is not None:
-        bar.close()
-    places.clear()  # nobody holds what packing replaces
+            progress(bytes_done / max(bytes_total, 1))
+        if progress_bar is not None:
+            progress_bar.update(tensor.nbytes)
+    if progress_bar is not None:
+        progress_bar.close()
+    places.clear()  # so that packing frees the weights that it replaces
     model.finish_loading()
     _give_memory_back()
 
 
 def _give_memory_back() -> None:
-    """What packing freed goes back to the system: of the embedded model's 98 MB it left 60 MB behind. Only glibc needs it, and
-    torch on a GPU."""
+    """Return the memory that packing freed to the system.
+
+    Without this, 60 MB stayed allocated after loading the embedded model, which has 98 MB. Only
+    glibc and torch on a GPU need it.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    malloc_trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    )
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _bar(nbytes: int) -> Any:
-    """A progress bar on stderr that shows itself only when loading takes a while."""
+    """Return a progress bar on stderr, which appears only if loading takes a while."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
@@ -173,7 +198,10 @@ def _bar(nbytes: int) -> Any:
 
 @torch.no_grad()
 def dummy_weights(model: CausalLM, seed: int = 0) -> None:
-    """Small random weights, the same for the same seed: for measuring speed and memory without a checkpoint."""
+    """Fill a model with small random weights, which depend on the seed only.
+
+    They allow speed and memory to be measured without a checkpoint.
+    """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for module in model.modules():
         if isinstance(module, QuantWeight):
@@ -188,108 +216,146 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
     _give_memory_back()
 
 
-# ---- which format -------------------------------------------------------------------------------------
+# ---- choosing formats ----------------------------------------------------------------------------
 
 
-def choose_formats(wanted: Format | str, checkpoint: Checkpoint, backend: str) -> Formats | None:
-    """The formats of weights, for build(); None: all are plain. In "auto" a weight has the format that the checkpoint has it in,
-    where that is one of ours; so does none where the CPU kernels cannot run. The "cpu" backend reads fewer formats."""
-    if isinstance(wanted, Format):
-        if wanted.float and backend == "cpu":
+def choose_formats(
+    wanted: WeightFormat | str, checkpoint: Checkpoint, backend: str
+) -> Formats | None:
+    """Return the formats of weights for build(), or None if all weights are plain numbers.
+
+    With "auto", a weight has the format that the checkpoint stores, if it is supported. The "cpu"
+    backend supports fewer formats, and none if the CPU kernels cannot run on this machine.
+    """
+    if isinstance(wanted, WeightFormat):
+        if wanted.is_float and backend == "cpu":
             log.warning(
-                "%s is dequantised for every product on a CPU, which is slow: int8 is as small and fast",
+                "%s is dequantised for every product on a CPU, which is slow: int8 is as small "
+                "and fast",
                 wanted,
             )
         return quant.choose(wanted)
-    plain = all(tensor.form is None for tensor in checkpoint.tensors.values())
+    plain = all(tensor.format is None for tensor in checkpoint.tensors.values())
     if wanted == "none" or (isinstance(instruction_set(), str) if backend == "cpu" else plain):
         return None
 
-    def stored(names: Mapping[str, str]) -> Format | list[Format] | None:
-        # A file may leave the first part of its names away.
-        found = [
+    def stored(tensor_names: Mapping[str, str]) -> WeightFormat | list[WeightFormat] | None:
+        # A file may omit the first part of its names.
+        tensors = [
             tensor
-            for name in names.values()
-            for end, tensor in checkpoint.tensors.items()
-            if f".{name}".endswith(f".{end}")
+            for name in tensor_names.values()
+            for stored_name, tensor in checkpoint.tensors.items()
+            if f".{name}".endswith(f".{stored_name}")
         ]
-        forms = [
-            quant.for_cpu(tensor.form) if backend == "cpu" else tensor.form
-            for tensor in found
-            if tensor.form is not None
+        formats = [
+            quant.for_cpu(tensor.format) if backend == "cpu" else tensor.format
+            for tensor in tensors
+            if tensor.format is not None
         ]
-        if len(forms) == len(names) and len(set(forms)) == 1:
-            return forms[0]
+        if len(formats) == len(tensor_names) and len(set(formats)) == 1:
+            return formats[0]
         if backend != "cpu":
-            return forms if len(forms) == len(names) else None
-        # Blocks of several kinds: eight bits hold them all but for a last rounding, which a CPU's speed is worth.
-        bits = max((8 * tensor.nbytes / math.prod(tensor.shape) for tensor in found), default=16.0)
-        return quant.EDGE if bits < 9 else None
+            return formats if len(formats) == len(tensor_names) else None
+        # The parts have several formats. Eight bits hold all of them but for one more rounding,
+        # which is worth the CPU's speed.
+        bits = max(
+            (8 * tensor.nbytes / math.prod(tensor.shape) for tensor in tensors), default=16.0
+        )
+        return quant.EDGE_FORMAT if bits < 9 else None
 
     return stored
 
 
-# ---- both ---------------------------------------------------------------------------------------------
+# ---- loading a model -----------------------------------------------------------------------------
 
 
 def outline(
-    config: ModelConfig, cls: type[CausalLM], ops: Ops, dtype: torch.dtype, formats: Formats | None
+    config: ModelConfig,
+    model_class: type[CausalLM],
+    ops: Ops,
+    dtype: torch.dtype,
+    formats: Formats | None,
 ) -> CausalLM:
-    """The model without memory for its weights: their names, shapes and sizes."""
+    """Return the model without memory for its weights: their names, shapes and sizes."""
     try:
-        return build(config, cls, ops, dtype, "meta", formats)
+        return build(config, model_class, ops, dtype, "meta", formats)
     except (RuntimeError, TypeError) as error:  # sizes that torch cannot count
-        why = str(error).partition("\n")[0]
-        raise ModelError(f"config.json describes weights that cannot be allocated: {why}") from None
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"config.json describes weights that cannot be allocated: {reason}"
+        ) from None
 
 
 def check_memory(model: CausalLM, source: str, device: str, available: int) -> None:
-    """Raise NotEnoughMemory where the weights alone take more than is available."""
-    needed = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    """Raise NotEnoughMemory if the weights alone take more memory than is available."""
+    needed = sum(
+        tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]
+    )
     if needed > available:
         raise NotEnoughMemory(
-            f"the weights of {source} take {needed / 2**30:.1f} GiB as they would be loaded, but {available / 2**30:.1f} GiB of "
-            f"{device} memory are available. Quantise them (--quant int8 or int4-g32-asym), use a smaller dtype or model, or "
+            f"the weights of {source} take {needed / 2**30:.1f} GiB as they would be loaded, but "
+            f"{available / 2**30:.1f} GiB of "
+            f"{device} memory are available. Quantise them (--quant int8 or int4-g32-asym), use "
+            "a smaller dtype or model, or "
             "free memory; `octavo plan MODEL` shows what fits"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded."""
+
+    dtype: str = "auto"  # the dtype of activations and plain weights; "auto" takes config.json's
+    device: str = "cpu"
+    load_format: str = "auto"  # "dummy" fills the weights with random numbers
+    # The name of a format, "none", or "auto" for the checkpoint's own format if the device
+    # computes well with it.
+    quantization: str | None = "none"
+    revision: str | None = None  # of a model on the hub
+    seed: int = 0  # of dummy weights
+
+
+DEFAULT_OPTIONS = LoadOptions()
+
+
 def load_model(
     model: str | Path | dict[str, Any] | None,
+    options: LoadOptions = DEFAULT_OPTIONS,
     *,
     ops: Ops,
-    dtype: str = "auto",
-    device: str = "cpu",
-    load_format: str = "auto",
-    quantization: str | None = "none",
-    revision: str | None = None,
     progress: bool | Callable[[float], None] = True,
-    seed: int = 0,
     available: int | None = None,
 ) -> tuple[CausalLM, Checkpoint]:
-    """A model ready to run, and the checkpoint that it came from. For load_format="dummy", `model` may be a config.json's
-    content. `quantization`: a format's name, "none", or "auto" for what the checkpoint has and the device computes well.
-    `available`: bytes of device memory; weights that take more are refused before any of them is read."""
-    if load_format not in ("auto", "dummy"):
-        raise ModelError(f"load_format is 'auto' or 'dummy', not {load_format!r}")
-    if isinstance(model, dict):
-        if load_format != "dummy":
-            raise ModelError("a config given directly has no weights: use load_format='dummy'")
-        checkpoint = Checkpoint("a config given directly", model)
-    else:
-        checkpoint = open_checkpoint(model, revision, weights=load_format == "auto")
-    cls, config = parse_checkpoint(checkpoint)
-    if (dtype := config.dtype if dtype == "auto" else dtype) not in DTYPE_BYTES:
-        raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-    formats = choose_formats(quant.parse(quantization), checkpoint, ops.name)
-    planned = outline(config, cls, ops, getattr(torch, dtype), formats)
-    if load_format == "auto":
+    """Return a model that is ready to run, and its checkpoint.
+
+    For load_format="dummy", `model` may be the content of a config.json. `available` is the
+    device's free memory in bytes: weights that take more are refused before any of them is read.
+    """
+    checkpoint = _find_checkpoint(model, options)
+    model_class, config = parse_checkpoint(checkpoint)
+    dtype_name = config.dtype if options.dtype == "auto" else options.dtype
+    if dtype_name not in DTYPE_BYTES:
+        raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype_name!r}")
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    formats = choose_formats(quant.parse(options.quantization), checkpoint, ops.name)
+    planned = outline(config, model_class, ops, dtype, formats)
+    if options.load_format == "auto":
         match_tensors(planned, checkpoint)
     if available is not None:
-        check_memory(planned, checkpoint.source, device, available)
-    built = build(config, cls, ops, getattr(torch, dtype), device, formats)
-    if load_format == "dummy":
-        dummy_weights(built, seed)
+        check_memory(planned, checkpoint.source, options.device, available)
+    built = build(config, model_class, ops, dtype, options.device, formats)
+    if options.load_format == "dummy":
+        dummy_weights(built, options.seed)
     else:
         load_weights(built, checkpoint, progress)
     return built, checkpoint
+
+
+def _find_checkpoint(model: str | Path | dict[str, Any] | None, options: LoadOptions) -> Checkpoint:
+    if options.load_format not in ("auto", "dummy"):
+        raise ModelError(f"load_format is 'auto' or 'dummy', not {options.load_format!r}")
+    if not isinstance(model, dict):
+        return open_checkpoint(model, options.revision, weights=options.load_format == "auto")
+    if options.load_format != "dummy":
+        raise ModelError("a config given directly has no weights: use load_format='dummy'")
+    return Checkpoint("a config given directly", model)

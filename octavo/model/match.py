@@ -1,4 +1,4 @@
-"""Compares the tensors of a checkpoint with those that a model needs, before any of them is read."""
+"""Compares the tensors of a checkpoint with those that a model needs, before reading any tensor."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from octavo.model.checkpoint import MAX_LISTED, Checkpoint, StoredTensor
 
 
 def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
-    """The slot of every tensor that the model needs, by the tensor's name in the checkpoint. One error lists everything that
-    is missing, unexpected or of the wrong shape."""
+    """Return the slot of every tensor that the model needs, by its name in the checkpoint.
+
+    One error lists all tensors that are missing, unexpected or of the wrong shape.
+    """
     slots = model.weight_map()
     ignored = model.ignored_weights()
     places: dict[str, Slot] = {}
-    taken: set[str] = set()
+    filled: set[str] = set()
     unexpected = []
     misshapen = []
     for name, tensor in checkpoint.tensors.items():
-        known = model.canonical_name(name)
-        if known in slots and known not in taken:
-            taken.add(known)
-            slot = places[name] = slots[known]
-            if (got := _shape_after(slot, tensor)) != slot.dest.shape:
-                rearranged = f", rearranged {got}" if got != tensor.shape else ""
+        canonical = model.canonical_name(name)
+        if canonical in slots and canonical not in filled:
+            filled.add(canonical)
+            slot = places[name] = slots[canonical]
+            if (actual_shape := _shape_after(slot, tensor)) != slot.dest.shape:
+                rearranged = f", rearranged {actual_shape}" if actual_shape != tensor.shape else ""
                 misshapen.append(
                     f"{name} {list(tensor.shape)}{rearranged}: must be {list(slot.dest.shape)}"
                 )
-        elif known not in ignored:
+        elif canonical not in ignored:
             unexpected.append(f"{name} {list(tensor.shape)}")
     missing = [
-        f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in taken
+        f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in filled
     ]
     if missing or unexpected or misshapen:
         parts = [
@@ -40,14 +42,15 @@ def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
             _report("of the wrong shape", misshapen),
         ]
         raise CheckpointError(
-            f"the tensors in {checkpoint.source} are not those that {model.config.architecture} needs:{''.join(parts)}\n"
+            f"the tensors in {checkpoint.source} are not those that "
+            f"{model.config.architecture} needs:{''.join(parts)}\n"
             "Does config.json belong to these weights?"
         )
     return places
 
 
 def _shape_after(slot: Slot, tensor: StoredTensor) -> tuple[int, ...] | str:
-    """The tensor's shape once the slot's transform has rearranged it, found without data; or why that cannot be done."""
+    """Return the tensor's shape after the slot's transform, or the error of the transform."""
     if slot.transform is None or tensor.rearranged:
         return tensor.shape
     try:
@@ -56,8 +59,10 @@ def _shape_after(slot: Slot, tensor: StoredTensor) -> tuple[int, ...] | str:
         return str(error).splitlines()[0]
 
 
-def _report(what: str, lines: list[str]) -> str:
+def _report(problem: str, lines: list[str]) -> str:
     if not lines:
         return ""
-    more = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
-    return f"\n{len(lines)} {what}:" + "".join(f"\n  {line}" for line in lines[:MAX_LISTED] + more)
+    rest = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+    return f"\n{len(lines)} {problem}:" + "".join(
+        f"\n  {line}" for line in lines[:MAX_LISTED] + rest
+    )

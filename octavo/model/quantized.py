@@ -1,8 +1,9 @@
-"""Quantised checkpoints as files: a Hugging Face directory whose weights are codes and scales, written and read here.
+"""Writes and reads quantised checkpoints: Hugging Face directories with codes and scales.
 
-A weight NAME becomes the tensors NAME.codes, NAME.scale and perhaps NAME.least (octavo.ops.weight defines them), and config.json
-lists each with its format and its number of inputs. Such a weight is stored [out, in], as the model multiplies by it; GPT-2's
-are [in, out] in other checkpoints. All other tensors are as they were. Knows formats, no model's arithmetic.
+A weight NAME becomes the tensors NAME.codes, NAME.scale and perhaps NAME.least, which
+octavo.ops.weight defines. config.json lists each weight with its format and its number of inputs.
+Such a weight is stored as [out, in], also for GPT-2, whose plain checkpoints have [in, out]. All
+other tensors are unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from octavo.model.checkpoint import Checkpoint, StoredTensor
 from octavo.model.match import match_tensors
 from octavo.model.tied import parse_checkpoint
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 
 METHOD = "octavo"
 COPIED = (
@@ -40,107 +41,132 @@ COPIED = (
 
 def write(
     checkpoint: Checkpoint,
-    form: Format,
+    weight_format: WeightFormat,
     directory: Path,
-    done: Callable[[int, int], None] = lambda count, total: None,
+    on_progress: Callable[[int, int], None] = lambda finished, total: None,
 ) -> None:
-    """Write the checkpoint with every matrix in this format to a directory that must not exist, and copy the tokenizer's files
-    if the checkpoint is a directory too. `done` is called with the number of tensors that are finished, and of all."""
+    """Write the checkpoint with every matrix in this format to a directory that must not exist.
+
+    The tokenizer's files are copied if the checkpoint is a directory. `on_progress` is called with
+    the number of finished tensors and the number of all tensors.
+    """
     from safetensors.torch import save_file
 
     cls, config = parse_checkpoint(checkpoint)
-    model = build(config, cls, ReferenceOps(), torch.float32, "meta", quant.choose(form))
-    places = match_tensors(model, checkpoint)
+    model = build(config, cls, ReferenceOps(), torch.float32, "meta", quant.choose(weight_format))
+    slots = match_tensors(model, checkpoint)
     tensors: dict[str, Tensor] = {}
-    listed: dict[str, list[Any]] = {}
-    for i, (name, slot) in enumerate(places.items()):
+    formats: dict[str, list[Any]] = {}
+    for index, (name, slot) in enumerate(slots.items()):
         stored = checkpoint.tensors[name]
         if isinstance(slot.dest, QuantWeight):
-            weight = QuantWeight.empty(slot.dest.form, *slot.dest.shape)
+            weight = QuantWeight.empty(slot.dest.format, *slot.dest.shape)
             replace(slot, dest=weight).load(stored)
             tensors |= {f"{name}.{part}": buffer for part, buffer in weight.named_buffers()}
-            listed[name] = [str(weight.form), weight.shape[1]]
+            formats[name] = [str(weight.format), weight.shape[1]]
         else:
             tensors[name] = stored.read().clone()
-        done(i + 1, len(places))
+        on_progress(index + 1, len(slots))
     directory.mkdir(parents=True)
-    about = {"quant_method": METHOD, "weights": listed}
-    changed: dict[str, Any] = {"quantization_config": about}
+    quantization_config = {"quant_method": METHOD, "weights": formats}
+    changed: dict[str, Any] = {"quantization_config": quantization_config}
     if not config.tied and checkpoint.config.get("tie_word_embeddings"):
         changed["tie_word_embeddings"] = False
     config_json = directory / "config.json"
     config_json.write_text(json.dumps(checkpoint.config | changed, indent=1) + "\n")
     weights = directory / "model.safetensors"
     save_file(tensors, weights)
-    weights.chmod(config_json.stat().st_mode)  # save_file lets nobody else read it
+    weights.chmod(config_json.stat().st_mode)  # save_file makes it readable by its owner only
     if checkpoint.directory is not None:
         for pattern in COPIED:
             for path in sorted(checkpoint.directory.glob(pattern)):
                 shutil.copyfile(path, directory / path.name)
 
 
-def quantised_bits(checkpoint: Checkpoint, form: Format) -> float | None:
-    """Bits a weight of a checkpoint whose matrices are quantised in another format than this one; None where most have 16
-    bits or more, or this format."""
+def quantised_bits(checkpoint: Checkpoint, weight_format: WeightFormat) -> float | None:
+    """Return the bits per weight of a checkpoint that is quantised in another format.
+
+    Return None if most of its weights have 16 bits or more, or have this format.
+    """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) == 2]
-    count = sum(math.prod(tensor.shape) for tensor in matrices)
-    same = sum(math.prod(tensor.shape) for tensor in matrices if tensor.form == form)
-    bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(count, 1)
-    return bits if bits < 12 and same < count / 2 else None
+    num_values = sum(math.prod(tensor.shape) for tensor in matrices)
+    same_format = sum(
+        math.prod(tensor.shape) for tensor in matrices if tensor.format == weight_format
+    )
+    bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(num_values, 1)
+    return bits if bits < 12 and same_format < num_values / 2 else None
 
 
 def joined(
     tensors: dict[str, StoredTensor], config: dict[str, Any], source: str
 ) -> dict[str, StoredTensor]:
-    """A directory's tensors, with those that belong to one of the weights that its config lists as one."""
+    """Return a directory's tensors, with the parts of each quantised weight joined."""
     listed = config["quantization_config"].get("weights")
-    found = dict(tensors)
+    result = dict(tensors)
     if not isinstance(listed, dict):
         raise CheckpointError(
-            f"{source}/config.json: quantization_config has no list of weights. Quantise it again"
+            f"{source}/config.json: quantization_config has no list of weights. "
+            "Quantise the model again"
         )
     for name, entry in listed.items():
-        pair = entry if isinstance(entry, list) and len(entry) == 2 else [None, None]
-        form = quant.FORMATS.get(pair[0]) if isinstance(pair[0], str) else None
-        if form is None or type(pair[1]) is not int or pair[1] < 1:
+        name_and_inputs = entry if isinstance(entry, list) and len(entry) == 2 else [None, None]
+        weight_format = (
+            quant.FORMATS.get(name_and_inputs[0]) if isinstance(name_and_inputs[0], str) else None
+        )
+        if weight_format is None or type(name_and_inputs[1]) is not int or name_and_inputs[1] < 1:
             raise CheckpointError(
-                f"{source}/config.json: quantization_config says {entry!r} of {name}, which is no format"
+                f"{source}/config.json: quantization_config says {entry!r} of {name}, "
+                "which is no format"
             )
-        found[name] = _join(name, form, pair[1], found, source)
-    return found
+        result[name] = _join(name, weight_format, name_and_inputs[1], result, source)
+    return result
 
 
 def _join(
-    name: str, form: Format, inputs: int, tensors: dict[str, StoredTensor], source: str
+    name: str,
+    weight_format: WeightFormat,
+    inputs: int,
+    tensors: dict[str, StoredTensor],
+    source: str,
 ) -> StoredTensor:
-    parts = ("codes", "scale", "least") if form.least else ("codes", "scale")
-    given = [tensors.pop(f"{name}.{part}", None) for part in parts]
-    groups = math.ceil(inputs / form.group) if form.group else 1
-    widths = (inputs if form.bits == 8 else math.ceil(inputs / 2), groups, groups)
-    outputs = given[0].shape[0] if given[0] is not None and given[0].shape else 0
+    parts = ("codes", "scale", "least") if weight_format.asymmetric else ("codes", "scale")
+    candidates = [tensors.pop(f"{name}.{part}", None) for part in parts]
+    groups = math.ceil(inputs / weight_format.group_size) if weight_format.group_size else 1
+    widths = (inputs if weight_format.bits == 8 else math.ceil(inputs / 2), groups, groups)
+    outputs = candidates[0].shape[0] if candidates[0] is not None and candidates[0].shape else 0
     stored = [
-        t
-        for t, width in zip(given, widths, strict=False)
-        if t is not None and t.shape == (outputs, width)
+        tensor
+        for tensor, width in zip(candidates, widths, strict=False)
+        if tensor is not None and tensor.shape == (outputs, width)
     ]
     if len(stored) != len(parts):
         raise CheckpointError(
-            f"{source}: {name} in format {form} needs {', '.join(parts)} of {outputs} rows. Quantise it again"
+            f"{source}: {name} in format {weight_format} needs {', '.join(parts)} of {outputs} "
+            "rows. Quantise it again"
         )
 
     def codes() -> QuantWeight:
-        read = [t.read() for t in stored]
-        if [t.dtype for t in read] != [torch.uint8, *[torch.float16] * (len(read) - 1)]:
+        tensors = [tensor.read() for tensor in stored]
+        if [tensor.dtype for tensor in tensors] != [
+            torch.uint8,
+            *[torch.float16] * (len(tensors) - 1),
+        ]:
             raise CheckpointError(
                 f"{source}: {name} must have uint8 codes and float16 scales. Quantise it again"
             )
-        return QuantWeight(form, inputs, read[0], read[1], read[2] if form.least else None)
+        return QuantWeight(
+            weight_format,
+            inputs,
+            tensors[0],
+            tensors[1],
+            tensors[2] if weight_format.asymmetric else None,
+        )
 
     return StoredTensor(
         shape=(outputs, inputs),
-        nbytes=sum(t.nbytes for t in stored),
+        nbytes=sum(tensor.nbytes for tensor in stored),
         read=lambda: codes().dequantize(),
-        form=form,
+        format=weight_format,
         codes=codes,
         rearranged=True,
     )

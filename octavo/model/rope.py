@@ -1,13 +1,13 @@
-"""Rotary position embedding: the table of cosines and sines that ops.rope_and_cache reads, for each kind of scaling.
+"""Rotary position embedding: the table of cosines and sines that ops.rope_and_cache reads.
 
-Angles are position * frequency, and frequencies fall geometrically over the dimensions. The scalings lower the frequencies
-so that a model reaches further than it was trained for:
+An angle is position * frequency, and frequencies fall geometrically over the dimensions. Scaling
+lowers the frequencies, so that a model reaches further than its trained length:
 
-    linear      all of them by one factor
-    llama3      the slow ones by the factor, the fast ones not at all, smoothly between
-    yarn        likewise, with bounds given in rotations over the trained length, and cos and sin themselves scaled
-    dynamic     only at positions beyond the trained length, the more the further the position is
-    custom      each by its own factor, as GGUF files list them
+    linear      divides all frequencies by one factor
+    llama3      divides low frequencies by the factor, keeps high ones, and interpolates between
+    yarn        as llama3, with bounds in rotations over the trained length; scales cos and sin too
+    dynamic     lowers the frequencies at positions beyond the trained length only
+    custom      divides each frequency by its own factor, as GGUF files list them
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from octavo.config import RopeConfig
 from octavo.errors import ModelError
 from octavo.model.fields import LARGEST_REAL, SMALLEST_REAL, Fields, shortened
 
-LONGEST = 2**31 - 1  # positions
+MAX_POSITIONS = 2**31 - 1
 CHUNK = 1 << 16  # positions of the table that are computed at a time
 TRAINED = "original_max_position_embeddings"
-NEEDED = {
+REQUIRED = {
     "default": (),
     "custom": (),
     "linear": ("factor",),
@@ -36,47 +36,54 @@ NEEDED = {
 OPTIONAL = {"yarn": ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")}
 
 
-def rope_config(fields: Fields, given: dict[str, Any], theta: float) -> RopeConfig:
-    """A rotation from `given`: transformers 5's `rope_parameters` or the older `rope_scaling`, in which the type is called
-    rope_type or type, and which may be empty. `theta` is the base where `given` names none."""
+def rope_config(fields: Fields, parameters: dict[str, Any], theta: float) -> RopeConfig:
+    """Read a RopeConfig from `parameters`, which may be empty.
+
+    They are the `rope_parameters` of transformers 5 or the older `rope_scaling`, which names the
+    type rope_type or type. `theta` is the default base.
+    """
     scaling = {
         name: value
-        for name, value in given.items()
+        for name, value in parameters.items()
         if value is not None and name not in ("type", "rope_theta")
     }
-    kind = scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
-    if not isinstance(kind, str) or kind not in NEEDED:
+    rope_type = scaling["rope_type"] = (
+        parameters.get("rope_type") or parameters.get("type") or "default"
+    )
+    if not isinstance(rope_type, str) or rope_type not in REQUIRED:
         raise ModelError(
-            f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(NEEDED))}"
+            f"config.json: rope type {rope_type!r} is not supported; supported: "
+            f"{', '.join(sorted(REQUIRED))}"
         )
     # The trained length is filled in here, so that the table depends on `scaling` alone.
-    if kind == "dynamic":
+    if rope_type == "dynamic":
         scaling[TRAINED] = fields.whole("max_position_embeddings")
-    elif TRAINED in NEEDED[kind]:
-        named = fields[TRAINED] or scaling.get(TRAINED)
-        scaling[TRAINED] = named or fields.whole("max_position_embeddings")
+    elif TRAINED in REQUIRED[rope_type]:
+        configured = fields[TRAINED] or scaling.get(TRAINED)
+        scaling[TRAINED] = configured or fields.whole("max_position_embeddings")
     if scaling.get("partial_rotary_factor", 1) != 1:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     checked = Fields(scaling)
-    for name in NEEDED[kind]:
+    for name in REQUIRED[rope_type]:
         try:
             scaling[name] = checked.real(name)
         except ModelError:
             raise ModelError(
-                f"config.json: rope type {kind!r} needs {name} as a number from {SMALLEST_REAL:g} "
+                f"config.json: rope type {rope_type!r} needs {name} as a number from "
+                f"{SMALLEST_REAL:g} "
                 f"to {LARGEST_REAL:g}, got {shortened(scaling.get(name))}"
             ) from None
-    for name in OPTIONAL.get(kind, ()):
+    for name in OPTIONAL.get(rope_type, ()):
         if name in scaling and (scaling[name] != 0 or name == "attention_factor"):
             scaling[name] = checked.real(name)
-    if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
+    if rope_type == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
         raise ModelError("config.json: low_freq_factor and high_freq_factor of llama3 must differ")
-    base = Fields(given).real("rope_theta", theta)
-    if kind == "yarn" and base == 1:
+    theta_value = Fields(parameters).real("rope_theta", theta)
+    if rope_type == "yarn" and theta_value == 1:
         raise ModelError("config.json: rope type 'yarn' needs a rope_theta other than 1")
-    if kind == "custom":
+    if rope_type == "custom":
         check_factors(scaling.get("factors"))
-    return RopeConfig(theta=base, scaling=scaling)
+    return RopeConfig(theta=theta_value, scaling=scaling)
 
 
 def check_factors(factors: Any) -> None:
@@ -91,44 +98,53 @@ def check_factors(factors: Any) -> None:
 
 
 def context_length(rope: RopeConfig, max_position: int) -> int:
-    """How many positions a model reaches whose config.json says max_position_embeddings. As in vLLM: linear, dynamic and yarn
-    multiply the trained length; llama3 and custom leave it, because their configs state the length after scaling."""
+    """Return the number of positions that a model with this max_position_embeddings reaches.
+
+    As in vLLM, linear, dynamic and yarn multiply the trained length. llama3 and custom leave it,
+    because their configs state the length after scaling.
+    """
     scaling = rope.scaling
-    kind = scaling.get("rope_type", "default")
-    if kind not in ("linear", "dynamic", "yarn"):
+    rope_type = scaling.get("rope_type", "default")
+    if rope_type not in ("linear", "dynamic", "yarn"):
         return max_position
-    trained = scaling["original_max_position_embeddings"] if kind == "yarn" else max_position
+    trained = scaling["original_max_position_embeddings"] if rope_type == "yarn" else max_position
     scaled = trained * scaling["factor"]
-    if scaled > LONGEST:
+    if scaled > MAX_POSITIONS:
         raise ModelError(
-            f"config.json: a rope factor of {scaling['factor']:g} for {trained:g} positions makes more than {LONGEST} positions"
+            f"config.json: a rope factor of {scaling['factor']:g} for {trained:g} positions "
+            f"makes more than {MAX_POSITIONS} positions"
         )
     return max(max_position, int(scaled))
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:
-    """cos and sin of every angle, [max_position, 2, head_dim / 2], float32, on the default device."""
+    """Return cos and sin of every angle, [max_position, 2, head_dim / 2], in float32."""
     device = torch.get_default_device()
     table = torch.empty(max_position, 2, head_dim // 2, dtype=torch.float32, device=device)
     if device.type == "meta":
         return table
     frequencies, scale = inverse_frequencies(rope, head_dim)
-    for first in range(
+    for first_position in range(
         0, max_position, CHUNK
     ):  # a context of a million positions needs no second table meanwhile
-        last = min(first + CHUNK, max_position)
-        positions = torch.arange(first, last, dtype=torch.float32, device="cpu")[:, None]
+        end_position = min(first_position + CHUNK, max_position)
+        positions = torch.arange(first_position, end_position, dtype=torch.float32, device="cpu")[
+            :, None
+        ]
         if rope.scaling.get("rope_type") == "dynamic":
             frequencies = dynamic_frequencies(rope, head_dim, positions)
         angles = positions * frequencies
-        table[first:last, 0] = angles.cos().mul_(scale)
-        table[first:last, 1] = angles.sin().mul_(scale)
+        table[first_position:end_position, 0] = angles.cos().mul_(scale)
+        table[first_position:end_position, 1] = angles.sin().mul_(scale)
     return table
 
 
 def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    """[positions, head_dim / 2]: each position's frequencies are those of a sequence that ends there, as in transformers when
-    it generates token by token. So they depend on the position alone, whatever the chunks of a prompt are."""
+    """Return the frequencies of each position, [positions, head_dim / 2].
+
+    They are those of a sequence that ends at the position, as in transformers when it generates
+    token by token. So they do not depend on how a prompt is divided into chunks.
+    """
     if head_dim <= 2:
         raise ModelError(
             f"config.json: rope type 'dynamic' needs heads of more than {head_dim} dimensions"
@@ -143,34 +159,48 @@ def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> T
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """[head_dim / 2] angles a position, computed on the CPU so that all devices agree, and the factor on cos and sin."""
-    s = rope.scaling
-    kind = rope.scaling.get("rope_type", "default")
-    plain = 1.0 / (
+    """Return the frequencies [head_dim / 2] and the factor that scales cos and sin.
+
+    They are computed on the CPU, so that all devices have the same values.
+    """
+    scaling = rope.scaling
+    rope_type = rope.scaling.get("rope_type", "default")
+    frequencies = 1.0 / (
         rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     )
-    if kind == "linear":
-        return plain / s["factor"], 1.0
-    if kind == "custom":
-        if len(s["factors"]) != len(plain):
+    if rope_type == "linear":
+        return frequencies / scaling["factor"], 1.0
+    if rope_type == "custom":
+        if len(scaling["factors"]) != len(frequencies):
             raise ModelError(
-                f"config.json: rope type 'custom' needs {len(plain)} factors for heads of {head_dim} dimensions, "
-                f"got {len(s['factors'])}"
+                f"config.json: rope type 'custom' needs {len(frequencies)} factors for heads of "
+                f"{head_dim} dimensions, "
+                f"got {len(scaling['factors'])}"
             )
-        return plain / torch.tensor(s["factors"], dtype=torch.float32, device="cpu"), 1.0
-    if kind == "llama3":
+        return frequencies / torch.tensor(
+            scaling["factors"], dtype=torch.float32, device="cpu"
+        ), 1.0
+    if rope_type == "llama3":
         # rotations over the trained length
-        turns = s["original_max_position_embeddings"] * plain / (2 * math.pi)
-        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-        return blend(plain, s["factor"], keep.clamp(0, 1)), 1.0
-    if kind == "yarn":
+        rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        keep = (rotations - scaling["low_freq_factor"]) / (
+            scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        )
+        return blend(frequencies, scaling["factor"], keep.clamp(0, 1)), 1.0
+    if rope_type == "yarn":
         low = turning_dim(
-            s.get("beta_fast") or 32, rope.theta, head_dim, s["original_max_position_embeddings"]
+            scaling.get("beta_fast") or 32,
+            rope.theta,
+            head_dim,
+            scaling["original_max_position_embeddings"],
         )
         high = turning_dim(
-            s.get("beta_slow") or 1, rope.theta, head_dim, s["original_max_position_embeddings"]
+            scaling.get("beta_slow") or 1,
+            rope.theta,
+            head_dim,
+            scaling["original_max_position_embeddings"],
         )
-        if s.get("truncate", True):
+        if scaling.get("truncate", True):
             low = math.floor(low)
             high = math.ceil(high)
         low = max(low, 0)
@@ -179,28 +209,28 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
             high += 0.001
         dims = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
         keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
-        return blend(plain, s["factor"], keep), yarn_scale(s)
-    return plain, 1.0
+        return blend(frequencies, scaling["factor"], keep), yarn_scale(scaling)
+    return frequencies, 1.0
 
 
-def blend(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
-    """Frequencies as they are where keep is 1, divided by the factor where it is 0."""
-    return plain * keep + plain / factor * (1 - keep)
+def blend(frequencies: Tensor, factor: float, keep: Tensor) -> Tensor:
+    """Interpolate: frequencies are unchanged where keep is 1 and divided by the factor at 0."""
+    return frequencies * keep + frequencies / factor * (1 - keep)
 
 
 def turning_dim(rotations: float, theta: float, head_dim: int, length: int) -> float:
-    """The (fractional) dimension that turns this often over `length` positions."""
+    """Return the (fractional) dimension that rotates this often over `length` positions."""
     return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def yarn_scale(s: dict[str, Any]) -> float:
-    """YaRN's temperature on attention, applied to cos and sin of q and k alike."""
+def yarn_scale(scaling: dict[str, Any]) -> float:
+    """Return YaRN's attention temperature, which scales cos and sin of queries and keys."""
 
     def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(s["factor"]) + 1.0 if s["factor"] > 1 else 1.0
+        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
 
-    if s.get("attention_factor") is not None:
-        return float(s["attention_factor"])
-    if s.get("mscale") and s.get("mscale_all_dim"):
-        return mscale(s["mscale"]) / mscale(s["mscale_all_dim"])
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
     return mscale(1.0)

@@ -1,7 +1,8 @@
-"""Whether a model's head is its embedding: config.json says so, and the tensors of the checkpoint have the last word.
+"""Decides whether the output head of a model shares the weights of its embedding.
 
-Fine-tunes of tied models are often saved with a head of their own, under a config.json that still ties it. As transformers
-does: a head that differs from the embedding is used, and one that equals it is the embedding.
+Fine-tunes of tied models are often saved with a separate head under a config.json that still ties
+it. As in transformers, the tensors decide: a head that differs from the embedding is used, and a
+head that equals it is dropped.
 """
 
 from __future__ import annotations
@@ -20,41 +21,44 @@ log = logging.getLogger(__name__)
 
 
 def parse_checkpoint(checkpoint: Checkpoint) -> tuple[type[CausalLM], ModelConfig]:
-    """The class of a checkpoint's model and its config, tied or not as the tensors are. A second copy of a tied weight is
-    taken out of the checkpoint; a tied weight that is stored as the head alone becomes the embedding."""
-    cls = registry.find(checkpoint.config)
-    config = cls.parse_config(checkpoint.config)
+    """Return the model class and the config of a checkpoint, with `tied` as the tensors imply.
+
+    A second copy of a tied weight is removed from the checkpoint. A tied weight that is stored
+    only under the name of the head is renamed to the embedding.
+    """
+    model_class = registry.find(checkpoint.config)
+    config = model_class.parse_config(checkpoint.config)
     if checkpoint.tensors and config.num_layers > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.source} says that the model has {config.num_layers} layers, but holds {len(checkpoint.tensors)} "
-            "tensors. Does config.json belong to these weights?"
+            f"{checkpoint.source} says that the model has {config.num_layers} layers, but holds "
+            f"{len(checkpoint.tensors)} tensors. Does config.json belong to these weights?"
         )
-    if not config.tied or cls.tied_weight is None:
-        return cls, config
-    stored = {cls.canonical_name(name): name for name in checkpoint.tensors}
+    if not config.tied or model_class.tied_weight is None:
+        return model_class, config
+    stored = {model_class.canonical_name(name): name for name in checkpoint.tensors}
     head = stored.get(HEAD)
-    embedding = stored.get(cls.tied_weight)
+    embedding = stored.get(model_class.tied_weight)
     if head is None:
-        return cls, config
+        return model_class, config
     if embedding is None:
-        checkpoint.tensors[cls.tied_weight] = checkpoint.tensors.pop(head)
-        return cls, config
+        checkpoint.tensors[model_class.tied_weight] = checkpoint.tensors.pop(head)
+        return model_class, config
     if same_values(checkpoint, head, embedding):
         del checkpoint.tensors[head]
-        return cls, config
+        return model_class, config
     log.warning(
-        "%s: config.json ties the head to the embedding (tie_word_embeddings), but %s and %s differ: the head is used as it "
-        "is stored",
+        "%s: config.json ties the head to the embedding (tie_word_embeddings), but %s and %s "
+        "differ: the head is used as it is stored",
         checkpoint.source,
         head,
         embedding,
     )
-    return cls, replace(config, tied=False)
+    return model_class, replace(config, tied=False)
 
 
-def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    if checkpoint.tensors[one].shape != checkpoint.tensors[other].shape:
+def same_values(checkpoint: Checkpoint, first_name: str, second_name: str) -> bool:
+    if checkpoint.tensors[first_name].shape != checkpoint.tensors[second_name].shape:
         return False
-    first = checkpoint.read(one)
-    second = checkpoint.read(other)
+    first = checkpoint.read(first_name)
+    second = checkpoint.read(second_name)
     return first.dtype == second.dtype and torch.equal(first, second)

@@ -1,4 +1,7 @@
-"""A decoder as data: what a backend needs to compute all layers in one go. Weights are as ops.pack() returned them."""
+"""A decoder as data, for a backend that computes all layers in one call.
+
+Weights have the layout that ops.pack() returned.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,29 @@ if TYPE_CHECKING:
     from octavo.ops import ForwardBatch
     from octavo.ops.kv import KV
 
-# (x [T, hidden], batch, kv [N, layers, 2, Hk, B, D]) -> hidden states after the last norm, [T, hidden], or where the batch has a
-# `last` those of its logit_rows, [R, hidden]; or these and their logits, where it has made both. x may be overwritten. What a
-# watched batch asks for is added to its mass, as ops.block_mass() would. None, and x as it was: not for such a batch.
+# A fused decoder takes hidden [T, hidden], a batch and kv [N, layers, 2, Hk, B, D]. It may overwrite
+# hidden. It returns one of:
+#   - the hidden states after the last norm, [T, hidden], or [R, hidden] of batch.logit_rows if
+#     batch.last is set
+#   - a tuple of these hidden states and their logits
+#   - None if it does not support such a batch; it has not changed hidden then
+# If batch.watched is set, it adds the attention mass to it, as ops.block_mass() does.
 Fused: TypeAlias = "Callable[[Tensor, ForwardBatch, KV], Tensor | tuple[Tensor, Tensor] | None]"
 
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """One layer: x += out(attention(qkv(norm(x)))); x += down(act(gate) * up), gate and up = gate_up(norm(x))."""
+    """The weights of one layer.
+
+    hidden += out(attention(qkv(norm(hidden))))
+    hidden += down(act(gate) * up), where gate and up are the halves of gate_up(norm(hidden))
+    """
 
     qkv: Any
     out: Any
     gate_up: Any
     down: Any
-    # of the four, in this order
+    # the biases of qkv, out, gate_up and down
     biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     attn_norm: Tensor
     mlp_norm: Tensor
@@ -36,18 +47,20 @@ class DecoderLayer:
     post_attn_norm: Tensor | None
     post_mlp_norm: Tensor | None
     cos_sin: Tensor  # [max_position, 2, D / 2]
-    window: int  # positions it sees; 0: all
+    window: int  # the number of positions that a token sees; 0 means all
 
 
 @dataclass(slots=True)
 class DecoderSpec:
+    """The layers of a decoder and the sizes that they share."""
+
     layers: list[DecoderLayer]
     norm: Tensor
-    heads: int
-    kv_heads: int
-    dim: int
-    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
     scale: float
-    gelu: bool  # else silu
+    gelu: bool  # the activation is GELU (tanh) instead of SiLU
     dtype: torch.dtype
-    head: Any = None  # the weights of the logits
+    head: Any = None  # the weight of the output head

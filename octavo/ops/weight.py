@@ -1,11 +1,12 @@
-"""Quantised weights as every backend receives them: small integers in rows, a scale for each group of neighbours in a row.
+"""Quantised weights as every backend receives them: rows of small integers, with group scales.
 
-    value[n, k] = (code[n, k] - zero) * scale[n, k // group]                     symmetric: zero is 128 or 8
-    value[n, k] =  code[n, k] * scale[n, k // group] + least[n, k // group]      asymmetric
-    value[n, k] = e4m3(code[n, k]) * scale[n]                                    float: the code's bits are a number's
+    symmetric     value[n, k] = (code[n, k] - zero_point) * scale[n, k // group_size]
+    asymmetric    value[n, k] = code[n, k] * scale[n, k // group_size] + least[n, k // group_size]
+    float         value[n, k] = e4m3(code[n, k]) * scale[n]
 
-A backend may lay them out anew (`ops.pack`); what they mean is defined here, by dequantize(). How numbers become codes is
-octavo.model.quant's.
+The zero point is 128 or 8, and `least` is the minimum of each group. dequantize() defines the
+meaning of codes; a backend may change their layout (`ops.pack`). octavo.model.quant quantises
+numbers to codes.
 """
 
 from __future__ import annotations
@@ -17,85 +18,99 @@ import torch
 from torch import Tensor, nn
 
 
-class Format(NamedTuple):
+class WeightFormat(NamedTuple):
+    """How the values of a weight are stored."""
+
     bits: int  # 8 or 4
-    group: int  # inputs that share a scale; 0: a whole row
-    least: bool = False  # asymmetric: a smallest value for each group
-    float: bool = False  # codes are numbers of their own, of type e4m3: 8 bits, no groups
-    # activations become 8 bits too, with a scale for each row, where a backend multiplies faster
-    # so
-    rounds: bool = False
-    # scales and least values are float32, for those that float16 does not hold: groups only
-    wide: bool = False
+    group_size: int  # the number of inputs that share a scale; 0 means a whole row
+    asymmetric: bool = False  # each group has a minimum
+    is_float: bool = False  # codes are e4m3 floats; 8 bits without groups only
+    # A backend may quantise activations to 8 bits, with one scale for each row, if that is faster.
+    quantizes_activations: bool = False
+    float32_scales: bool = False  # scales and minima are float32 instead of float16; groups only
 
     @property
-    def zero(self) -> int:
-        return 0 if self.least or self.float else 1 << (self.bits - 1)
+    def zero_point(self) -> int:
+        return 0 if self.asymmetric or self.is_float else 1 << (self.bits - 1)
 
     def __str__(self) -> str:
-        if self.float:
+        if self.is_float:
             return "fp8"
-        group = f"-g{self.group}" if self.group else ""
+        group = f"-g{self.group_size}" if self.group_size else ""
         return (
             f"int{self.bits}{group}"
-            + "-asym" * self.least
-            + "-a8" * self.rounds
-            + "-f32" * self.wide
+            + "-asym" * self.asymmetric
+            + "-a8" * self.quantizes_activations
+            + "-f32" * self.float32_scales
         )
 
 
 class QuantWeight(nn.Module):
-    """A weight [out, in]. Codes are unsigned; of 4-bit ones a byte holds two neighbours, the first in its low half."""
+    """A quantised weight [out, in].
 
-    codes: Tensor  # [out, in] uint8, or [out, ceil(in / 2)]
-    scale: Tensor  # [out, groups] float16, or float32 where the format is wide
-    least: Tensor | None  # the same
+    Codes are unsigned. A byte holds two neighbouring 4-bit codes, the first in its low half.
+    """
+
+    codes: Tensor  # [out, in] uint8, or [out, ceil(in / 2)] for 4 bits
+    scale: Tensor  # [out, groups] float16, or float32 if the format has float32_scales
+    least: Tensor | None  # the minimum of each group, like scale
 
     def __init__(
-        self, form: Format, inputs: int, codes: Tensor, scale: Tensor, least: Tensor | None
+        self,
+        weight_format: WeightFormat,
+        inputs: int,
+        codes: Tensor,
+        scale: Tensor,
+        least: Tensor | None,
     ):
         super().__init__()
-        self.form = form
+        self.format = weight_format
         self.shape = torch.Size((len(codes), inputs))
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("least", least)
 
     @staticmethod
-    def empty(form: Format, outputs: int, inputs: int) -> QuantWeight:
-        """Allocated on the default device, to be filled."""
-        groups = -(-inputs // form.group) if form.group else 1
+    def empty(weight_format: WeightFormat, outputs: int, inputs: int) -> QuantWeight:
+        """Allocate a weight on the default device, without filling it."""
+        groups = -(-inputs // weight_format.group_size) if weight_format.group_size else 1
         codes = torch.empty(
-            outputs, inputs if form.bits == 8 else -(-inputs // 2), dtype=torch.uint8
+            outputs, inputs if weight_format.bits == 8 else -(-inputs // 2), dtype=torch.uint8
         )
         scale, least = (
-            torch.empty(outputs, groups, dtype=torch.float32 if form.wide else torch.float16)
+            torch.empty(
+                outputs,
+                groups,
+                dtype=torch.float32 if weight_format.float32_scales else torch.float16,
+            )
             for _ in range(2)
         )
-        return QuantWeight(form, inputs, codes, scale, least if form.least else None)
+        return QuantWeight(
+            weight_format, inputs, codes, scale, least if weight_format.asymmetric else None
+        )
 
     def __getitem__(self, rows: slice | Tensor) -> QuantWeight:
-        """Some rows; for a slice a view, so that what is written to it is written to this weight."""
+        """Return some rows. A slice gives a view, through which this weight can be written."""
         least = None if self.least is None else self.least[rows]
-        return QuantWeight(self.form, self.shape[1], self.codes[rows], self.scale[rows], least)
+        return QuantWeight(self.format, self.shape[1], self.codes[rows], self.scale[rows], least)
 
     def unpacked(self) -> Tensor:
-        """The codes, one in a byte: [out, in] uint8."""
-        if self.form.bits == 8:
+        """Return the codes, one in each byte: [out, in] uint8."""
+        if self.format.bits == 8:
             return self.codes
         return torch.stack((self.codes & 15, self.codes >> 4), 2).flatten(1)[:, : self.shape[1]]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out, in]; computed in float32, every step rounded, as GGUF defines it."""
+        """Return the values [out, in]. They are computed in float32, as GGUF defines them."""
         inputs = self.shape[1]
-        group = self.form.group or self.shape[1]
-        if self.form.float:
+        group_size = self.format.group_size or self.shape[1]
+        if self.format.is_float:
             values = self.codes.view(torch.float8_e4m3fn).float()
         else:
-            values = self.unpacked().float() - self.form.zero
-        values *= self.scale.float().repeat_interleave(group, 1)[:, :inputs]
+            values = self.unpacked().float() - self.format.zero_point
+        values *= self.scale.float().repeat_interleave(group_size, 1)[:, :inputs]
         if self.least is not None:
-            values += self.least.float().repeat_interleave(group, 1)[:, :inputs]
+            values += self.least.float().repeat_interleave(group_size, 1)[:, :inputs]
         return values.to(dtype)
 
 
@@ -121,5 +136,7 @@ class JoinedWeight(nn.Module):
 
 
 def dense(weight: Tensor | nn.Module, dtype: torch.dtype) -> Tensor:
-    """A weight as numbers, whatever it was: what backends without kernels for a format compute with."""
-    return weight.dequantize(dtype) if isinstance(weight, QuantWeight | JoinedWeight) else weight  # type: ignore[return-value]
+    """Return a weight as plain numbers, for backends without kernels for its format."""
+    if isinstance(weight, QuantWeight | JoinedWeight):
+        return weight.dequantize(dtype)
+    return weight  # type: ignore[return-value]

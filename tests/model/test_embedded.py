@@ -13,7 +13,7 @@ from octavo.errors import CheckpointError, ModelNotFound
 from octavo.model import embedded
 from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
-from octavo.model.load import load_model, open_checkpoint
+from octavo.model.load import LoadOptions, load_model, open_checkpoint
 from octavo.ops import ForwardBatch, Span
 from octavo.ops.reference import ReferenceOps
 
@@ -25,7 +25,7 @@ PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 953
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[CausalLM, Checkpoint]:
-    return load_model(None, ops=ReferenceOps(), dtype="float32", progress=False)
+    return load_model(None, LoadOptions(dtype="float32"), ops=ReferenceOps(), progress=False)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:

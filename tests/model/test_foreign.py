@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.model.load import load_model, open_checkpoint
+from octavo.model.load import LoadOptions, load_model, open_checkpoint
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
 
@@ -167,23 +167,19 @@ def test_models_run_from_the_codes(case: str, tmp_path: Path) -> None:
     made = write(tmp_path, *CASES[case])
     model, _ = load_model(
         tmp_path,
+        LoadOptions(device="cpu", dtype="float32", quantization="auto"),
         ops=ReferenceOps(),
-        device="cpu",
-        dtype="float32",
-        quantization="auto",
         progress=False,
     )
-    forms = {str(m.form) for m in model.modules() if isinstance(m, QuantWeight)}
+    forms = {str(m.format) for m in model.modules() if isinstance(m, QuantWeight)}
     if forms:  # where this machine has kernels for them
         assert forms == {"int4-g32" if CASES[case][1] else "int4-g32-asym"}
         values = model.layers[0].down.weight.dequantize()
         assert (values - made["mlp.down_proj"].values).abs().max() < 1e-4
     plain, _ = load_model(
         tmp_path,
+        LoadOptions(device="cpu", dtype="float32", quantization="none"),
         ops=ReferenceOps(),
-        device="cpu",
-        dtype="float32",
-        quantization="none",
         progress=False,
     )
     assert torch.equal(plain.layers[0].down.weight, made["mlp.down_proj"].values)

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError, OctavoError
 from octavo.model.dequant import CHUNK, FORMATS, dequantize
 from octavo.model.gguf import NEUTRAL, hf_name, open_gguf, read_header
-from octavo.model.load import load_model, open_checkpoint
+from octavo.model.load import LoadOptions, load_model, open_checkpoint
 from octavo.ops.reference import ReferenceOps
 
 gguf = pytest.importorskip("gguf")
@@ -290,8 +290,10 @@ def test_a_model_is_the_same_from_gguf_and_from_safetensors(
 ) -> None:
     original, path = make(architecture, tmp_path)
     original.save_pretrained(tmp_path / "saved")
-    ours, _ = load_model(path, ops=ReferenceOps(), dtype="float32", progress=False)
-    theirs, _ = load_model(tmp_path / "saved", ops=ReferenceOps(), dtype="float32", progress=False)
+    ours, _ = load_model(path, LoadOptions(dtype="float32"), ops=ReferenceOps(), progress=False)
+    theirs, _ = load_model(
+        tmp_path / "saved", LoadOptions(dtype="float32"), ops=ReferenceOps(), progress=False
+    )
     same = dataclasses.replace(
         ours.config, eos_ids=theirs.config.eos_ids, dtype=theirs.config.dtype
     )

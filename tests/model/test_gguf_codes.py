@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.model.dequant import CODED, FORMATS
-from octavo.model.load import load_model
+from octavo.model.load import LoadOptions, load_model
 from octavo.ops import Ops
 from octavo.ops.cpu import CpuOps
 from octavo.ops.cpu.cpu_features import instruction_set
@@ -70,7 +70,10 @@ def write(path: Path, kinds: dict[str, str], default: str = "Q4_K") -> Path:
 
 def load(path: Path, ops: Ops, quantization: str = "auto") -> CausalLM:
     return load_model(
-        path, ops=ops, dtype="float32", device=DEVICE, quantization=quantization, progress=False
+        path,
+        LoadOptions(dtype="float32", device=DEVICE, quantization=quantization),
+        ops=ops,
+        progress=False,
     )[0]
 
 
@@ -89,9 +92,9 @@ def forms(model: CausalLM) -> dict[str, str]:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, JoinedWeight):
-            found[name] = " ".join(str(part.form) for part in weight.parts)
-        elif hasattr(weight, "form"):
-            found[name] = str(weight.form)
+            found[name] = " ".join(str(part.format) for part in weight.parts)
+        elif hasattr(weight, "format"):
+            found[name] = str(weight.format)
     return found
 
 

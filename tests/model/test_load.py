@@ -41,7 +41,7 @@ from octavo.model.checkpoint import (
     open_safetensors,
     read_header,
 )
-from octavo.model.load import dummy_weights, load_model, load_weights, open_checkpoint
+from octavo.model.load import LoadOptions, dummy_weights, load_model, load_weights, open_checkpoint
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 
@@ -572,7 +572,10 @@ def test_progress_stays_silent_on_short_loads(capsys: pytest.CaptureFixture[str]
 def test_load_model_from_a_directory(tmp_path: Path) -> None:
     given = weights()
     model, checkpoint = load_model(
-        str(write_directory(tmp_path, given)), ops=NO_OPS, dtype="bfloat16", progress=False
+        str(write_directory(tmp_path, given)),
+        LoadOptions(dtype="bfloat16"),
+        ops=NO_OPS,
+        progress=False,
     )
     assert (
         isinstance(model, Toy)
@@ -590,9 +593,11 @@ def test_auto_dtype_is_the_checkpoints(tmp_path: Path) -> None:
 
 def test_dummy_weights_need_only_a_config_and_depend_on_the_seed(tmp_path: Path) -> None:
     made = [
-        load_model(write_directory(tmp_path), ops=NO_OPS, load_format="dummy", seed=5)[0],
-        load_model(CONFIG, ops=NO_OPS, load_format="dummy", seed=5)[0],
-        load_model(CONFIG, ops=NO_OPS, load_format="dummy", seed=6)[0],
+        load_model(write_directory(tmp_path), LoadOptions(load_format="dummy", seed=5), ops=NO_OPS)[
+            0
+        ],
+        load_model(CONFIG, LoadOptions(load_format="dummy", seed=5), ops=NO_OPS)[0],
+        load_model(CONFIG, LoadOptions(load_format="dummy", seed=6), ops=NO_OPS)[0],
     ]
     a, b, c = (dict(model.named_parameters()) for model in made)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -620,12 +625,16 @@ def test_dummy_weights_fill_low_precision_in_place() -> None:
 )
 def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        load_model(CONFIG, ops=NO_OPS, **options)
+        load_model(CONFIG, LoadOptions(**options), ops=NO_OPS)
 
 
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(UnknownArchitecture, match="MysteryModel"):
-        load_model(CONFIG | {"architectures": ["MysteryModel"]}, ops=NO_OPS, load_format="dummy")
+        load_model(
+            CONFIG | {"architectures": ["MysteryModel"]},
+            LoadOptions(load_format="dummy"),
+            ops=NO_OPS,
+        )
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
@@ -730,9 +739,13 @@ def test_a_model_of_8_billion_weights_is_refused_where_memory_is_short(
 def test_a_config_that_no_machine_can_hold_is_refused() -> None:
     huge = EIGHT_BILLION | {"hidden_size": 2**30, "intermediate_size": 2**31 - 1, "head_dim": 2**30}
     with pytest.raises(ModelError, match="weights that cannot be allocated"):
-        load_model(huge, ops=NO_OPS, load_format="dummy")
+        load_model(huge, LoadOptions(load_format="dummy"), ops=NO_OPS)
     with pytest.raises(ModelError, match="num_hidden_layers must be at most 10000"):
-        load_model(EIGHT_BILLION | {"num_hidden_layers": 10**9}, ops=NO_OPS, load_format="dummy")
+        load_model(
+            EIGHT_BILLION | {"num_hidden_layers": 10**9},
+            LoadOptions(load_format="dummy"),
+            ops=NO_OPS,
+        )
 
 
 def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path: Path) -> None:

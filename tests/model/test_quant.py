@@ -17,12 +17,12 @@ from octavo.errors import CheckpointError, InvalidRequest
 from octavo.model import embedded, quant
 from octavo.model import quantized as quantized_files
 from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
-from octavo.model.load import load_model, open_checkpoint
+from octavo.model.load import LoadOptions, load_model, open_checkpoint
 from octavo.ops import select
 from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.kv import CODES
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.weight import Format, QuantWeight
+from octavo.ops.weight import QuantWeight, WeightFormat
 from tests import tiny
 from tests.batch import empty_kv, make_batch, scattered_tables
 
@@ -48,7 +48,7 @@ def gguf_blocks(kind: int, count: int, size: float = 0.02) -> torch.Tensor:
     form, generator = FORMATS[kind], torch.Generator().manual_seed(kind)
     blocks = torch.randint(0, 256, (count, form.nbytes), dtype=torch.uint8, generator=generator)
     for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(
-        form.name, (0, 2) if CODED[kind].least else (0,)
+        form.name, (0, 2) if CODED[kind].asymmetric else (0,)
     ):
         scale = torch.rand(count, 1, generator=generator) * size + size / 20
         blocks[:, at : at + 2] = scale.half().view(torch.uint8)
@@ -73,7 +73,7 @@ def test_a_format_loses_no_more_than_its_steps(name: str, outputs: int, inputs: 
 @pytest.mark.parametrize("name", ERRORS)
 def test_names_are_read_and_written(name: str) -> None:
     form = quant.parse(name)
-    assert isinstance(form, Format) and str(form) == name
+    assert isinstance(form, WeightFormat) and str(form) == name
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
@@ -86,7 +86,7 @@ def test_an_unknown_name_says_which_there_are() -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_quantising_twice_changes_nothing(name: str) -> None:
     once = quantized(name, values(20, 96))
-    again = QuantWeight.empty(once.form, 20, 96)
+    again = QuantWeight.empty(once.format, 20, 96)
     quant.fill(again, once)
     assert torch.equal(once.dequantize(), again.dequantize())
 
@@ -119,7 +119,7 @@ def test_blocks_of_gguf_are_taken_over_exactly(kind: int) -> None:
         )
     )
     got = as_codes(data, kind, inputs)
-    assert got.shape == (201, inputs) and got.form == CODED[kind]
+    assert got.shape == (201, inputs) and got.format == CODED[kind]
     assert torch.equal(
         got.dequantize().flatten().view(torch.int32), want.flatten().contiguous().view(torch.int32)
     )
@@ -131,9 +131,10 @@ def test_blocks_of_gguf_are_taken_over_exactly(kind: int) -> None:
 def test_k_blocks_lose_less_as_four_bits_with_float16_scales_than_as_eight_bits_anew() -> None:
     """Why a CPU, whose kernels read scales of float16, gets them so."""
     exact = as_codes(gguf_blocks(12, 300), 12, 768)
-    assert quant.for_cpu(exact.form) == quant.FORMATS["int4-g32-asym"]
+    assert quant.for_cpu(exact.format) == quant.FORMATS["int4-g32-asym"]
     four, eight = (
-        QuantWeight.empty(form, *exact.shape) for form in (quant.for_cpu(exact.form), quant.EDGE)
+        QuantWeight.empty(form, *exact.shape)
+        for form in (quant.for_cpu(exact.format), quant.EDGE_FORMAT)
     )
     quant.fill(four, exact)
     quant.fill(eight, exact.dequantize())
@@ -148,16 +149,16 @@ def test_scales_beyond_float16_are_refused_not_made_infinite() -> None:
     exact = as_codes(gguf_blocks(12, 1), 12, 256)
     exact.scale[0, 3] = 1e6
     with pytest.raises(CheckpointError, match="float16 cannot hold"):
-        quant.fill(QuantWeight.empty(quant.for_cpu(exact.form), 1, 256), exact)
+        quant.fill(QuantWeight.empty(quant.for_cpu(exact.format), 1, 256), exact)
 
 
 @installed
 @needs_kernels
 def test_the_embedded_model_runs_from_its_own_blocks() -> None:
     model, checkpoint = load_model(
-        None, ops=ReferenceOps(), dtype="float32", quantization="auto", progress=False
+        None, LoadOptions(dtype="float32", quantization="auto"), ops=ReferenceOps(), progress=False
     )
-    assert {str(m.form) for m in model.modules() if isinstance(m, QuantWeight)} == {
+    assert {str(m.format) for m in model.modules() if isinstance(m, QuantWeight)} == {
         "int4-g32-asym",
         "int8-g32",
     }
@@ -224,7 +225,9 @@ def test_op_by_op_a_rows_hidden_states_do_not_depend_on_chunks(
 ) -> None:
     """Compares bits, not tokens: a difference in the last bit changes one token of thousands."""
     model, _ = load_model(
-        config, ops=select("cpu"), dtype="float32", load_format="dummy", quantization=name
+        config,
+        LoadOptions(dtype="float32", load_format="dummy", quantization=name),
+        ops=select("cpu"),
     )
     assert getattr(model, "fused", None) is None
     lengths = [70, 33]

@@ -10,7 +10,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.model import quant
 from octavo.model import quantized as quantized_files
-from octavo.model.load import load_model, open_checkpoint
+from octavo.model.load import LoadOptions, load_model, open_checkpoint
 from octavo.ops import Ops
 from octavo.ops.reference import ReferenceOps
 from tests import tiny
@@ -27,10 +27,8 @@ CHUNKS = [([5, 99, 17, 200, 3], 0), ([42], 0), (list(range(60, 81)), 0)]
 def logits(ops: Ops, architecture: str, name: str) -> torch.Tensor:
     model, _ = load_model(
         tiny.model_dir(architecture),
+        LoadOptions(dtype="float32", device=DEVICE, quantization=name),
         ops=ops,
-        dtype="float32",
-        device=DEVICE,
-        quantization=name,
         progress=False,
     )
     tables = scattered_tables([len(ids) for ids, _ in CHUNKS], 8)
@@ -52,12 +50,11 @@ def test_logits(architecture: str, name: str) -> None:
 def test_nothing_of_a_quantised_model_stays_unpacked() -> None:
     model, _ = load_model(
         tiny.model_dir("qwen2"),
+        LoadOptions(dtype="float32", quantization="int4-g128"),
         ops=TritonOps(),
-        dtype="float32",
-        quantization="int4-g128",
         progress=False,
     )
-    assert {str(m.form) for m in model.modules() if isinstance(m, PackedWeight)} == {
+    assert {str(m.format) for m in model.modules() if isinstance(m, PackedWeight)} == {
         "int4-g128",
         "int8-g32",
     }
@@ -113,7 +110,7 @@ def test_a_quantised_checkpoint_runs_from_its_own_codes(tmp_path: Path) -> None:
         open_checkpoint(tiny.model_dir()), quant.FORMATS["int4-g32"], tmp_path / "small"
     )
     llm = LLM(str(tmp_path / "small"), device="cuda", **OPTIONS)
-    assert {str(m.form) for m in llm.model.modules() if isinstance(m, PackedWeight)} == {
+    assert {str(m.format) for m in llm.model.modules() if isinstance(m, PackedWeight)} == {
         "int4-g32",
         "int8-g32",
     }

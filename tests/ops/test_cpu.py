@@ -32,7 +32,7 @@ needs_kernels = pytest.mark.skipif(
     isinstance(instruction_set(), str), reason=str(instruction_set())
 )
 # those that the kernels compute
-FORMATS = sorted(name for name, form in quant.FORMATS.items() if not form.float)
+FORMATS = sorted(name for name, form in quant.FORMATS.items() if not form.is_float)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

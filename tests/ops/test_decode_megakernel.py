@@ -115,14 +115,14 @@ def stepped(
 
 def compare(model: Any, fused: Any, lengths: list[int], block: int) -> None:
     """Of the kernel with the ops."""
-    model.known = None
+    model.fused_logits = None
     want, wanted, kept = stepped(model, lengths, block, None)
-    assert model.known is None
+    assert model.fused_logits is None
     (got, logits, written), (again, repeated, _) = (
         stepped(model, lengths, block, fused) for _ in range(2)
     )
     assert fused.kernels[len(lengths), block] is not None
-    assert (model.known is None) == (model.config.vocab_size % 8 != 0)
+    assert (model.fused_logits is None) == (model.config.vocab_size % 8 != 0)
     assert torch.equal(got, again) and torch.equal(logits, repeated), (
         f"{lengths}: another result the second time"
     )
@@ -394,10 +394,10 @@ def spec(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Deco
                 head=matrix(32000, hidden),
                 layers=[layer],
                 norm=one,
-                heads=heads,
-                kv_heads=kv_heads,
-                dim=dim,
-                eps=1e-5,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=dim,
+                norm_eps=1e-5,
                 scale=1.0,
                 gelu=False,
                 dtype=dtype,
@@ -455,9 +455,9 @@ def test_other_decoders_are_computed_op_by_op() -> None:
     assert not decode_megakernel.supports(
         spec("qwen3-0.6b", torch.float16)
     ) and not decode_megakernel.supports(spec("qwen3-0.6b", torch.float32))
-    assert not decode_megakernel.supports(spec("qwen3-0.6b", dim=96))
+    assert not decode_megakernel.supports(spec("qwen3-0.6b", head_dim=96))
     assert not decode_megakernel.supports(
-        spec("qwen3-0.6b", heads=22, kv_heads=2)
+        spec("qwen3-0.6b", num_heads=22, num_kv_heads=2)
     )  # eleven share a key
     for changes in (
         dict(out=QuantWeight.empty(FORMATS["int8"], 1024, 2048)),

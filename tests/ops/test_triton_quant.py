@@ -47,7 +47,7 @@ def quantized(name: str, outputs: int, inputs: int) -> QuantWeight:
     if name in quant.FORMATS:
         quant.fill(weight, random(outputs, inputs, seed=1))
     else:  # nobody makes these from numbers; of 8 bits with least values there are 32 codes at most
-        most = 32 if form.least and form.bits == 8 else 256
+        most = 32 if form.asymmetric and form.bits == 8 else 256
         generator = torch.Generator(DEVICE).manual_seed(1)
         weight.codes.random_(0, most, generator=generator)
         weight.scale.normal_(0, 2 / most, generator=generator)
@@ -69,7 +69,7 @@ def error(got: Tensor, x: Tensor, weight: QuantWeight, bias: Tensor | None = Non
 
 def rounded(x: Tensor, weight: QuantWeight) -> Tensor:
     """What is left of x where activations have 8 bits."""
-    if not weight.form.rounds or len(x) <= packed.EXACT_ROWS:
+    if not weight.format.quantizes_activations or len(x) <= packed.EXACT_ROWS:
         return x
     unit = x.float().abs().amax(1, keepdim=True) / 127
     return (x.float() / unit + 0.5).floor() * unit

@@ -48,7 +48,7 @@ class CpuOps(ReferenceOps):
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
             team = workers()
-            if team is None or weight.form.float:
+            if team is None or weight.format.is_float:
                 return weight
             self.packed = True
             return PackedWeight(weight, team.step.LANES)

@@ -36,7 +36,7 @@ def fits(spec: DecoderSpec, lanes: int) -> bool:
         return False
     hidden = spec.layers[0].qkv.shape[1]
     inner = spec.layers[0].down.shape[1]
-    return spec.dim % lanes == 0 and hidden % lanes == 0 and inner % lanes == 0
+    return spec.head_dim % lanes == 0 and hidden % lanes == 0 and inner % lanes == 0
 
 
 def spare_bytes(lanes: int, tile: int, widest: int) -> int:
@@ -183,12 +183,14 @@ class FusedDecoder:
         workers = self.workers
         step = self.workers.step
         rows = len(x)
-        wide = spec.heads * spec.dim
+        wide = spec.num_heads * spec.head_dim
         last = None if batch.last is None else batch.logit_rows
         out = torch.empty(rows if last is None else len(last), self.hidden)
-        watched = None if batch.watched is None else numbered(batch, batch.watched, spec.kv_heads)
+        watched = (
+            None if batch.watched is None else numbered(batch, batch.watched, spec.num_kv_heads)
+        )
         with workers.lock:
-            record = attention_record(workers, batch, spec.heads, kv, spec.scale, watched)
+            record = attention_record(workers, batch, spec.num_heads, kv, spec.scale, watched)
             a = step.attention_jit
             job: Record = np.zeros(step.FIELDS, dtype=np.int64)
             job[step.KIND] = step.DECODER
@@ -206,7 +208,7 @@ class FusedDecoder:
             job[step.SLOTS] = batch.kv_slots.data_ptr()
             job[step.LAST] = address(last)
             job[step.LAST_COUNT] = len(out)
-            write_float(job, step.EPS, spec.eps)
+            write_float(job, step.EPS, spec.norm_eps)
             job[step.QUANTIZED] = workers.memory("quantized", rows * self.row_bytes)
             job[step.SPARE] = workers.memory("spare", self.spare * workers.threads)
             job[step.SPARE_SIZE] = self.spare

@@ -31,10 +31,10 @@ class PackedWeight(nn.Module):
 
     def __init__(self, weight: QuantWeight, lanes: int):
         super().__init__()
-        self.form = weight.form
+        self.format = weight.format
         self.shape = weight.shape
         outputs, inputs = weight.shape
-        self.group = weight.form.group or -(-inputs // STRIP) * STRIP
+        self.group = weight.format.group_size or -(-inputs // STRIP) * STRIP
         self.register_buffer("codes", _blocked_codes(weight, lanes, self.group))
         self.register_buffer("scale", _blocked_info(weight.scale, lanes))
         self.register_buffer(
@@ -49,14 +49,14 @@ class PackedWeight(nn.Module):
             inputs,
             outputs,
             self.group,
-            weight.form.bits,
+            weight.format.bits,
         ]
         self.record = np.array(fields, dtype=np.int64)
 
 
 def _blocked_codes(weight: QuantWeight, lanes: int, group: int) -> Tensor:
     outputs, inputs = weight.shape
-    bits = weight.form.bits
+    bits = weight.format.bits
     blocks = -(-outputs // lanes)
     padded = -(-inputs // group) * group
     out = ARENA.take(blocks * lanes * padded * bits // 8).view(
@@ -68,7 +68,7 @@ def _blocked_codes(weight: QuantWeight, lanes: int, group: int) -> Tensor:
         part = weight[first * lanes : (first + step) * lanes].unpacked()
         count = -(-len(part) // lanes)
         part = F.pad(
-            part, (0, padded - inputs, 0, count * lanes - len(part)), value=weight.form.zero
+            part, (0, padded - inputs, 0, count * lanes - len(part)), value=weight.format.zero_point
         )
         part = part.view(count, lanes, padded // STRIP, 8, 4).permute(0, 2, 3, 1, 4)
         out[first : first + count] = part if bits == 8 else part[:, :, 0::2] | part[:, :, 1::2] << 4

@@ -104,7 +104,7 @@ def supports(spec: DecoderSpec) -> bool:
     )
     return (
         not posts
-        and spec.dim in (64, 128)
+        and spec.head_dim in (64, 128)
         and all(n % 64 == 0 for n in inputs)
         and heads_per_block(spec) <= MAX_HEADS_PER_BLOCK
     )
@@ -123,7 +123,7 @@ def available(device: torch.device) -> bool:
 
 def heads_per_block(spec: DecoderSpec) -> int:
     """Query heads per attention task for long contexts; they share a KV head."""
-    group = spec.heads // spec.kv_heads
+    group = spec.num_heads // spec.num_kv_heads
     return 4 if group % 4 == 0 else group
 
 
@@ -187,14 +187,16 @@ class DecodeMegakernel:
         kernel = self.kernel(rows, kv.shape[4])
         if kernel is None:
             return None
-        splits = max(1, self.blocks // (rows * spec.kv_heads))
+        splits = max(1, self.blocks // (rows * spec.num_kv_heads))
         parts = torch.empty(
-            rows * spec.heads * splits * (spec.dim + 2), dtype=torch.float32, device=hidden.device
+            rows * spec.num_heads * splits * (spec.head_dim + 2),
+            dtype=torch.float32,
+            device=hidden.device,
         )
         barrier_count = torch.zeros(1, dtype=torch.int32, device=hidden.device)
         qkv, attention_out, mlp_inner = (
             hidden.new_empty(rows, n)
-            for n in (self.width + 2 * spec.kv_heads * spec.dim, self.width, self.inter)
+            for n in (self.width + 2 * spec.num_kv_heads * spec.head_dim, self.width, self.inter)
         )
         scaled_hidden = torch.empty_like(hidden)
         last = torch.empty_like(hidden)
@@ -222,7 +224,7 @@ class DecodeMegakernel:
             batch.block_table.stride(0),
             *(tensor.data_ptr() for tensor in lists),
             len(spec.layers),
-            spec.eps,
+            spec.norm_eps,
             spec.scale * math.log2(math.e),
         )
         try:
@@ -285,7 +287,9 @@ def shared_memory_layout(
     Two parts if the ring then holds more chunks. decode_megakernel.cu divides the memory likewise."""
     layer = spec.layers[0]
     group = heads_per_block(spec)
-    attend = (spec.dim + group * (spec.dim + 8) + WARPS * group * spec.dim + 3 * group + 4) * 4
+    attend = (
+        spec.head_dim + group * (spec.head_dim + 8) + WARPS * group * spec.head_dim + 3 * group + 4
+    ) * 4
     chunks_per_unit = -(-layer.down.shape[1] // 64 // COLUMNS)
     split = min(-(-2 * chunks_per_unit // 3) * COLUMNS * 64, layer.down.shape[1])
 
@@ -321,9 +325,9 @@ def constants_of(
         "HIDDEN": layer.qkv.shape[1],
         "INTER": layer.down.shape[1],
         "VOCAB": vocabulary(spec),
-        "HEADS": spec.heads,
-        "KV_HEADS": spec.kv_heads,
-        "DIM": spec.dim,
+        "HEADS": spec.num_heads,
+        "KV_HEADS": spec.num_kv_heads,
+        "DIM": spec.head_dim,
         "BLOCK": block,
         "BLOCKS": blocks,
         "STAGES": stages,

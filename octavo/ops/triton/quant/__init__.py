@@ -88,7 +88,7 @@ def linear(
 
 
 def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
-    if rows > EXACT_ROWS and weight.form.rounds:
+    if rows > EXACT_ROWS and weight.format.quantizes_activations:
         return Rounded(SMALL) if OLD else next(how for most, how in ROUNDED.items() if rows <= most)
     if rows > FEW_ROWS and fits(dtype, weight):
         return fastest(rows, *weight.shape)

@@ -74,7 +74,7 @@ def expand(
     grid = triton.cdiv(rows, tall), triton.cdiv(pairs, 4 * wide)
     expand_kernel[grid](
         out if ids is None else ids, weight.words.view(torch.int32), weight.info, out, first, rows, weight.shape[1], pairs,
-        weight.info.shape[-1], factor, weight.kind, weight.form.group, weight.form.least, ids is not None, tall, wide, AVAILABLE,
+        weight.info.shape[-1], factor, weight.kind, weight.format.group_size, weight.format.asymmetric, ids is not None, tall, wide, AVAILABLE,
         num_warps=4, enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
 

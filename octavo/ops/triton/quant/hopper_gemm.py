@@ -35,7 +35,7 @@ from octavo.ops.triton.dependent_launch import LAUNCH
 from octavo.ops.triton.quant.packed_weight import LOCKS, PackedWeight
 from octavo.ops.triton.quant.quant_gemm import PROCESSORS
 from octavo.ops.triton.quant.weight_codes import BYTES, E4M3, FP8, INT4
-from octavo.ops.weight import Format
+from octavo.ops.weight import WeightFormat
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 STEP = gl.constexpr(64)  # inputs
@@ -325,12 +325,12 @@ def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     )
 
 
-def known(form: Format) -> bool:
+def known(form: WeightFormat) -> bool:
     """Groups of 128 inputs or none, and scales alone."""
     return (
         HOPPER
-        and form.group == (128 if form.bits == 4 else 0)
-        and not (form.least or form.wide or form.rounds)
+        and form.group_size == (128 if form.bits == 4 else 0)
+        and not (form.asymmetric or form.float32_scales or form.quantizes_activations)
     )
 
 
@@ -338,7 +338,7 @@ def fits(dtype: torch.dtype, weight: PackedWeight) -> bool:
     """Whole tiles and pairs of steps."""
     outputs, inputs = weight.shape
     return (
-        known(weight.form)
+        known(weight.format)
         and dtype == torch.bfloat16
         and outputs % 128 == 0
         and inputs % (2 * STEP.value) == 0

@@ -37,7 +37,7 @@ class PackedWeight(nn.Module):
 
     def __init__(self, weight: QuantWeight):
         super().__init__()
-        self.form = weight.form
+        self.format = weight.format
         self.shape = weight.shape
         self.register_buffer("words", _words(weight))
         self.register_buffer("info", _info(weight, self.blocks * WORDS * self.parts))
@@ -50,12 +50,12 @@ class PackedWeight(nn.Module):
     @property
     def kind(self) -> int:
         """What a code is, for the kernels."""
-        return (INT4 if self.form.bits == 4 else FP8 if self.form.float else INT8).value
+        return (INT4 if self.format.bits == 4 else FP8 if self.format.is_float else INT8).value
 
     @property
     def parts(self) -> int:
         """Codes in a word."""
-        return 16 // self.form.bits
+        return 16 // self.format.bits
 
     @property
     def blocks(self) -> int:
@@ -64,17 +64,17 @@ class PackedWeight(nn.Module):
 
 def _words(weight: QuantWeight) -> Tensor:
     outputs, inputs = weight.shape
-    parts = 16 // weight.form.bits
+    parts = 16 // weight.format.bits
     blocks = -(-inputs // (WORDS * parts))
     out = torch.empty(outputs, blocks * WORDS, dtype=torch.int16, device=weight.codes.device)
     step = max(1, (1 << 24) // inputs)  # rows at a time: the codes are unpacked for a moment
     for first in range(0, outputs, step):
         rows = slice(first, first + step)
         codes = weight[rows].unpacked()
-        codes = F.pad(codes, (0, blocks * WORDS * parts - inputs), value=weight.form.zero)
-        if weight.form.bits == 8:
+        codes = F.pad(codes, (0, blocks * WORDS * parts - inputs), value=weight.format.zero_point)
+        if weight.format.bits == 8:
             # around 128 -> signed; what is a float stays as it is
-            signed = codes ^ weight.form.zero
+            signed = codes ^ weight.format.zero_point
             out[rows] = (
                 signed.view(-1, blocks, 2, WORDS)
                 .transpose(2, 3)
@@ -90,16 +90,16 @@ def _words(weight: QuantWeight) -> Tensor:
 
 def _info(weight: QuantWeight, inputs: int) -> Tensor:
     """inputs: with what is padded; a padded group's scale is zero."""
-    if not weight.form.group:
+    if not weight.format.group_size:
         return weight.scale[:, 0].float()
-    groups = -(-inputs // weight.form.group)
+    groups = -(-inputs // weight.format.group_size)
     scale = F.pad(weight.scale, (0, groups - weight.scale.shape[1])).t()  # [groups, out]
     least = (
         None
         if weight.least is None
         else F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
     )
-    if weight.form.wide:
+    if weight.format.float32_scales:
         return scale.contiguous() if least is None else torch.stack((scale, least), 1).flatten(0, 1)
     if least is not None:
         pairs = torch.stack((scale, least), 2)

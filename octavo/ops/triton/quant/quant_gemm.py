@@ -228,13 +228,13 @@ def gemm(
     """x [T, in] -> [T, out], written over add where there is one"""
     rows = len(x)
     (outputs, inputs) = weight.shape
-    form = weight.form
+    form = weight.format
     out = x.new_empty(rows, outputs) if add is None else add
     tiles, split, partial = cut(rows, weight, how)
     gemm_kernel[tiles, split](
         x, weight.words, weight.info, bias, out, partial, weight.locks, rows, outputs, inputs, weight.blocks,
-        weight.info.shape[-1], split, weight.kind, form.group, form.least, bias is not None, add is not None, how.rows,
-        how.outputs, how.blocks, split > 1, how.after and form.group == 128 and not form.least,
+        weight.info.shape[-1], split, weight.kind, form.group_size, form.asymmetric, bias is not None, add is not None, how.rows,
+        how.outputs, how.blocks, split > 1, how.after and form.group_size == 128 and not form.asymmetric,
         inputs % (how.blocks * WORDS * weight.parts) == 0,
         triton.next_power_of_2(max(1, how.blocks * (how.stages - 1) // 2)), how.stages,
         AVAILABLE and x.dtype != torch.float32, num_warps=how.warps, num_stages=how.stages, **LAUNCH,

@@ -212,7 +212,7 @@ def gemv(
 ) -> Tensor:
     """x [1, in] -> [1, out], written over add where there is one"""
     (outputs, inputs) = weight.shape
-    form = weight.form
+    form = weight.format
     out = x.new_empty(1, outputs) if add is None else add
     if inputs % 2:
         x = F.pad(x, (0, 1))
@@ -225,8 +225,8 @@ def gemv(
     pairs = torch.int64 if x.dtype == torch.float32 else torch.int32
     gemv_kernel[triton.cdiv(outputs, how.outputs),](
         x.view(pairs), weight.words.view(torch.int32), weight.info, bias, add, out, outputs, x.shape[1] // 2,
-        row_pairs, weight.info.shape[-1], weight.kind, form.group, form.least, bias is not None,
+        row_pairs, weight.info.shape[-1], weight.kind, form.group_size, form.asymmetric, bias is not None,
         add is not None, how.outputs, 32 * how.warps, AVAILABLE, even,
-        AVAILABLE and form.bits == 4 and form.group == 128 and x.dtype != torch.float32, num_warps=how.warps, **LAUNCH,
+        AVAILABLE and form.bits == 4 and form.group_size == 128 and x.dtype != torch.float32, num_warps=how.warps, **LAUNCH,
     )  # fmt: skip
     return out
