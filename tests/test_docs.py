@@ -237,3 +237,18 @@ def test_the_reading_path_of_the_core_is_complete() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("octavo."):
                 imported.add((node.module or "").replace(".", "/") + ".py")
     assert imported - set(path) == set(trusted)
+
+
+MOST_LINES_OF_A_LOG_ENTRY = 15
+
+
+def test_entries_of_the_log_are_short_dated_and_newest_first() -> None:
+    entries = re.split(r"^## ", (ROOT / "docs" / "LOG.md").read_text(), flags=re.MULTILINE)[1:]
+    dates = []
+    for entry in entries:
+        title, *body = entry.rstrip().splitlines()
+        assert len(body) <= MOST_LINES_OF_A_LOG_ENTRY, f"{title}: {len(body)} lines"
+        dated = re.match(r"\*(?P<date>\d{4}-\d\d-\d\d)(, [0-9a-f]{7})+\.\* ", body[0])
+        assert dated, f"{title}: begin with *date, commit.*"
+        dates.append(dated["date"])
+    assert dates == sorted(dates, reverse=True)
