@@ -167,6 +167,16 @@ def serve(
             show_default=True,
         ),
     ] = 8,
+    text_workers: Annotated[
+        int,
+        option(
+            "Number of worker processes that parse and tokenise long inputs.",
+            "Load",
+            "N",
+            min=1,
+            show_default=True,
+        ),
+    ] = 2,
     queue_timeout: Annotated[
         float,
         option(
@@ -259,6 +269,7 @@ def serve(
             connections_per_address=max_connections_per_address,
             watchers=max_watchers,
         ),
+        text_workers=text_workers,
         queue_timeout=queue_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,

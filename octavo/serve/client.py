@@ -534,7 +534,6 @@ class EngineClient:
         if self.config.chat_template is not None:
             tokenizer.chat_templates = {"default": self.config.chat_template}
         self.tokenizer = tokenizer
-        gc.collect()
         gc.freeze()  # a vocabulary's objects stay, and are not looked through again and again
         gc.set_threshold(OBJECTS)
 

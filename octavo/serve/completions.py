@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -73,8 +74,8 @@ async def render(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ChatRequest)
     asked, shape = read_chat(front, exchange.caller, body, unknown)
     asked.params.check_vocabulary(front.client.model.vocab_size)
-    ids = await chat_ids(front, body, asked, shape)
-    text = front.tokenizer.decode(ids, skip_special_tokens=False)
+    ids = await prompt.chat_ids(front, body, asked, shape.tools, context=sys.maxsize)
+    text = await front.text.decode(front.tokenizer, ids)
     reply = {
         "prompt": text,
         "token_ids": ids,
@@ -188,16 +189,12 @@ def default_length(front: Front) -> int | None:
     return None if length is None else int(length)
 
 
-async def chat_ids(front: Front, body: ChatRequest, asked: Asked, shape: Shape) -> list[int]:
-    ids = await prompt.chat_prompt(front, body, shape.tools)
-    return prompt.truncate(front, body, ids, asked.wanted, asked.headers)
-
-
 async def prepare_chat(
     front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
 ) -> tuple[Prepared, Shape]:
     asked, shape = read_chat(front, caller, body, unknown)
-    ids = await chat_ids(front, body, asked, shape)
+    context = prompt.longest(front, body.truncate_prompt_tokens)
+    ids = await prompt.chat_ids(front, body, asked, shape.tools, context)
     prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"
@@ -233,12 +230,8 @@ async def prepare_completion(
         params = replace(params, prompt_logprobs=max(top, params.prompt_logprobs or 0))
     params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)
-    prompts: list[tuple[str | None, list[int]]] = []
-    for text, ids in await prompt.completion_prompts(front, body):
-        kept = prompt.truncate(front, body, ids, wanted, headers)
-        # the text of a prompt that was cut is decoded from its tokens
-        prompts.append((text if len(kept) == len(ids) else None, kept))
     asked = Asked(params, max(wanted, 1), timeout, headers)
+    prompts = await prompt.completion_prompts(front, body, asked)
     return validate.build(front, caller, body, prompts, asked), shape
 
 

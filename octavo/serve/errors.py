@@ -90,6 +90,13 @@ class ApiError(Exception):
     def encode(self) -> bytes:
         return msgspec.json.encode(self.body)
 
+    def forget(self) -> ApiError:
+        """The error without its traceback, which would keep the request's data until the garbage collector runs: the frame that
+        handles the error refers to it, and it to the frame."""
+        self.__traceback__ = None
+        self.__context__ = None
+        return self
+
 
 def api_error(error: Exception) -> ApiError:
     """Any exception as what a client may know of it."""
@@ -111,6 +118,15 @@ def api_error(error: Exception) -> ApiError:
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
+
+
+def prompt_too_long(tokens: int | str, context: int, param: str = "prompt") -> ApiError:
+    """`tokens`: how many the prompt has, or a phrase such as "more than 1024"."""
+    message = (
+        f"the prompt has {tokens} tokens, but the context holds {context} and one must be left to generate: "
+        "shorten it (of a chat or a completion, truncate_prompt_tokens keeps so many of its last tokens)"
+    )
+    return bad(param, message, "context_length_exceeded")
 
 
 def unsupported(param: str, why: str) -> ApiError:

@@ -6,7 +6,8 @@ The client's leaving is noticed from the first byte on, whether it streams or no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from octavo.serve.client import Call
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Caller, Front
 from octavo.serve.http_request import HttpRequest
+from octavo.serve.parse import Bytes
 from octavo.serve.replies import KEEP_ALIVE
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -39,11 +41,24 @@ class Exchange:
         self._request: HttpRequest = scope["octavo.request"]
 
     async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
-        """See octavo.serve.body.read."""
-        headers = self.scope["octavo.headers"]
-        return await body.read(
-            headers, self._receive, self._request.whole_body(), kind, self.front.config.limits
-        )
+        """The request's body as a `kind`, and its unknown fields."""
+        async with self.held_body() as data:
+            return await body.decode(self.front.pool, data, kind, self.front.config.limits)
+
+    @asynccontextmanager
+    async def held_body(self) -> AsyncIterator[Bytes]:
+        """The bytes of the body, which count as the client's until the block is left."""
+        front = self.front
+        _ = front.client.model  # raises while there is no engine to send the request to
+        client = self.scope.get("client")
+        with front.bodies.hold(client[0] if client else "") as held:
+            yield await body.read(
+                self.scope["octavo.headers"],
+                self._receive,
+                self._request.whole_body(),
+                front.config.limits,
+                held,
+            )
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
         await self.send(_encode(value), "application/json", headers, status)
@@ -101,4 +116,7 @@ class Endpoint:
         self.handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.handler(Exchange(self.front, scope, receive, send))
+        try:
+            await self.handler(Exchange(self.front, scope, receive, send))
+        except ApiError as error:
+            raise error.forget() from None

@@ -9,9 +9,11 @@ import time
 from dataclasses import dataclass, field
 
 from octavo import __version__
+from octavo.serve.body import BodyMemory
 from octavo.serve.client import EngineClient
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import not_ready
+from octavo.serve.handlers import Context
 from octavo.serve.jobs import Setup
 from octavo.serve.keys import Key, Keys
 from octavo.serve.messages import Loaded
@@ -31,7 +33,8 @@ class Front:
         self.metrics.source.client = self.client
         self.pool = WorkerPool(config.text_workers, config.limits.text_seconds)
         self.client.trials = Trials(self.pool, config.limits.structure_seconds)
-        self.text = Texts(self.pool, lambda: self.idle)
+        self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
+        self.bodies = BodyMemory(config.limits)
         self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())
         self._fingerprint: tuple[Loaded | None, str] = (None, "")
@@ -57,6 +60,12 @@ class Front:
         if self.client.tokenizer is None:
             raise not_ready(self.client.supervisor.phase, self.client.supervisor.restarting)
         return self.client.tokenizer
+
+    @property
+    def context(self) -> Context:
+        """What jobs need to know, for those that the event loop does itself."""
+        model = self.client.model
+        return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:

@@ -1,12 +1,13 @@
 """The jobs of the worker processes, and their replies: msgspec structs as msgpack. Data only, no sockets.
 
-To add a job: define its struct here, write its handler in worker.py, and enter the handler in HANDLERS there. The front calls
+To add a job: define its struct here, and write its handler in handlers.py and enter it in HANDLERS there. The front calls
 `await front.pool.run(job, type_of_the_result)`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,27 +28,54 @@ class Setup(msgspec.Struct, array_like=True):
     limits: Limits
 
 
-class Encode(msgspec.Struct, tag=True, array_like=True):
-    """Tokenise a text. The result is a list of token ids."""
+class Parse(msgspec.Struct, tag=True, array_like=True):
+    """Parse a body. The result is a pair: the request, and its unknown fields (parse.read_request)."""
 
-    text: str
-    add_special_tokens: bool
+    kind: str  # the name of a struct in protocol.py
+    data: bytes = b""  # the payload
+
+
+class Encode(msgspec.Struct, tag=True, array_like=True):
+    """Tokenise texts. The result is a list of Encoded."""
+
+    texts: list[str]
+    context: int  # tokens: a text that has as many is refused, unless `keep` is given
+    keep: int | None = None  # each text is truncated to so many of its last tokens
+    keep_first: bool = False  # to its first tokens instead
+    add_special_tokens: bool = True
     parse_special: bool = True
 
 
 class EncodeChat(msgspec.Struct, tag=True, array_like=True):
-    """Render a conversation and tokenise it. The result is a list of token ids."""
+    """Render a conversation and tokenise it. The result is an Encoded."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     template: str | None  # the client's own; None: the model's
     options: dict[str, Any]  # see octavo.text.chat.render_marked
+    context: int
+    keep: int | None = None
+    keep_first: bool = False
+    add_special_tokens: bool = False  # put BOS and EOS around the rendered text
+
+
+class Tokenize(msgspec.Struct, tag=True, array_like=True):
+    """The reply of /tokenize. The result is JSON."""
+
+    what: Encode | EncodeChat
+    token_strs: bool
+
+
+class Detokenize(msgspec.Struct, tag=True, array_like=True):
+    """Answer a request to /detokenize. The result is a Detokenized."""
+
+    data: bytes = b""  # the payload
 
 
 class Decode(msgspec.Struct, tag=True, array_like=True):
     """Detokenise. The result is a text."""
 
-    ids: list[int]
+    ids: bytes  # packed
 
 
 class Compile(msgspec.Struct, tag=True, array_like=True):
@@ -56,7 +84,7 @@ class Compile(msgspec.Struct, tag=True, array_like=True):
     spec: StructuredOutputs
 
 
-Job = Encode | EncodeChat | Decode | Compile
+Job = Parse | Encode | EncodeChat | Tokenize | Detokenize | Decode | Compile
 
 # ---- from a worker process --------------------------------------------------------------------------
 
@@ -86,6 +114,36 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 
 Reply = Done | Refused | Failed
+
+
+class Encoded(msgspec.Struct, array_like=True):
+    """The tokens of a text: packed, so that the event loop can unpack many of them in several turns."""
+
+    ids: bytes
+    total: int  # before the text was cut
+
+
+class Tokens(NamedTuple):
+    """The same, unpacked."""
+
+    ids: list[int]
+    total: int
+
+
+class Detokenized(msgspec.Struct, array_like=True):
+    model: str | None
+    unknown: dict[str, Any]
+    reply: bytes  # JSON
+
+
+def pack(ids: list[int]) -> bytes:
+    """Token ids, four bytes each."""
+    return array("I", ids).tobytes()
+
+
+def unpack(data: bytes) -> list[int]:
+    return array("I", data).tolist()
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode

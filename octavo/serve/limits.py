@@ -10,12 +10,18 @@ from octavo.params import MAX_BEAMS
 @dataclass(frozen=True)
 class Limits:
     body_bytes: int = 8 * 2**20
+    body_memory: int = 256 * 2**20  # bytes of all bodies that are not parsed yet
+    body_memory_per_address: int = 64 * 2**20
+    values: int = 65_536  # strings, numbers, lists and objects in a body, besides token ids
+    unknown_fields: int = 256  # that are ignored
     header_bytes: int = 64 * 2**10
     headers: int = 256
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     text_seconds: float = 10.0  # for a worker process to read one input: parse, tokenise, render
-    text_memory_bytes: int = 2**30  # that a worker process may take for one input
+    text_memory: int = 768 * 2**20  # bytes that a worker process may take for one input
+    template_chars: int = 256 * 2**10  # of a chat template that the client sent
+    template_seconds: float = 3.0  # to render a chat by a template that the client sent
     idle_seconds: float = 30.0  # until a connection without a request is closed
     send_seconds: float = 20.0  # until the connection of a client that reads nothing is closed
     connections: int = 4096  # HTTP and WebSocket; as many gRPC connections, and gRPC calls
@@ -30,6 +36,7 @@ class Limits:
     tools: int = 128
     tool_chars: int = 256 * 2**10  # of all tools, as JSON
     prompts: int = 1024  # in one request
+    prompt_tokens: int = 2**20  # of all prompts of one request
     n: int = 128
     best_of: int = 20
     beams: int = MAX_BEAMS

@@ -41,12 +41,27 @@ from octavo.serve.messages import (
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
 READ = 2**18  # bytes at a time
+SMALL = 2**16  # bytes: a smaller message is copied, so that fewer parts are sent
 LONGEST_WAIT = 0.001  # seconds for which what is said waits at most for others to go with it
 LAST_WORDS = 0.5  # seconds that an engine that ends waits for its last message to leave
 
 
 def frame(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
+
+
+def frames(*messages: bytes | bytearray) -> list[bytes | bytearray]:
+    """Several messages as parts to send. Large ones are not copied."""
+    parts: list[bytes | bytearray] = []
+    small = b""
+    for message in messages:
+        small += LENGTH.pack(len(message))
+        if len(message) <= SMALL:
+            small += message
+        else:
+            parts += (small, message)
+            small = b""
+    return [*parts, small]
 
 
 class Pipe:
@@ -57,11 +72,15 @@ class Pipe:
         self.socket = end
         self.closed = False  # by the other side
         self._in = bytearray()
+        self._large: bytearray | None = None  # a message of more than READ bytes, so far
+        self._filled = 0  # bytes of it
         self._out: deque[memoryview] = deque()
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self) -> list[bytes | bytearray] | None:
         """The messages that are complete after one more read; None: there is nothing to read now."""
         try:
+            if self._large is not None:
+                return self._receive_large(self._large)
             data = self.socket.recv(READ)
         except BlockingIOError:
             return None
@@ -69,21 +88,42 @@ class Pipe:
             data = b""
         self.closed = not data
         self._in += data
-        found = []
-        at = 0
-        while len(self._in) - at >= LENGTH.size:
-            end = at + LENGTH.size + LENGTH.unpack_from(self._in, at)[0]
+        found: list[bytes | bytearray] = []
+        start = 0
+        while len(self._in) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._in, start)
+            end = start + LENGTH.size + length
             if end > len(self._in):
+                if length > READ:
+                    self._begin_large(start, length)
+                    return found
                 break
-            found.append(bytes(self._in[at + LENGTH.size : end]))
-            at = end
-        del self._in[:at]
+            found.append(bytes(self._in[start + LENGTH.size : end]))
+            start = end
+        del self._in[:start]
         return found
 
-    def send(self, data: bytes = b"") -> bool:
-        """Whether all has left, this and what was kept before."""
-        if data:
-            self._out.append(memoryview(data))
+    def _begin_large(self, start: int, length: int) -> None:
+        """A message of which only the first bytes are there. It is received in place, since copying it takes milliseconds."""
+        part = self._in[start + LENGTH.size :]
+        self._in.clear()
+        self._large = bytearray(length)
+        self._large[: len(part)] = part
+        self._filled = len(part)
+
+    def _receive_large(self, message: bytearray) -> list[bytes | bytearray]:
+        end = min(self._filled + READ, len(message))
+        count = self.socket.recv_into(memoryview(message)[self._filled : end])
+        self.closed = not count
+        self._filled += count
+        if self._filled < len(message):
+            return []
+        self._large = None
+        return [message]
+
+    def send(self, *parts: bytes | bytearray) -> bool:
+        """Whether all has left, these and what was kept before."""
+        self._out.extend(memoryview(part) for part in parts if part)
         try:
             while self._out:
                 first = self._out.popleft()
@@ -200,7 +240,7 @@ class EngineLink:
     def __init__(self, end: socket.socket):
         self._pipe = Pipe(end)
         self._lock = threading.Lock()
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[bytes | bytearray] = deque()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self.stuck = threading.Event()  # there was no room for all: push() is to be called

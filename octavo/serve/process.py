@@ -1,4 +1,4 @@
-"""What the child processes of the front have in common."""
+"""What the system is asked for on behalf of the front and its child processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
+M_MMAP_THRESHOLD = -3
 
 
 def die_with_parent() -> None:
@@ -17,3 +19,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1:  # the front died before the call
             os._exit(1)
+
+
+def return_large_blocks(threshold: int = 256 * 2**10) -> None:
+    """Let blocks above this size go back to the system as soon as they are freed. By default glibc raises the threshold to the
+    largest block that was ever freed, up to 32 MiB, and keeps what is below in its heap. Other C libraries are left alone."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, threshold)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import ContextLengthExceeded
-from octavo.serve.errors import ApiError, bad, unsupported
+from octavo.serve.errors import ApiError, bad, prompt_too_long, unsupported
+from octavo.serve.jobs import Encode, EncodeChat, Tokens
 from octavo.serve.limits import Limits
 from octavo.serve.protocol import ChatRequest, CompletionRequest, OpenAI
-from octavo.serve.validate import LABEL, UNBOUNDED, check_count, ignore
+from octavo.serve.validate import LABEL, UNBOUNDED, Asked, check_count, ignore
 from octavo.text.chat import check_options, select_template
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.serve.front import Front
@@ -44,6 +45,12 @@ def check_template(front: Front, body: ChatRequest) -> None:
             "this server takes no chat templates from requests: start it with --trust-request-chat-template",
             "template_not_allowed",
             "chat_template",
+        )
+    if len(body.chat_template or "") > (most := front.config.limits.template_chars):
+        raise bad(
+            "chat_template",
+            f"chat_template may have at most {most} characters, got {len(body.chat_template or '')}",
+            "param_out_of_range",
         )
     if body.chat_template is None and not front.tokenizer.chat_templates:
         raise bad(
@@ -96,24 +103,58 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
     ignore(headers, *names[:20])
 
 
-async def chat_prompt(front: Front, body: ChatRequest, tools: ToolUse | None) -> list[int]:
-    """The tokens of a conversation."""
+def check_size(tokenizer: Tokenizer, size: int, context: int, param: str) -> None:
+    """Refuse a text of so many characters that it must have more tokens than the context."""
+    least = size // (4 * tokenizer.longest_token)
+    if least >= context:
+        raise prompt_too_long(f"at least {least}", context, param)
+
+
+def chat_size(messages: list[dict[str, Any]]) -> int:
+    """The number of characters in the contents of the messages."""
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+        elif isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            size += sum(len(text) for text in parts if isinstance(text, str))
+    return size
+
+
+def chat_job(
+    front: Front, body: ChatRequest, tools: ToolUse | None, keep: int | None, context: int
+) -> EncodeChat:
+    """The job that tokenises a conversation. `keep` and `context`: see Encode."""
     messages = check_messages(body.messages, front.config.limits)
     check_template(front, body)
-    try:
-        ids = await front.text.encode_chat(
-            front.tokenizer,
-            messages,
-            longest(front, body.truncate_prompt_tokens),
-            body.chat_template,
-            tools.tools if tools else None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            **template_options(body),
-        )
-    except ContextLengthExceeded as error:
-        raise bad("messages", str(error), error.code) from None
-    return front.tokenizer.with_special_tokens(ids) if body.add_special_tokens else ids
+    most = longest(front, body.truncate_prompt_tokens)
+    check_size(front.tokenizer, chat_size(messages), most, "messages")
+    own_options = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+    return EncodeChat(
+        messages=messages,
+        tools=tools.tools if tools else None,
+        template=body.chat_template,
+        options={**template_options(body), **own_options},
+        context=context,
+        keep=keep,
+        keep_first=body.truncation_side == "right",
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+async def chat_ids(
+    front: Front, body: ChatRequest, asked: Asked, tools: ToolUse | None, context: int
+) -> list[int]:
+    """The tokens of a conversation, which must have fewer than `context`."""
+    keep = tokens_kept(front, body, asked.wanted)
+    job = chat_job(front, body, tools, keep, context)
+    tokens = await front.text.encode_chat(front.tokenizer, job)
+    return truncate(tokens, body, keep, asked.headers)
 
 
 def parse_special(front: Front, asked: bool | None) -> bool:
@@ -129,37 +170,58 @@ def parse_special(front: Front, asked: bool | None) -> bool:
 
 
 async def completion_prompts(
-    front: Front, body: CompletionRequest
+    front: Front, body: CompletionRequest, asked: Asked
 ) -> list[tuple[str | None, list[int]]]:
-    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids."""
-    prompt = body.prompt
+    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids. The text is None if the prompt was
+    truncated or given as token ids."""
+    keep = tokens_kept(front, body, asked.wanted)
+    context = longest(front, keep)
+    many = prompt_list(body.prompt, front.config.limits)
+    texts = [one for one in many if isinstance(one, str)]
+    for text in texts:
+        check_size(front.tokenizer, len(text), context, "prompt")
+    job = Encode(
+        texts,
+        context=context,
+        keep=keep,
+        keep_first=body.truncation_side == "right",
+        add_special_tokens=body.add_special_tokens is not False,
+        parse_special=parse_special(front, body.parse_special),
+    )
+    encoded = iter(await front.text.encode(front.tokenizer, job) if texts else ())
+    found: list[tuple[str | None, list[int]]] = []
+    for one in many:
+        if isinstance(one, str):
+            tokens = next(encoded)
+            kept = truncate(tokens, body, keep, asked.headers)
+            text_kept = one if len(kept) == tokens.total else None
+            found.append((text_kept, front.tokenizer.as_prompt(kept)))
+            continue
+        if isinstance(one, bytes):  # a worker process has checked them
+            ids = await front.text.unpack(one)
+        elif isinstance(one, list):
+            ids = check_ids(one, front.client.model.vocab_size, "prompt")
+        else:
+            raise bad("prompt", "prompts must be texts or lists of token ids")
+        found.append((None, truncate(Tokens(ids, len(ids)), body, keep, asked.headers)))
+    return found
+
+
+def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
+    """The prompts, one or many."""
     if prompt is None or prompt == []:
         raise bad(
             "prompt",
             "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
         )
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
-    limits = front.config.limits
-    found: list[tuple[str | None, list[int]]] = []
     if len(many) > limits.prompts:
         raise bad(
             "prompt",
             f"there may be at most {limits.prompts} prompts, got {len(many)}",
             "param_out_of_range",
         )
-    parse = parse_special(front, body.parse_special)
-    for one in many:
-        if isinstance(one, str):
-            most = longest(front, body.truncate_prompt_tokens)
-            ids = await front.text.encode(
-                front.tokenizer, one, most, body.add_special_tokens is not False, parse
-            )
-            found.append((one, ids))
-        elif isinstance(one, list):
-            found.append((None, check_ids(one, front.client.model.vocab_size, "prompt")))
-        else:
-            raise bad("prompt", "prompts must be texts or lists of token ids")
-    return found
+    return many
 
 
 def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
@@ -173,17 +235,25 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     return ids
 
 
-def truncate(
-    front: Front, body: OpenAI, ids: list[int], wanted: int | None, headers: dict[str, str]
-) -> list[int]:
-    """Shorten a prompt where the request asks for it, and say so in a header. `wanted`: the most tokens of the reply."""
+def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
+    """How many tokens a longer prompt is truncated to. None: it is not truncated. `wanted`: the most tokens of the reply."""
     most = body.truncate_prompt_tokens
     if most is None:
-        return ids
+        return None
     if most == -1:
         reply = 1 if wanted is None or wanted == UNBOUNDED else max(wanted, 1)
-        most = max(front.client.model.longest - reply, 1)
-    check_count("truncate_prompt_tokens", most, 1)
-    if len(ids) > most:
-        headers["x-truncated-tokens"] = str(len(ids) - most)
-    return ids[:most] if body.truncation_side == "right" else ids[-most:]
+        return max(front.client.model.longest - reply, 1)
+    return check_count("truncate_prompt_tokens", most, 1)
+
+
+def truncate(tokens: Tokens, body: OpenAI, keep: int | None, headers: dict[str, str]) -> list[int]:
+    """Truncate a prompt to `keep` tokens, and say in a header how many were left out."""
+    if keep is None:
+        return tokens.ids
+    if tokens.total > keep:
+        headers["x-truncated-tokens"] = str(tokens.total - keep)
+    return cut(tokens.ids, keep, body.truncation_side == "right")
+
+
+def cut(ids: list[int], keep: int, keep_first: bool) -> list[int]:
+    return ids[:keep] if keep_first else ids[-keep:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +12,10 @@ from octavo.serve.completions import open_call
 from octavo.serve.errors import ApiError, bad
 from octavo.serve.exchange import Exchange
 from octavo.serve.front import Caller, Front
+from octavo.serve.jobs import Encode, EncodeChat, Tokenize
 from octavo.serve.protocol import (
     BatchGenerateRequest,
     ChatRequest,
-    DetokenizeRequest,
     GenerateRequest,
     TokenizeRequest,
 )
@@ -60,9 +61,9 @@ async def tokenize(exchange: Exchange) -> None:
     body, unknown = await exchange.body(TokenizeRequest)
     headers = validate.check_fields(front, unknown)
     validate.check_model(front, body.model)
-    context = front.client.model.max_model_len
     if (body.prompt is None) == (body.messages is None):
         raise bad("prompt", "give either prompt or messages")
+    what: Encode | EncodeChat
     if body.messages is not None:
         chat = ChatRequest(
             messages=body.messages,
@@ -74,40 +75,28 @@ async def tokenize(exchange: Exchange) -> None:
             tools=body.tools,
         )
         prompt.check_template_options(front, chat, headers)
-        ids = await prompt.chat_prompt(front, chat, read_tools(front, chat))
+        tools = read_tools(front, chat)
+        what = prompt.chat_job(front, chat, tools, keep=None, context=sys.maxsize)
     else:
         assert body.prompt is not None
-        front.text.check_size(front.tokenizer, len(body.prompt), 64 * context)
-        ids = await front.text.encode_plain(
-            front.tokenizer,
-            body.prompt,
+        what = Encode(
+            [body.prompt],
+            context=sys.maxsize,
             add_special_tokens=body.add_special_tokens is not False,
             parse_special=prompt.parse_special(front, body.parse_special),
         )
-    strings = [front.tokenizer.token_str(id) for id in ids] if body.return_token_strs else None
-    reply = {
-        "tokens": ids,
-        "count": len(ids),
-        "max_model_len": context,
-        "token_strs": strings,
-    }
-    await exchange.reply(reply, headers)
+    job = Tokenize(what, bool(body.return_token_strs))
+    reply = await front.text.tokenize(front.context, job)
+    await exchange.send(reply, "application/json", headers)
 
 
 async def detokenize(exchange: Exchange) -> None:
     front = exchange.front
-    body, unknown = await exchange.body(DetokenizeRequest)
-    headers = validate.check_fields(front, unknown)
-    validate.check_model(front, body.model)
-    if body.tokens is None:
-        raise bad("tokens", "tokens must be a list of token ids")
-    ids = (
-        prompt.check_ids(body.tokens, front.client.model.vocab_size, "tokens")
-        if body.tokens
-        else []
-    )
-    text = await front.text.decode(front.tokenizer, ids)
-    await exchange.reply({"prompt": text}, headers)
+    async with exchange.held_body() as data:
+        found = await front.text.detokenize(front.context, data)
+    headers = validate.check_fields(front, found.unknown)
+    validate.check_model(front, found.model)
+    await exchange.send(found.reply, "application/json", headers)
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
@@ -153,11 +142,17 @@ async def prepare_generate(
             "param_out_of_range",
         )
     context = front.client.model.max_model_len
-    encoded: list[tuple[str | None, list[int]]] = []
-    parse = prompt.parse_special(front, body.parse_special)
     for text in prompts:
-        ids = await front.text.encode(front.tokenizer, text, context, parse_special=parse)
-        encoded.append((text, ids))
+        prompt.check_size(front.tokenizer, len(text), context, "prompt")
+    job = Encode(
+        prompts,
+        context=context,
+        parse_special=prompt.parse_special(front, body.parse_special),
+    )
+    encoded: list[tuple[str | None, list[int]]] = [
+        (text, front.tokenizer.as_prompt(tokens.ids))
+        for text, tokens in zip(prompts, await front.text.encode(front.tokenizer, job), strict=True)
+    ]
     asked = Asked(params, wanted, timeout, headers)
     return validate.build(front, caller, body, encoded, asked)
 

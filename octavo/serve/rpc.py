@@ -162,7 +162,7 @@ class CallGuard:
                 code = "CANCELLED"  # by the client, or its deadline has passed
                 raise
             except Exception as e:
-                error = api_error(e)
+                error = api_error(e).forget()
                 if error.status == 500 and not isinstance(e, ApiError):
                     log.exception("request %s failed", caller.id)
                 if error.code != "client_gone":

@@ -32,6 +32,7 @@ from octavo.serve.health import HealthServer
 from octavo.serve.http import application
 from octavo.serve.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.loop_watchdog import LoopWatchdog
+from octavo.serve.process import return_large_blocks
 from octavo.serve.turn_queue import TurnQueue
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class Server:
         """Until a signal. Raises what kept it from starting."""
         import uvloop
 
+        return_large_blocks()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self.serve())
 

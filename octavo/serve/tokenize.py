@@ -11,12 +11,26 @@ would make front and engine take turns, at a sixth less throughput.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from octavo.errors import ContextLengthExceeded
-from octavo.serve.jobs import Decode, Encode, EncodeChat
+from octavo.serve import prompt
+from octavo.serve.errors import ApiError
+from octavo.serve.handlers import Context, detokenize, tokenize_reply
+from octavo.serve.jobs import (
+    Decode,
+    Detokenize,
+    Detokenized,
+    Encode,
+    EncodeChat,
+    Encoded,
+    Tokenize,
+    Tokens,
+    pack,
+)
+from octavo.serve.parse import Bytes, is_quick
 from octavo.serve.worker_pool import WorkerPool
 from octavo.text.chat import render_marked, select_template
 from octavo.text.tokenizer import Tokenizer
@@ -24,6 +38,7 @@ from octavo.text.tokenizer import Tokenizer
 T = TypeVar("T")
 INLINE = 512  # characters that are tokenised faster than a worker process takes over
 LIGHT = 64 * 2**10  # characters: a longer text is a heavy job
+TURN = 32 * 2**10  # token ids that are unpacked in one turn of the event loop, in a millisecond
 
 
 class Short(NamedTuple):
@@ -35,80 +50,104 @@ class Short(NamedTuple):
 
 
 class Texts:
-    """`context`: the longest prompt that any request may have, in tokens."""
-
-    def __init__(self, pool: WorkerPool, together: Callable[[], bool] = lambda: True):
+    def __init__(
+        self,
+        pool: WorkerPool,
+        template_seconds: float = 3.0,
+        together: Callable[[], bool] = lambda: True,
+    ):
+        """`template_seconds`: how long a client's own template may take. `together`: whether short texts wait for others."""
         self.pool = pool
+        self.template_seconds = template_seconds
         self.together = together
         self._short: list[Short] = []
 
-    def check_size(self, tokenizer: Tokenizer, size: int, context: int) -> None:
-        """Refuse text of so many bytes that it must have more tokens than the context."""
-        least = size // (4 * tokenizer.longest_token)
-        if least >= context:
-            raise ContextLengthExceeded(
-                f"the prompt has at least {least} tokens ({size} bytes), but the context holds {context}: shorten it"
-            )
-
-    async def encode(
-        self,
-        tokenizer: Tokenizer,
-        text: str,
-        context: int,
-        add_special_tokens: bool = True,
-        parse_special: bool = True,
-    ) -> list[int]:
-        """The tokens of a text prompt."""
-        self.check_size(tokenizer, len(text), context)
-        if len(text) <= INLINE and self.together():
-            ids = await self._soon(tokenizer, text, add_special_tokens, parse_special)
+    async def encode(self, tokenizer: Tokenizer, job: Encode) -> list[Tokens]:
+        """The tokens of texts."""
+        if weight(job) > INLINE:
+            found = await self.pool.run(job, list[Encoded], heavy=weight(job) > LIGHT)
+            return [Tokens(await self.unpack(one.ids), one.total) for one in found]
+        flags = (job.add_special_tokens, job.parse_special)
+        if len(job.texts) == 1 and self.together():
+            lists = [await self._soon(tokenizer, job.texts[0], *flags)]
         else:
-            ids = await self.encode_plain(tokenizer, text, add_special_tokens, parse_special)
-        return tokenizer.as_prompt(ids)
+            lists = [guarded(tokenizer.encode, text, *flags) for text in job.texts]
+        return [Tokens(ids, len(ids)) for ids in lists]
 
-    async def encode_plain(
-        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, parse_special: bool
-    ) -> list[int]:
-        """As Tokenizer.encode."""
-        if len(text) <= INLINE:
-            return guarded(tokenizer.encode, text, add_special_tokens, parse_special)
-        job = Encode(text, add_special_tokens, parse_special)
-        ids: list[int] = await self.pool.run(job, list[int], heavy=len(text) > LIGHT)
-        return ids
-
-    async def encode_chat(
-        self,
-        tokenizer: Tokenizer,
-        messages: list[dict[str, Any]],
-        context: int,
-        template: str | None,
-        tools: list[dict[str, Any]] | None = None,
-        /,
-        **options: Any,
-    ) -> list[int]:
-        """The tokens of a conversation. `template` is the client's own; None: the model's."""
-        size = sum(_size(m.get("content")) for m in messages)
-        self.check_size(tokenizer, size, context)
-        size += 16 * len(messages) + (INLINE if tools else 0)
-        if size > INLINE or template is not None:
-            job = EncodeChat(messages, tools, template, options)
-            heavy = size > LIGHT or template is not None
-            ids: list[int] = await self.pool.run(job, list[int], heavy=heavy)
-            return ids
-        model_template = guarded(select_template, tokenizer, None, tools is not None)
-        text, mark = guarded(render_marked, tokenizer, model_template, messages, tools, **options)
+    async def encode_chat(self, tokenizer: Tokenizer, job: EncodeChat) -> Tokens:
+        """The tokens of a conversation."""
+        if weight(job) > INLINE:
+            found = await self._run_chat(job, job, Encoded)
+            return Tokens(await self.unpack(found.ids), found.total)
+        template = guarded(select_template, tokenizer, None, job.tools is not None)
+        text, mark = guarded(
+            render_marked, tokenizer, template, job.messages, job.tools, **job.options
+        )
         if mark is not None:
-            return guarded(tokenizer.encode_marked, text, mark)
-        if not self.together():
-            return guarded(tokenizer.encode, text, False, True)
-        return await self._soon(tokenizer, text, False, True)
+            ids = guarded(tokenizer.encode_marked, text, mark)
+        elif self.together():
+            ids = await self._soon(tokenizer, text, False, True)
+        else:
+            ids = guarded(tokenizer.encode, text, False, True)
+        if job.add_special_tokens:
+            ids = tokenizer.with_special_tokens(ids)
+        return Tokens(ids, len(ids))
+
+    async def _run_chat(self, chat: EncodeChat, job: EncodeChat | Tokenize, kind: Any) -> Any:
+        if chat.template is not None:
+            return await self._run_template(job, kind)
+        return await self.pool.run(job, kind, heavy=weight(chat) > LIGHT)
+
+    async def _run_template(self, job: EncodeChat | Tokenize, kind: Any) -> Any:
+        """Run a job with a client's own template in it, which is blamed for whatever goes wrong."""
+        try:
+            return await self.pool.run(job, kind, heavy=True, seconds=self.template_seconds)
+        except ApiError as error:
+            if error.status < 500 and error.param is None:
+                error.param = "chat_template"
+            raise
+
+    async def tokenize(self, context: Context, job: Tokenize) -> bytes:
+        """The reply of /tokenize, as JSON."""
+        what = job.what
+        if weight(what) > INLINE:
+            if isinstance(what, EncodeChat):
+                reply: bytes = await self._run_chat(what, job, bytes)
+            else:
+                reply = await self.pool.run(job, bytes, heavy=weight(what) > LIGHT)
+            return reply
+        if isinstance(what, EncodeChat):
+            tokens = await self.encode_chat(context.tokenizer, what)
+        else:
+            (tokens,) = await self.encode(context.tokenizer, what)
+        return tokenize_reply(context, tokens.ids, job.token_strs)
+
+    async def detokenize(self, context: Context, body: Bytes) -> Detokenized:
+        """The answer to a request to /detokenize."""
+        if len(body) <= INLINE:
+            return guarded(detokenize, context, Detokenize(bytes(body)))
+        found: Detokenized = await self.pool.run(
+            Detokenize(), Detokenized, payload=body, heavy=not is_quick(body)
+        )
+        return found
 
     async def decode(self, tokenizer: Tokenizer, ids: list[int]) -> str:
         """The text of tokens, special tokens included."""
         if len(ids) <= INLINE:
             return guarded(tokenizer.decode, ids, skip_special_tokens=False)
-        text: str = await self.pool.run(Decode(ids), str, heavy=len(ids) > LIGHT)
+        text: str = await self.pool.run(Decode(pack(ids)), str, heavy=len(ids) > LIGHT)
         return text
+
+    async def unpack(self, data: bytes) -> list[int]:
+        """Token ids that a worker process packed. Many of them take several turns of the event loop."""
+        ids = array("I", data)
+        if len(ids) <= TURN:
+            return ids.tolist()
+        found: list[int] = []
+        for start in range(0, len(ids), TURN):
+            found += ids[start : start + TURN].tolist()
+            await asyncio.sleep(0)
+        return found
 
     # ---- short texts ------------------------------------------------------------------------------------
 
@@ -156,13 +195,15 @@ def guarded(work: Callable[..., T], *args: Any, **options: Any) -> T:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def _size(content: Any) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list):
-        return sum(
-            len(part["text"])
-            for part in content
-            if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return 0
+def weight(job: Encode | EncodeChat) -> int:
+    """Characters to tokenise, about. Above INLINE a worker process does it; above LIGHT it is a heavy job, and so is whatever a
+    client's own template does."""
+    if isinstance(job, Encode):
+        return sum(map(len, job.texts))
+    if job.template is not None:
+        return LIGHT + 1
+    others = [v for message in job.messages for name, v in message.items() if name != "content"]
+    others += job.options.values()
+    nested = job.tools or any(isinstance(value, dict | list) for value in others)
+    size = prompt.chat_size(job.messages) + sum(len(v) for v in others if isinstance(v, str))
+    return size + 16 * len(job.messages) + (INLINE if nested else 0)

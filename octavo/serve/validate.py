@@ -16,7 +16,7 @@ from octavo.collect import Until
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve import structure
-from octavo.serve.errors import ApiError, bad, unsupported
+from octavo.serve.errors import ApiError, bad, prompt_too_long, unsupported
 from octavo.serve.limits import Limits
 from octavo.serve.messages import Loaded
 from octavo.serve.protocol import (
@@ -281,11 +281,7 @@ def fit(
     """How many tokens may be generated: what was asked for, or what the context and the pool leave."""
     count = len(prompt)
     if count >= model.max_model_len:
-        error = ContextLengthExceeded(
-            f"the prompt has {count} tokens, but the context holds {model.max_model_len} and one must be left to generate: "
-            "shorten it (of a chat or a completion, truncate_prompt_tokens keeps so many of its last tokens)"
-        )
-        raise bad(param, str(error), error.code)
+        raise prompt_too_long(count, model.max_model_len, param)
     if count >= model.longest:
         pool = model.num_blocks * model.block_size
         raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),

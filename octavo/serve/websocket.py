@@ -29,6 +29,7 @@ from octavo.serve.errors import ApiError, api_error, bad, cancelled
 from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
 from octavo.serve.keys import Bucket
+from octavo.serve.parse import parse
 from octavo.serve.protocol import GenerateRequest
 from octavo.serve.routes import prepare_generate
 
@@ -63,7 +64,7 @@ class Session:
                 try:
                     await self._generate(text)
                 except Exception as e:
-                    error = api_error(e)
+                    error = api_error(e).forget()
                     if error.code == "client_gone":
                         return
                     self.front.metrics.rejections.labels(error.code or error.type).inc()
@@ -111,16 +112,16 @@ class Session:
     async def _generate(self, text: str) -> None:
         if len(text) > self.front.config.limits.body_bytes:
             raise body.too_large(self.front.config.limits)
-        value = body.parse(text.encode("utf-8", "replace"))
-        if value.get("type") == "cancel":
+        data = text.encode("utf-8", "replace")
+        limits = self.front.config.limits
+        asked, unknown = await body.decode(self.front.pool, data, GenerateRequest, limits)
+        if unknown.pop("type", None) == "cancel":
             self.errors.take()  # nothing runs: no error, but it may not go on for ever
             if self.errors.wait():
                 raise bad("type", "there is nothing to cancel")
             return
-        value.pop("type", None)
-        if value.get("stream") is True:
-            del value["stream"]  # a WebSocket always streams
-        asked, unknown = body.convert(value, GenerateRequest)
+        if unknown.get("stream") is True:
+            del unknown["stream"]  # a WebSocket always streams
         headers = validate.check_fields(self.front, unknown, chat=False)
         if asked.prompt is None:
             raise bad("prompt", "prompt must be a text")
@@ -160,6 +161,6 @@ def _is_cancel(text: str) -> bool:
     if len(text) > 200:
         return False
     try:
-        return body.parse(text.encode()).get("type") == "cancel"
+        return parse(text.encode()).get("type") == "cancel"
     except ApiError:
         return False

@@ -13,113 +13,48 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from octavo.errors import InvalidRequest
 from octavo.serve.errors import ApiError, api_error
+from octavo.serve.handlers import HANDLERS, Context
 from octavo.serve.jobs import (
-    Compile,
-    Decode,
+    Detokenize,
     Done,
-    Encode,
-    EncodeChat,
     Failed,
+    Parse,
     Refused,
     Reply,
-    Setup,
     decode_job,
     decode_setup,
     encode,
 )
 from octavo.serve.link import LENGTH, frame
 from octavo.serve.process import die_with_parent
-from octavo.text.chat import encode_chat, select_template
-from octavo.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from octavo.text.vocabulary import Vocabulary
 
 RETAINED = 64 * 2**20  # bytes above its size at the start that a process may keep between jobs
 PAGE = resource.getpagesize()
 
 
-class Context:
-    """What jobs share."""
-
-    def __init__(self, setup: Setup):
-        self.setup = setup
-        self.limits = setup.limits
-        self.tokenizer = read_tokenizer(setup)
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """llguidance's view of the tokenizer. Which token ends a text does not matter to a trial."""
-        from octavo.text.vocabulary import make_vocabulary
-
-        end_ids = tuple(sorted(self.tokenizer.end_ids)) or (0,)
-        return make_vocabulary(self.tokenizer, self.setup.vocab_size, end_ids)
-
-
-def read_tokenizer(setup: Setup) -> Tokenizer:
-    if setup.tokenizer_gguf is not None:
-        tokenizer = Tokenizer.from_gguf(setup.tokenizer_gguf)
-    else:
-        assert setup.tokenizer_directory is not None
-        tokenizer = Tokenizer.from_directory(setup.tokenizer_directory)
-    if setup.chat_template is not None:
-        tokenizer.chat_templates = {"default": setup.chat_template}
-    return tokenizer
-
-
-# ---- the jobs ---------------------------------------------------------------------------------------
-
-
-def encode_text(context: Context, job: Encode) -> list[int]:
-    return context.tokenizer.encode(job.text, job.add_special_tokens, job.parse_special)
-
-
-def encode_messages(context: Context, job: EncodeChat) -> list[int]:
-    template = select_template(context.tokenizer, job.template, job.tools is not None)
-    return encode_chat(context.tokenizer, template, job.messages, job.tools, **job.options)
-
-
-def decode_ids(context: Context, job: Decode) -> str:
-    return context.tokenizer.decode(job.ids, skip_special_tokens=False)
-
-
-def compile_guide(context: Context, job: Compile) -> None:
-    from octavo.text.trial import try_spec
-
-    try_spec(context.vocabulary, job.spec)
-
-
-HANDLERS: dict[type[msgspec.Struct], Callable[[Context, Any], Any]] = {
-    Encode: encode_text,
-    EncodeChat: encode_messages,
-    Decode: decode_ids,
-    Compile: compile_guide,
-}
-
-
 # ---- one job ----------------------------------------------------------------------------------------
 
 
-def answer(context: Context, data: bytes) -> Reply:
+def answer(context: Context, data: bytes, payload: bytes) -> Reply:
     """The reply to a job, whatever happens in it."""
     try:
         job = decode_job(data)
+        if isinstance(job, Parse | Detokenize):
+            job.data = payload
         return Done(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
     except MemoryError:
         return Refused(
             400,
-            f"this input needs more than {context.limits.text_memory_bytes} bytes of memory to read: "
+            f"this input needs more than {context.limits.text_memory} bytes of memory to read: "
             "shorten or simplify it",
             "text_memory_exceeded",
             retire=True,
@@ -179,10 +114,14 @@ def memory_used() -> tuple[int, int]:
 # ---- the process ------------------------------------------------------------------------------------
 
 
-def receive(stream: BinaryIO) -> bytes | None:
-    """The next message. None: the front has closed the socket."""
+def receive(stream: BinaryIO) -> tuple[bytes, bytes] | None:
+    """The next job and its payload. None: the front has closed the socket."""
     head = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+    if len(head) < LENGTH.size:
+        return None
+    job = stream.read(LENGTH.unpack(head)[0])
+    (size,) = LENGTH.unpack(stream.read(LENGTH.size))
+    return job, stream.read(size)
 
 
 def main(number: int) -> int:
@@ -190,19 +129,19 @@ def main(number: int) -> int:
     die_with_parent()
     os.set_inheritable(number, False)
     with socket.socket(fileno=number) as end, end.makefile("rb") as stream:
-        data = receive(stream)
-        if data is None:
+        found = receive(stream)
+        if found is None:
             return 0
-        context = Context(decode_setup(data))
+        context = Context.read(decode_setup(found[0]))
         with suppress(InvalidRequest):  # a trial raises it again
             _ = context.vocabulary
         gc.collect()
-        gc.freeze()
-        memory = Memory.limited(context.limits.text_memory_bytes)
+        gc.disable()  # a job may build millions of objects, and none of them are cycles
+        memory = Memory.limited(context.limits.text_memory)
         end.sendall(frame(encode(Done(msgspec.Raw(encode(None))))))
-        while (data := receive(stream)) is not None:
-            reply = answer(context, data)
-            del data
+        while (found := receive(stream)) is not None:
+            reply = answer(context, *found)
+            del found
             reply.retire = reply.retire or memory.exceeded()
             end.sendall(frame(encode(reply)))
     return 0

@@ -29,7 +29,7 @@ import msgspec
 
 from octavo.serve.errors import ApiError, draining
 from octavo.serve.jobs import Done, Failed, Refused, decode_reply, encode
-from octavo.serve.link import Pipe, frame
+from octavo.serve.link import Pipe, frames
 
 log = logging.getLogger(__name__)
 WORKER = (sys.executable, "-m", "octavo.serve.worker")
@@ -52,6 +52,7 @@ class Task:
     """A job, and the future of its reply. The timer limits how long it waits, then how long it runs."""
 
     job: msgspec.Struct
+    payload: bytes | bytearray
     seconds: float
     heavy: bool
     value: asyncio.Future[msgspec.Raw]
@@ -106,16 +107,22 @@ class WorkerPool:
             self._keepers.append(asyncio.create_task(self._keep()))
 
     async def run(
-        self, job: msgspec.Struct, kind: Any, *, heavy: bool = False, seconds: float | None = None
+        self,
+        job: msgspec.Struct,
+        kind: Any,
+        *,
+        payload: bytes | bytearray = b"",
+        heavy: bool = False,
+        seconds: float | None = None,
     ) -> Any:
-        """The job's result, of type `kind`. Raises ApiError: the worker's own, 408 after `seconds`, 400 if the job ends its
+        """The job's result, of type `kind`. `payload` is sent behind the job and becomes its `data`, without copying. Raises ApiError: the worker's own, 408 after `seconds`, 400 if the job ends its
         worker process, 503 if too many jobs wait. Mark a job as heavy when the client can make it slow on purpose."""
         if self._closed:
             raise draining()
         if len(self._queue) >= MOST_QUEUED:
             raise busy()
         loop = asyncio.get_running_loop()
-        task = Task(job, seconds or self.seconds, heavy, loop.create_future())
+        task = Task(job, payload, seconds or self.seconds, heavy, loop.create_future())
         self._queue.append(task)
         self._dispatch()
         if task.timer is None:
@@ -175,7 +182,8 @@ class WorkerPool:
             loop.add_reader(worker.number, self._readable, worker)
             assert self._setup is not None
             try:
-                self._begin(worker, Task(self._setup, START_SECONDS, False, loop.create_future()))
+                ready = loop.create_future()
+                self._begin(worker, Task(self._setup, b"", START_SECONDS, False, ready))
                 await process.wait()
                 while not worker.pipe.closed and self._readable(worker):
                     pass  # its last reply may still have been in the socket
@@ -220,7 +228,7 @@ class WorkerPool:
         if task.timer is not None:
             task.timer.cancel()
         task.timer = loop.call_later(task.seconds, self._late, worker, task)
-        if not worker.pipe.send(frame(encode(task.job))):
+        if not worker.pipe.send(*frames(encode(task.job), task.payload)):
             loop.add_writer(worker.number, self._writable, worker)
 
     def _writable(self, worker: Worker) -> None:
@@ -237,7 +245,7 @@ class WorkerPool:
             worker.kill()
         return found is not None
 
-    def _replied(self, worker: Worker, data: bytes) -> None:
+    def _replied(self, worker: Worker, data: bytes | bytearray) -> None:
         task = worker.task
         assert task is not None and task.timer is not None
         worker.task = None

@@ -22,6 +22,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.connections import ConnectionTable
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Front, worker_setup
+from octavo.serve.handlers import Context
 from octavo.serve.http import application
 from octavo.serve.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.jobs import Setup
@@ -120,10 +121,10 @@ class LocalPool:
     """Runs the jobs of the worker processes in this process, where a crash is seen."""
 
     def __init__(self, setup: Setup):
-        self.context = worker.Context(setup)
+        self.context = Context.read(setup)
 
-    async def run(self, job: Any, kind: Any, **_: Any) -> Any:
-        reply = worker.answer(self.context, jobs.encode(job))
+    async def run(self, job: Any, kind: Any, payload: bytes = b"", **_: Any) -> Any:
+        reply = worker.answer(self.context, jobs.encode(job), payload)
         if isinstance(reply, jobs.Refused):
             assert reply.code != "text_memory_exceeded", "the job ran out of memory"
             raise ApiError(reply.status, reply.message, reply.code, reply.param)

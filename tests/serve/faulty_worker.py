@@ -1,6 +1,7 @@
-"""A worker process with faults: what happens depends on how the text begins.
+"""A worker process whose tokenizer has faults: what happens depends on how the text begins.
 
 HANG: never ends. CRASH: a segmentation fault. MEMORY: takes 100 GiB. KEEP: keeps 200 MiB. PANIC: raises no Exception.
+REFUSE: an error of the client's.
 """
 
 from __future__ import annotations
@@ -9,34 +10,36 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 from octavo.serve import worker
 from octavo.serve.errors import bad
-from octavo.serve.jobs import Encode
+from octavo.text.tokenizer import Tokenizer
 
 kept: list[bytes] = []
+encode = Tokenizer.encode
 
 
 class Panic(BaseException):
     """Native code raises such exceptions."""
 
 
-def encode_text(context: worker.Context, job: Encode) -> list[int]:
-    if job.text.startswith("HANG"):
+def faulty_encode(self: Tokenizer, text: str, *args: Any, **options: Any) -> list[int]:
+    if text.startswith("HANG"):
         time.sleep(3600)
-    if job.text.startswith("CRASH"):
+    if text.startswith("CRASH"):
         os.kill(os.getpid(), signal.SIGSEGV)
-    if job.text.startswith("MEMORY"):
+    if text.startswith("MEMORY"):
         kept.append(b"x" * (100 * 2**30))
-    if job.text.startswith("KEEP"):
+    if text.startswith("KEEP"):
         kept.append(os.urandom(2**20) * 200)
-    if job.text.startswith("PANIC"):
+    if text.startswith("PANIC"):
         raise Panic("a secret: /etc/passwd")
-    if job.text.startswith("REFUSE"):
+    if text.startswith("REFUSE"):
         raise bad("prompt", "this text is refused", "refused")
-    return worker.encode_text(context, job)
+    return encode(self, text, *args, **options)
 
 
 if __name__ == "__main__":
-    worker.HANDLERS[Encode] = encode_text
+    Tokenizer.encode = faulty_encode  # type: ignore[method-assign]
     sys.exit(worker.main(int(sys.argv[1])))

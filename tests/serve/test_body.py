@@ -1,78 +1,120 @@
-"""JSON, strictly: what is read the quick way is what the strict way reads, and nothing that it refuses."""
+"""Bodies of requests: bounded in memory, in total and by address, and refused before they are read where that can be."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Any
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from octavo.serve import body
+from octavo.serve.body import BodyMemory
 from octavo.serve.errors import ApiError
+from octavo.serve.limits import Limits
+from tests.serve.running import Running, alive, http_request, raw, server
+from tests.serve.test_streams import settled
+
+MIB = 2**20
 
 
-class Pairs(list):  # type: ignore[type-arg]
-    """An object in which a name may occur twice."""
+KIB = 2**10
 
 
-TEXTS = st.text(st.sampled_from('ab:"\\,{}[]\n é'), max_size=6)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXTS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(st.tuples(TEXTS, inner), max_size=3).map(Pairs)
-    ),
-    max_leaves=8,
-)
+def test_bytes_count_until_the_body_is_parsed() -> None:
+    memory = BodyMemory(Limits(body_memory=1000 * KIB, body_memory_per_address=600 * KIB))
+    with memory.hold("10.0.0.1") as first, memory.hold("10.0.0.2") as second:
+        first.grow(500 * KIB)
+        first.grow(600 * KIB)
+        with pytest.raises(ApiError) as caught:
+            first.grow(600 * KIB + 1)
+        assert (caught.value.status, caught.value.code) == (503, "body_memory_exceeded")
+        with memory.hold("10.0.0.1") as third:
+            third.grow(64 * KIB)  # a small body does not count
+            with pytest.raises(ApiError, match="this address"):
+                third.grow(65 * KIB)
+        with pytest.raises(ApiError, match="all clients"):
+            second.grow(401 * KIB)
+        second.grow(400 * KIB)
+        assert memory.total == 1000 * KIB
+    assert memory.total == 0 and not memory.by_address
 
 
-def write(value: Any) -> str:
-    if isinstance(value, Pairs):
-        return (
-            "{" + " , ".join(f"{json.dumps(name)} :{write(inner)}" for name, inner in value) + "}"
-        )
-    if isinstance(value, list):
-        return "[" + ",".join(map(write, value)) + "]"
-    return json.dumps(value)
+def test_an_ipv6_network_counts_as_one_address() -> None:
+    memory = BodyMemory(Limits(body_memory_per_address=600 * KIB))
+    with memory.hold("2001:db8::1") as first, memory.hold("2001:db8::2") as second:
+        first.grow(600 * KIB)
+        with pytest.raises(ApiError):
+            second.grow(100 * KIB)
 
 
-def strict(data: bytes) -> Any:
-    """By the strict way alone."""
-    padded = data + b" " * (body.SMALL + 1)
-    try:
-        return body.parse(padded)
-    except ApiError as error:
-        return error.code
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder: Path = tmp_path_factory.mktemp("bodies")
+    with server(folder, limits={"body_memory_per_address": 32 * MIB}) as found:
+        yield found
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(TEXTS, VALUES), max_size=4).map(Pairs))
-def test_both_ways_say_the_same(value: Pairs) -> None:
-    data = write(value).encode()
-    try:
-        found: Any = body.parse(data)
-    except ApiError as error:
-        found = error.code
-    assert repr(found) == repr(strict(data))
+def resident(running: Running) -> int:
+    pages = Path(f"/proc/{running.process.pid}/statm").read_text().split()[1]
+    return int(pages) * 4096
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b'{"a":1,"a":2}', b'{"a":{"b":1,"b":1}}', b'{"a":[{"b":1,"b":1}]}', b'{"a":1,"\\u0061":2}', b'{"a":":","a":1}',
-     b'{"a":99999999999999999999}', b'{"a":-9223372036854775809}', b'{"a":NaN}', b'{"a":"\\ud800"}', b'[1]', b'{"a":1} x'],
-)  # fmt: skip
-def test_what_is_not_strict_is_refused(data: bytes) -> None:
-    with pytest.raises(ApiError) as refused:
-        body.parse(data)
-    assert refused.value.code == "invalid_json"
+def test_unfinished_bodies_take_bounded_memory_and_give_it_back(running: Running) -> None:
+    running.complete()
+    before = resident(running)
+    size = 8 * MIB - 10
+    head = http_request("/v1/completions", b" ").replace(b"Length: 1\r", b"Length: %d\r" % size)
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            client = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+            stack.enter_context(client)
+            client.sendall(head[:-1] + b" " * (size - 1))
+        time.sleep(0.5)
+        held = resident(running) - before
+        assert 16 * MIB < held < 64 * MIB, held
+        assert running.complete()["usage"]["completion_tokens"] == 4, "a small body is taken"
+    deadline = time.monotonic() + 5
+    while resident(running) - before > 8 * MIB and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert resident(running) - before <= 8 * MIB
+    settled(running)
 
 
-def test_what_is_plain_is_read_the_quick_way() -> None:
-    assert (
-        body._plain(
-            b'{"prompt": "a b", "stream_options": {"include_usage": true}, "stop": ["x"], "n": 2}'
-        )
-        is not None
-    )
-    assert body._plain(b'{"messages": [{"role": "user", "content": "hi"}]}') is not None
+LARGE = {
+    "token ids": b'{"prompt":[' + b"1," * (4 * MIB - 200) + b"1]}",
+    "lists": b'{"prompt":[' + b"[1]," * (2 * MIB - 200) + b"[1]]}",
+    "objects": b'{"prompt":"a","max_tokens":1,"x":[' + b"{}," * (2 * MIB) + b"{}]}",
+    "names": b'{"prompt":"a",' + b",".join(b'"f%d":1' % i for i in range(500_000)) + b"}",
+    "messages": json.dumps({"messages": [{"role": "user", "content": "x"}] * 4096}).encode(),
+    "text": b'{"prompt":"' + b"a" * (8 * MIB - 200) + b'"}',
+    "tokens": b'{"tokens":[' + b"1," * 500_000 + b"1]}",
+    "strings": json.dumps({"prompt": "ab " * 100_000, "return_token_strs": True}).encode(),
+}
+PATHS = {"messages": "/v1/chat/completions", "tokens": "/detokenize", "strings": "/tokenize"}
+
+
+def test_the_event_loop_goes_on_while_large_bodies_are_parsed(running: Running) -> None:
+    before = resident(running)
+    found: dict[str, int] = {}
+    with alive(running):
+        for name, data in LARGE.items():
+            headers = {"content-type": "application/json"}
+            reply = running.http.post(
+                PATHS.get(name, "/v1/completions"), content=data, headers=headers
+            )
+            found[name] = reply.status_code
+    expected = dict.fromkeys(LARGE, 400) | dict.fromkeys(("objects", "tokens", "strings"), 200)
+    assert found == expected
+    assert resident(running) - before < 32 * MIB
+    settled(running)
+
+
+def test_without_an_engine_no_body_is_waited_for(tmp_path: Path) -> None:
+    with server(tmp_path, ready=False) as starting:
+        head = http_request("/v1/completions", b" ").replace(b"Length: 1\r", b"Length: 999\r")
+        begun = time.monotonic()
+        reply = raw(starting.port, head, seconds=1)
+        assert reply.startswith(b"HTTP/1.1 503 ") and time.monotonic() - begun < 5

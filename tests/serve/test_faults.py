@@ -18,7 +18,7 @@ import pytest
 
 from octavo.serve.health import STUCK, HealthServer
 from octavo.serve.loop_watchdog import LoopWatchdog
-from tests.serve.running import Running, check_error, events, free_port, server
+from tests.serve.running import Running, alive, check_error, events, free_port, server
 from tests.serve.test_streams import leave, settled
 
 HI = [{"role": "user", "content": "hi"}]
@@ -97,14 +97,19 @@ def test_roles_in_an_order_that_the_template_rejects(trusting: Running) -> None:
         "{{ messages | map(attribute='__class__') | list }}",
         "{% if %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ messages | tojson(indent=10**8) }}",
+        "{{ (['a'] * 10**5) | join('b' * 10**5) }}",
+        "{{ " + "+".join(["1"] * 50000) + " }}",
     ],
 )
 def test_a_malicious_template(trusting: Running, template: str) -> None:
-    reply = trusting.post(CHAT, {"messages": HI, "chat_template": template, "max_tokens": 1})
-    assert reply.status_code in (200, 400), reply.text
+    with alive(trusting):
+        reply = trusting.post(CHAT, {"messages": HI, "chat_template": template, "max_tokens": 1})
     assert "passwd" not in reply.text and "<class" not in reply.text and "uid=" not in reply.text
     if reply.status_code != 200:
-        check_error(reply, reply.status_code)
+        assert reply.status_code in (400, 408), reply.text
+        check_error(reply, reply.status_code, "chat_template")
     probe(trusting)
     assert trusting.complete()["usage"]["completion_tokens"] == 4
 

@@ -3,16 +3,13 @@ the header x-ignored-params names it. And the table has every field of OpenAI's 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 
-from octavo.serve import prompt, request_fields
-from octavo.serve.limits import Limits
+from octavo.serve import request_fields
 from octavo.serve.protocol import (
     BatchGenerateRequest,
     ChatRequest,
@@ -259,21 +256,6 @@ def test_a_field_that_a_smaller_route_lacks_is_refused(running: Running) -> None
 def test_an_unknown_field_is_named_in_a_header(running: Running) -> None:
     reply = running.post(TEXT, {**base(TEXT), "frobnicate": 1, "store": True})
     assert reply.headers["x-ignored-params"] == "frobnicate, store"
-
-
-def test_special_tokens_are_put_around_a_chat_if_it_asks_for_them() -> None:
-    async def encode_chat(*_: Any, **__: Any) -> list[int]:
-        return [5]
-
-    front: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(chat_templates={"default": ""}, with_special_tokens=lambda ids: [1, *ids, 2]),
-        text=SimpleNamespace(encode_chat=encode_chat),
-        config=SimpleNamespace(limits=Limits(), request_templates=False),
-        client=SimpleNamespace(model=SimpleNamespace(max_model_len=9)),
-    )  # fmt: skip
-    for asked, ids in ((True, [1, 5, 2]), (False, [5]), (None, [5])):
-        body = ChatRequest(messages=HI, add_special_tokens=asked)
-        assert asyncio.run(prompt.chat_prompt(front, body, None)) == ids
 
 
 # ---- the table ------------------------------------------------------------------------------------------

@@ -376,15 +376,13 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
             "chat_template": "Q: {{ messages[0].content }}",
         }
         assert other.post("/v1/chat/completions/render", body).json()["prompt"] == "Q: hi"
-        body["chat_template"] = "{{ ''.__class__.__mro__ }}"
-        check_error(
-            other.post("/v1/chat/completions", body), 400, "messages", "chat_template_error"
-        )
-        body["chat_template"] = "{% for i in range(999999999) %}x{% endfor %}"
-        check_error(other.post("/v1/chat/completions", body), 400, "messages")
-        body["chat_template"] = "{{ broken"
-        reply = other.post("/v1/chat/completions", body)
-        check_error(reply, 400, "chat_template", "chat_template_error")
+        for bad in (
+            "{{ ''.__class__.__mro__ }}",
+            "{% for i in range(999999999) %}x{% endfor %}",
+            "{{ broken",
+        ):
+            refused = other.post("/v1/chat/completions", {**body, "chat_template": bad})
+            check_error(refused, 400, "chat_template", "chat_template_error")
         assert "vllm:num_requests_running" in other.get("/metrics").text
         headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
         assert (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
+from octavo.serve.jobs import Encode
 from octavo.serve.tokenize import INLINE, Texts
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
@@ -27,9 +28,11 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[Any]:
     async def run() -> list[Any]:
         async with running() as pool:
             found = Texts(pool)
-            return await asyncio.gather(
-                *(found.encode(tokenizer, text, 4096) for text in texts), return_exceptions=True
-            )
+            tasks = (found.encode(tokenizer, Encode([text], context=4096)) for text in texts)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            return [
+                result if isinstance(result, BaseException) else result[0].ids for result in results
+            ]
 
     return asyncio.run(run())
 
@@ -77,12 +80,12 @@ def test_who_leaves_before_the_turn_is_over_disturbs_nobody(tokenizer: Tokenizer
         async with running() as pool:
             found = Texts(pool)
             first, second = (
-                asyncio.create_task(found.encode(tokenizer, text, 4096))
+                asyncio.create_task(found.encode(tokenizer, Encode([text], context=4096)))
                 for text in ("hello", "world")
             )
             await asyncio.sleep(0)
             first.cancel()
-            return await second
+            return (await second)[0].ids
 
     assert asyncio.run(run()) == tokenizer.encode("world")
 
@@ -92,12 +95,13 @@ def test_others_go_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> No
 
     async def run() -> tuple[list[int], int]:
         async with running() as pool:
-            task = asyncio.create_task(Texts(pool).encode(tokenizer, text, 10**9))
+            job = Encode([text], context=10**9)
+            task = asyncio.create_task(Texts(pool).encode(tokenizer, job))
             turns = 0
             while not task.done():
                 await asyncio.sleep(0.001)
                 turns += 1
-            return await task, turns
+            return (await task)[0].ids, turns
 
     ids, turns = asyncio.run(run())
     assert ids == tokenizer.encode(text) and turns > 20

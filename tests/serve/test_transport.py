@@ -353,9 +353,7 @@ def test_a_websocket_is_not_waited_for_to_send_headers(tmp_path: Path, path: str
 
 
 def test_slow_headers_and_slow_bodies_are_cut_off(tmp_path: Path) -> None:
-    with server(
-        tmp_path, ready=False, limits={"header_seconds": 0.3, "body_seconds": 0.5}
-    ) as quick:
+    with server(tmp_path, limits={"header_seconds": 0.3, "body_seconds": 0.5}) as quick:
         for data, status in (
             (b"GET /livez HTTP/1.1\r\nHost: lo", b"408"),
             (

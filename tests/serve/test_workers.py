@@ -18,7 +18,7 @@ import pytest
 from octavo.params import StructuredOutputs
 from octavo.serve import worker_pool
 from octavo.serve.errors import ApiError
-from octavo.serve.jobs import Compile, Encode, Setup
+from octavo.serve.jobs import Compile, Encode, Encoded, Setup, unpack
 from octavo.serve.limits import Limits
 from octavo.serve.worker_pool import WorkerPool
 from octavo.text.tokenizer import Tokenizer
@@ -67,8 +67,8 @@ def in_pool(
 
 
 async def encode(pool: WorkerPool, text: str = TEXT, **options: Any) -> list[int]:
-    ids: list[int] = await pool.run(Encode(text, True), list[int], **options)
-    return ids
+    (found,) = await pool.run(Encode([text], context=10**6), list[Encoded], **options)
+    return unpack(found.ids)
 
 
 async def refusal(pool: WorkerPool, text: str, **options: Any) -> ApiError:

@@ -1,0 +1,77 @@
+"""JSON, strictly: what is read the quick way is what the strict way reads, and nothing that it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.serve import parse
+from octavo.serve.errors import ApiError
+
+
+class Pairs(list):  # type: ignore[type-arg]
+    """An object in which a name may occur twice."""
+
+
+TEXTS = st.text(st.sampled_from('ab:"\\,{}[]\n é'), max_size=6)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(st.tuples(TEXTS, inner), max_size=3).map(Pairs)
+    ),
+    max_leaves=8,
+)
+
+
+def write(value: Any) -> str:
+    if isinstance(value, Pairs):
+        return (
+            "{" + " , ".join(f"{json.dumps(name)} :{write(inner)}" for name, inner in value) + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ",".join(map(write, value)) + "]"
+    return json.dumps(value)
+
+
+def strict(data: bytes) -> Any:
+    """By the strict way alone."""
+    try:
+        return parse._strict(data)
+    except ApiError as error:
+        return error.code
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(TEXTS, VALUES), max_size=4).map(Pairs))
+def test_both_ways_say_the_same(value: Pairs) -> None:
+    data = write(value).encode()
+    try:
+        found: Any = parse.parse(data)
+    except ApiError as error:
+        found = error.code
+    assert repr(found) == repr(strict(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b'{"a":1,"a":2}', b'{"a":{"b":1,"b":1}}', b'{"a":[{"b":1,"b":1}]}', b'{"a":1,"\\u0061":2}', b'{"a":1,"a":2,"b":"\\u003a"}', b'{"a":":","a":1}',
+     b'{"a":99999999999999999999}', b'{"a":-9223372036854775809}', b'{"a":NaN}', b'{"a":"\\ud800"}', b'[1]', b'{"a":1} x'],
+)  # fmt: skip
+def test_what_is_not_strict_is_refused(data: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse.parse(data)
+    assert refused.value.code == "invalid_json"
+
+
+def test_what_is_plain_is_read_the_quick_way() -> None:
+    assert (
+        parse._plain(
+            b'{"prompt": "a b", "stream_options": {"include_usage": true}, "stop": ["x"], "n": 2}'
+        )
+        is not None
+    )
+    assert parse._plain(b'{"messages": [{"role": "user", "content": "hi: you"}]}') is not None
