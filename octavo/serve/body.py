@@ -24,7 +24,7 @@ from octavo.serve.parse import Bytes, is_quick, read_request
 from octavo.serve.worker_pool import WorkerPool
 
 T = TypeVar("T", bound=msgspec.Struct)
-# seconds during which the rest of an oversized body is read and thrown away, so that the client reads the refusal
+# seconds during which the rest of a refused body is read and thrown away, so that the client reads the refusal
 PATIENCE = 0.5
 SMALL = 64 * 2**10  # bytes
 HEAVY = 256 * 2**10  # bytes: a larger body is a heavy job
@@ -59,20 +59,21 @@ class Held:
         self.address = address
         self.size = 0
 
-    def grow(self, size: int) -> None:
-        """The body has so many bytes now. Raises 503 if all bodies, or those of this address, then take too much memory."""
+    def grow(self, size: int) -> ApiError | None:
+        """The body has so many bytes now. Returns an error if all bodies, or those of this address, then take too much memory."""
         if size <= SMALL:
-            return
+            return None
         memory = self.memory
         limits = memory.limits
         more = size - self.size
         if memory.by_address[self.address] + more > limits.body_memory_per_address:
-            raise out_of_memory("of this address")
+            return out_of_memory("of this address")
         if memory.total + more > limits.body_memory:
-            raise out_of_memory("of all clients")
+            return out_of_memory("of all clients")
         memory.by_address[self.address] += more
         memory.total += more
         self.size = size
+        return None
 
     def release(self) -> None:
         memory = self.memory
@@ -108,7 +109,8 @@ async def read(
         return await _receive_all(headers, receive, limits, held)
     if len(there) > limits.body_bytes:
         raise too_large(limits)
-    held.grow(len(there))
+    if (refusal := held.grow(len(there))) is not None:
+        raise refusal
     return there
 
 
@@ -147,11 +149,13 @@ async def _receive_all(
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for part in stream:
-                if len(data) + len(part) > limits.body_bytes:
+                size = len(data) + len(part)
+                refusal = too_large(limits) if size > limits.body_bytes else held.grow(size)
+                if refusal is not None:
                     data.clear()
+                    held.release()
                     await _discard(stream, 8 * limits.body_bytes)
-                    raise too_large(limits)
-                held.grow(len(data) + len(part))
+                    raise refusal
                 data += part
     except TimeoutError:
         raise ApiError(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import InvalidRequest
 from octavo.serve import handlers
-from octavo.serve.errors import ApiError
+from octavo.serve.errors import ApiError, api_error
 from octavo.serve.handlers import Context
 from octavo.serve.jobs import Detokenize, Encode, EncodeChat, Parse, Tokenize, unpack
 from octavo.serve.limits import Limits
@@ -35,9 +36,9 @@ def parse(context: Context, kind: str, body: dict[str, Any]) -> tuple[Any, dict[
 
 
 def refusal(context: Context, job: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises((ApiError, InvalidRequest)) as caught:
         handlers.HANDLERS[type(job)](context, job)
-    return caught.value
+    return api_error(caught.value)
 
 
 def chat(template: str | None = None, content: str = "hi", **options: Any) -> EncodeChat:
@@ -192,6 +193,5 @@ def test_whatever_a_clients_template_does_wrong_is_told_of_the_template(
 def test_wrong_messages_are_told_of_the_messages_whoever_sent_the_template(
     context: Context,
 ) -> None:
-    with pytest.raises(ValueError, match="role") as caught:
-        handlers.encode_messages(context, EncodeChat([{"role": "x"}], None, "x", {}, 1024))
-    assert getattr(caught.value, "param", None) == "messages.0.role"
+    error = refusal(context, EncodeChat([{"role": "user", "content": 1}], None, "x", {}, 1024))
+    assert (error.status, error.param) == (400, "messages.0.content")
