@@ -93,7 +93,7 @@ class Collector:
         new = out.tokens
         reason = out.finish_reason
         stop_reason = out.stop_reason
-        if stream.over:
+        if stream.ended:
             new = new[: stream.tokens_used - len(completion.token_ids)]
             reason = "stop"
             stop_reason = stop
@@ -120,7 +120,7 @@ class Collector:
             self.news.append(piece)
         if self.finished:
             self.metrics.finished_time = now
-        return stream.over and out.finish_reason is None
+        return stream.ended and out.finish_reason is None
 
     def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token first, then the most likely tokens or those that the request names, in vLLM's

@@ -94,9 +94,9 @@ def write_directory(config: dict[str, Any], directory: Path) -> None:
     one character, so that a text tells how many tokens it has. It reads ASCII; the rest of the vocabulary only comes out."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from octavo.text.detokenize import BYTE_OF
+    from octavo.text.detokenize import BYTE_OF_CHARACTER
 
-    spelling = {byte: char for char, byte in BYTE_OF.items()}
+    spelling = {byte: char for char, byte in BYTE_OF_CHARACTER.items()}
     characters = chain(range(128), range(0x4E00, 0xD800), range(0x10000, 0x110000))
     vocabulary = {
         "".join(spelling[b] for b in chr(c).encode()): i

@@ -22,7 +22,7 @@ from octavo.params import StructuredOutputs
 from octavo.serve.errors import ApiError, api_error
 from octavo.serve.jobs import Compile
 from octavo.serve.worker_pool import WorkerPool
-from octavo.text.spec_errors import NAMES, timed_out
+from octavo.text.spec_errors import SPEC_NAMES, compilation_timed_out
 
 log = logging.getLogger(__name__)
 QUARANTINE = 600.0  # seconds
@@ -110,11 +110,11 @@ class Trials:
     def _translate(self, spec: StructuredOutputs, error: ApiError) -> ApiError:
         """An error of the pool, in terms of structured output."""
         if error.code == LATE:
-            return api_error(timed_out(spec, self._seconds))
+            return api_error(compilation_timed_out(spec, self._seconds))
         if error.code in CRASHED:
             return ApiError(
                 400,
-                f"{NAMES[spec.kind]} cannot be used: compiling it crashed or took too much memory, simplify it",
+                f"{SPEC_NAMES[spec.kind]} cannot be used: compiling it crashed or took too much memory, simplify it",
                 "invalid_structured_output",
             )
         return error

@@ -1,4 +1,7 @@
-"""Text in and out of a model: tokenizers, incremental detokenisation, stop strings, chat templates. No torch."""
+"""This package tokenizes prompts, detokenizes output, finds stop strings and renders chat templates.
+
+Nothing in it imports torch.
+"""
 
 from octavo.text.chat import ChatTemplate, encode_chat, select_template
 from octavo.text.detokenize import Detokenizer, StopChecker, TextStream

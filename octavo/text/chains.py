@@ -1,4 +1,4 @@
-"""How deep a chain of definitions can get: rules of a grammar that name other rules, schemas that refer to other schemas.
+"""Measures chains of definitions: grammar rules that name other rules, schemas that refer to others.
 
 llguidance compiles definitions recursively, so the depth decides how much stack it needs.
 """
@@ -10,54 +10,72 @@ from typing import NamedTuple
 
 
 class Definition(NamedTuple):
-    depth: int  # levels of nesting inside it
-    links: Iterable[str]  # the definitions that it names
+    depth: int  # levels of nesting inside the definition
+    links: Iterable[str]  # the definitions that this one names
 
 
-def chain_depths(graph: Mapping[str, Definition]) -> dict[str, int]:
-    """For each definition an upper bound of the levels that a depth-first walk from it descends.
+def chain_depths(definitions: Mapping[str, Definition]) -> dict[str, int]:
+    """Return for each definition the most levels that a depth-first walk from it can descend.
 
-    A walk enters each definition at most once. So a group of definitions that refer to each other in a cycle contributes the
-    levels of all its members, whatever the order of the walk. This is Tarjan's algorithm for strongly connected components,
-    without recursion: a component is complete after every component that it links to.
+    A walk enters each definition at most once. So a group of definitions that refer to each other
+    in a cycle contributes the levels of all its members, whatever the order of the walk. This is
+    Tarjan's algorithm for strongly connected components, without recursion: a component is complete
+    after every component that it links to.
     """
     depths: dict[str, int] = {}
-    order: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    open_nodes: list[str] = []
-    for first in graph:
-        if first in order:
+    visit_order: dict[str, int] = {}
+    lowest_reachable: dict[str, int] = {}
+    open_definitions: list[str] = []
+    for root in definitions:
+        if root in visit_order:
             continue
-        order[first] = lowest[first] = len(order)
-        open_nodes.append(first)
-        path = [(first, iter(graph[first].links))]
-        while path:
-            node, links = path[-1]
-            following = next((name for name in links if name in graph and name not in depths), None)
-            if following is None:
-                path.pop()
-                if path:
-                    above = path[-1][0]
-                    lowest[above] = min(lowest[above], lowest[node])
-                if lowest[node] == order[node]:
-                    _close(graph, open_nodes, node, depths)
-            elif following in order:
-                lowest[node] = min(lowest[node], order[following])
+        visit_order[root] = lowest_reachable[root] = len(visit_order)
+        open_definitions.append(root)
+        current_path = [(root, iter(definitions[root].links))]
+        while current_path:
+            definition, remaining_links = current_path[-1]
+            next_definition = next(
+                (
+                    linked
+                    for linked in remaining_links
+                    if linked in definitions and linked not in depths
+                ),
+                None,
+            )
+            if next_definition is None:
+                current_path.pop()
+                if current_path:
+                    parent = current_path[-1][0]
+                    lowest_reachable[parent] = min(
+                        lowest_reachable[parent], lowest_reachable[definition]
+                    )
+                if lowest_reachable[definition] == visit_order[definition]:
+                    _close_component(definitions, open_definitions, definition, depths)
+            elif next_definition in visit_order:
+                lowest_reachable[definition] = min(
+                    lowest_reachable[definition], visit_order[next_definition]
+                )
             else:
-                order[following] = lowest[following] = len(order)
-                open_nodes.append(following)
-                path.append((following, iter(graph[following].links)))
+                visit_order[next_definition] = lowest_reachable[next_definition] = len(visit_order)
+                open_definitions.append(next_definition)
+                current_path.append((next_definition, iter(definitions[next_definition].links)))
     return depths
 
 
-def _close(
-    graph: Mapping[str, Definition], open_nodes: list[str], first: str, depths: dict[str, int]
+def _close_component(
+    definitions: Mapping[str, Definition],
+    open_definitions: list[str],
+    root: str,
+    depths: dict[str, int],
 ) -> None:
-    """Take a complete component off the stack of open nodes and note its depth."""
-    members = [open_nodes.pop()]
-    while members[-1] != first:
-        members.append(open_nodes.pop())
-    below = max((depths.get(name, 0) for node in members for name in graph[node].links), default=0)
-    total = below + sum(graph[node].depth for node in members)
-    for node in members:
-        depths[node] = total
+    """Take a complete component off the stack of open definitions and store its depth."""
+    members = [open_definitions.pop()]
+    while members[-1] != root:
+        members.append(open_definitions.pop())
+    depth_below = max(
+        (depths.get(linked, 0) for member in members for linked in definitions[member].links),
+        default=0,
+    )
+    component_depth = depth_below + sum(definitions[member].depth for member in members)
+    for member in members:
+        depths[member] = component_depth

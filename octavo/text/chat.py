@@ -1,9 +1,9 @@
-"""Turns chat messages into a prompt, by the model's own template.
+"""Turns chat messages into a prompt with the chat template of the model.
 
-A template runs in a sandbox (octavo.text.sandbox), bounded in time and output. Whatever goes wrong
-in it is a ChatTemplateError. What a user wrote can never become a control token: see `encode_chat`.
-Templates differ in what they take; a `ChatTemplate` finds out by rendering short conversations.
-Knows nothing of HTTP or of any model's format.
+A template runs in a sandbox (octavo.text.sandbox) with limits on time and output. Every failure in
+it is a ChatTemplateError. Text of a user can never become a control token: see `encode_chat`.
+Templates differ in the messages that they accept. A `ChatTemplate` finds out by rendering short
+conversations. This module does not know HTTP or the format of any model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.errors import ChatTemplateError, InvalidRequest
 from octavo.text.conversation import argument_forms, check_messages, to_plain
 from octavo.text.sandbox import (
     MAX_CHARS,
-    Refused,
+    TemplateRefusal,
     counted_range,
     make_environment,
     undeclared_variables,
@@ -28,7 +28,7 @@ from octavo.text.sandbox import (
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import mentions_tools, spell_out
 
-MAX_SECONDS = 2.0  # looked at between pieces of output, so that a template cannot go on for ever
+MAX_SECONDS = 2.0  # for one rendering; checked between pieces of output
 MAX_MESSAGE = 500  # characters of a template's own error message
 # Variables that a request or the server sets itself; options may not replace them.
 RESERVED = frozenset(
@@ -37,9 +37,9 @@ RESERVED = frozenset(
     | {"mask_token", "additional_special_tokens"}
     | set(make_environment().globals)
 )
-# Unicode keeps these characters out of interchange. They mark places in a text, and those that the
-# text has are not used.
-_NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
+# Unicode reserves these characters for internal use. One that does not occur in the input marks
+# positions in a text.
+_NONCHARACTERS = [chr(code_point) for code_point in range(0xFDD0, 0xFDF0)]
 _PROBE = "probe7"  # a text that no template contains
 _PROBE_TOOL = {
     "type": "function",
@@ -56,8 +56,7 @@ _PROBE_TOOL = {
 
 
 class ChatTemplate:
-    """A compiled template. `specials` are the tokenizer's named special tokens, which templates
-    write by name."""
+    """A compiled template. `specials` are the named special tokens of the tokenizer."""
 
     def __init__(self, source: str, specials: dict[str, str] | None = None):
         environment = make_environment()
@@ -66,12 +65,12 @@ class ChatTemplate:
             variables = undeclared_variables(environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
-                f"the chat template has a syntax error in line {error.lineno}: {_short(error)}",
+                f"the chat template has a syntax error in line {error.lineno}: {_one_line(error)}",
                 "chat_template",
             ) from None
         except Exception as error:  # the compiler can fail on a template that is nested too deeply
             raise ChatTemplateError(
-                f"the chat template cannot be compiled: {_short(error)}", "chat_template"
+                f"the chat template cannot be compiled: {_one_line(error)}", "chat_template"
             ) from None
         self.source = source
         self._specials = specials or {}
@@ -79,39 +78,45 @@ class ChatTemplate:
         self.options = frozenset(variables - RESERVED - set(self._specials))
 
     def unused(self, options: Iterable[str]) -> list[str]:
-        """Those options that the template does not use."""
+        """Return the options that the template does not use."""
         return [name for name in options if name not in self.options]
 
     # ---- what the template takes -----------------------------------------------------------------
 
     @cached_property
     def knows_tools(self) -> bool:
-        """The template shows the model the tools it is given, perhaps only where there is a system
-        message."""
+        """Return whether the template shows the tools to the model.
+
+        Some templates show them only if there is a system message.
+        """
         if "tools" not in self._variables:
             return False
-        user = {"role": "user", "content": "u"}
+        user_message = {"role": "user", "content": "u"}
         return any(
-            self._shows(self._in_parts(messages), [_PROBE_TOOL])
-            for messages in ([user], [{"role": "system", "content": "s"}, user])
+            self._renders_probe(self._in_parts(messages), [_PROBE_TOOL])
+            for messages in ([user_message], [{"role": "system", "content": "s"}, user_message])
         )
 
     @cached_property
     def takes_system(self) -> bool:
-        """The template shows a system message."""
-        system = {"role": "system", "content": _PROBE}
-        return self._shows(self._in_parts([system, {"role": "user", "content": "u"}]))
+        """Return whether the template shows a system message."""
+        system_message = {"role": "system", "content": _PROBE}
+        return self._renders_probe(
+            self._in_parts([system_message, {"role": "user", "content": "u"}])
+        )
 
     @cached_property
     def takes_text(self) -> bool:
-        """The template shows content that is a string. Templates of models for images may need a
-        list of parts."""
-        text = {"role": "user", "content": _PROBE}
-        parts = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
-        return self._shows([text]) or not self._shows([parts])
+        """Return whether the template shows content that is a string.
+
+        Templates of models for images may need a list of parts.
+        """
+        text_message = {"role": "user", "content": _PROBE}
+        parts_message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        return self._renders_probe([text_message]) or not self._renders_probe([parts_message])
 
     def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with their content as a list of parts, if that is what the template needs."""
+        """Return the messages with their content as a list of parts, if the template needs that."""
         if self.takes_text:
             return messages
         return [
@@ -119,12 +124,12 @@ class ChatTemplate:
             for message in messages
         ]
 
-    def _shows(
+    def _renders_probe(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> bool:
-        """Whether the rendered messages contain the probe."""
+        """Return whether the rendered messages contain the probe."""
         try:
-            return _PROBE in self._run(messages, tools, True, {})
+            return _PROBE in self._render_checked(messages, tools, True, {})
         except ChatTemplateError:
             return False
 
@@ -140,17 +145,20 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt. It ends with the opening of the assistant's turn, unless
-        `add_generation_prompt` is false. `continue_final_message` leaves the last message open
-        instead, for the model to continue. `options` are further variables for the template; those
-        that it does not use have no effect."""
+        """Return the prompt.
+
+        The prompt ends with the opening of the assistant's turn, unless `add_generation_prompt` is
+        false. `continue_final_message` leaves the last message open instead, and the model
+        continues it. `options` are further variables for the template. Options that it does not use
+        have no effect.
+        """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other: the model "
                 "either continues the last message or begins a new one. Set one of them",
                 "continue_final_message",
             )
-        opened = not continue_final_message and add_generation_prompt is not False
+        opens_reply = not continue_final_message and add_generation_prompt is not False
         check_options(options, self._specials)
         messages = check_messages(messages)
         tools = None if tools is None else to_plain(tools, "tools")
@@ -161,7 +169,7 @@ class ChatTemplate:
         messages = self._system_for_developer(messages)
         if continue_final_message:
             return self._render_open(messages, tools, options)
-        return self._render(messages, tools, opened, options)
+        return self._render(messages, tools, opens_reply, options)
 
     def _render_open(
         self,
@@ -169,62 +177,73 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         options: dict[str, Any],
     ) -> str:
-        """The prompt up to the end of the last message's content.
+        """Return the prompt up to the end of the content of the last message.
 
-        A tag after the content shows where it ends in the prompt. The space after the tag shows
-        whether the template trims the content: then white space before the tag, which the tag kept
-        from being trimmed, is trimmed here.
+        A tag after the content marks its end in the prompt. A space after the tag shows whether the
+        template trims the content. If it does, whitespace before the tag, which the tag protected,
+        is trimmed here.
         """
-        last = messages[-1]
-        if not last["content"] and "tool_calls" in last:
+        last_message = messages[-1]
+        if not last_message["content"] and "tool_calls" in last_message:
             raise InvalidRequest(
                 "continue_final_message needs a last message with content", "continue_final_message"
             )
-        end = unused_character(messages) * 2
-        messages = [*messages[:-1], {**last, "content": last["content"] + end + " "}]
-        before, found, after = self._render(messages, tools, False, options).rpartition(end)
+        end_tag = unused_character(messages) * 2
+        messages = [
+            *messages[:-1],
+            {**last_message, "content": last_message["content"] + end_tag + " "},
+        ]
+        prompt, found, remainder = self._render(messages, tools, False, options).rpartition(end_tag)
         if not found:
             raise InvalidRequest(
                 "the chat template does not write the last message as it is, so it cannot be "
                 "continued: leave continue_final_message out",
                 "continue_final_message",
             )
-        return before if after.startswith(" ") else before.rstrip()
+        return prompt if remainder.startswith(" ") else prompt.rstrip()
 
     def _render(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-        opened: bool,
+        opens_reply: bool,
         options: dict[str, Any],
     ) -> str:
-        """The prompt from messages in the form that this template takes: the first that it can
-        render."""
-        first: ChatTemplateError | None = None
-        for form in argument_forms(self._in_parts(messages)):
+        """Return the prompt for the first form of the messages that the template can render."""
+        first_error: ChatTemplateError | None = None
+        for message_form in argument_forms(self._in_parts(messages)):
             try:
-                return self._run(form, tools, opened, options)
+                return self._render_checked(message_form, tools, opens_reply, options)
             except ChatTemplateError as error:
-                first = first or error
-        assert first is not None
-        raise first
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
     def _system_for_developer(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`developer` is OpenAI's newer name for `system`. For a template that does not know it, it
-        becomes `system`, and all system messages become one: templates want one, and at the start.
-        """
-        known = "'developer'" in self.source or '"developer"' in self.source
-        if known or all(message["role"] != "developer" for message in messages):
-            return messages
-        system = [m["content"] for m in messages if m["role"] in ("system", "developer")]
-        others = [m for m in messages if m["role"] not in ("system", "developer")]
-        return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *others]
+        """Rename `developer` messages to `system` if the template does not know `developer`.
 
-    def _run(
+        `developer` is OpenAI's newer name for `system`. All system messages become one at the
+        start, because templates expect that.
+        """
+        knows_developer = "'developer'" in self.source or '"developer"' in self.source
+        if knows_developer or all(message["role"] != "developer" for message in messages):
+            return messages
+        system_contents = [
+            message["content"] for message in messages if message["role"] in ("system", "developer")
+        ]
+        other_messages = [
+            message for message in messages if message["role"] not in ("system", "developer")
+        ]
+        return [
+            {"role": "system", "content": "\n\n".join(filter(None, system_contents))},
+            *other_messages,
+        ]
+
+    def _render_checked(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-        opened: bool,
+        opens_reply: bool,
         options: dict[str, Any],
     ) -> str:
         variables = {
@@ -233,49 +252,49 @@ class ChatTemplate:
             **self._specials,
             "messages": messages,
             "tools": tools,
-            "add_generation_prompt": opened,
+            "add_generation_prompt": opens_reply,
             "range": counted_range(),
         }
         try:
-            return "".join(self._pieces(variables))
-        except Refused as error:
+            return "".join(self._render_pieces(variables))
+        except TemplateRefusal as error:
             raise ChatTemplateError(
-                f"the chat template refuses these messages: {_short(error)}"
+                f"the chat template refuses these messages: {_one_line(error)}"
             ) from None
         except SecurityError as error:
             raise ChatTemplateError(
-                f"the chat template does something that a template may not do: {_short(error)}"
+                f"the chat template does something that a template may not do: {_one_line(error)}"
             ) from None
         except Exception as error:  # a template can raise anything that its expressions can
             raise ChatTemplateError(
-                f"the chat template cannot render these messages: {_short(error)}"
+                f"the chat template cannot render these messages: {_one_line(error)}"
             ) from error
 
-    def _pieces(self, variables: dict[str, Any]) -> Iterator[str]:
+    def _render_pieces(self, variables: dict[str, Any]) -> Iterator[str]:
         deadline = time.monotonic() + MAX_SECONDS
-        size = 0
+        rendered_chars = 0
         for piece in self._template.generate(variables):
-            size += len(piece)
-            if size > MAX_CHARS:
+            rendered_chars += len(piece)
+            if rendered_chars > MAX_CHARS:
                 raise OverflowError(f"the prompt is longer than {MAX_CHARS} characters")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it takes longer than {MAX_SECONDS:g} s")
             yield piece
 
 
-def _short(error: Exception) -> str:
-    """An error's message without what would spoil a line, and not longer than a line should be."""
+def _one_line(error: Exception) -> str:
+    """Return the message of an error as one line of limited length."""
     message = " ".join(str(error).split()) or type(error).__name__
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
 
 def check_options(options: dict[str, Any], specials: dict[str, str] | None = None) -> None:
-    """Refuse options by the name of a variable that the request or the server sets."""
-    for name in options:
-        if name in RESERVED or name in (specials or {}):
+    """Reject options with the name of a variable that the request or the server sets."""
+    for option_name in options:
+        if option_name in RESERVED or option_name in (specials or {}):
             raise InvalidRequest(
-                f"chat_template_kwargs may not set {name[:64]!r}, which the request or the model "
-                "sets itself: leave it out",
+                f"chat_template_kwargs may not set {option_name[:64]!r}, which the request or the "
+                "model sets itself: leave it out",
                 "chat_template_kwargs",
             )
 
@@ -283,8 +302,10 @@ def check_options(options: dict[str, Any], specials: dict[str, str] | None = Non
 def select_template(
     tokenizer: Tokenizer, source: str | None = None, tools: bool = False
 ) -> ChatTemplate:
-    """The given template, or the model's own: the one for tools where tools are used and the model
-    has one."""
+    """Return the given template, or that of the model.
+
+    A model may have a separate template for chats with tools, which is used if there are tools.
+    """
     if source is None and tools:
         source = tokenizer.chat_templates.get("tool_use")
     if source is None:
@@ -295,11 +316,11 @@ def select_template(
             "take a plain prompt",
             "messages",
         )
-    return _compiled(source, tuple(tokenizer.specials.items()))
+    return _compile_cached(source, tuple(tokenizer.specials.items()))
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str, specials: tuple[tuple[str, str], ...]) -> ChatTemplate:
+def _compile_cached(source: str, specials: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(specials))  # takes 8 ms, which every request would pay
 
 
@@ -311,13 +332,15 @@ def encode_chat(
     tools: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> list[int]:
-    """The prompt's tokens. Special tokens that the template wrote are special tokens; the same
-    characters in a message, a tool or an option are only characters. `options` are those of
-    `ChatTemplate.render`."""
-    text, mark = render_marked(tokenizer, template, messages, tools, **options)
+    """Return the tokens of the prompt.
+
+    Special tokens that the template writes are special tokens. The same characters in a message, a
+    tool or an option are only characters. `options` are those of `ChatTemplate.render`.
+    """
+    rendered, mark = render_marked(tokenizer, template, messages, tools, **options)
     if mark is None:
-        return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-    return tokenizer.encode_marked(text, mark)
+        return tokenizer.encode(rendered, add_special_tokens=False, parse_special=True)
+    return tokenizer.encode_marked(rendered, mark)
 
 
 def render_marked(
@@ -328,63 +351,62 @@ def render_marked(
     tools: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> tuple[str, str | None]:
-    """The rendered text, and the mark before each special token in it that the template did not
-    write. The mark is None if there is no such token.
+    """Return the rendered text and the mark before special tokens that the template did not write.
 
-    To tell the tokens apart after rendering, a mark goes before each special token in what the
-    caller sent. A mark is not white space and stands before the first character of a token, so a
-    template that trims, splits or compares still works.
+    The mark is None if there is no such token. To distinguish the tokens after rendering, a mark is
+    put before each special token in the input of the caller. A mark is not whitespace and precedes
+    the first character of a token, so templates that trim, split or compare text still work.
     """
-    given = [
+    plain_inputs = [
         check_messages(messages),
         None if tools is None else to_plain(tools, "tools"),
         to_plain(options, "chat_template_kwargs"),
     ]
-    mark = unused_character(given)
+    mark = unused_character(plain_inputs)
 
-    def protect(text: str) -> str:
-        return tokenizer.protect(text, mark)
+    def protect(rendered: str) -> str:
+        return tokenizer.protect(rendered, mark)
 
-    safe_messages, safe_tools, safe_options = map_text(given, protect)
-    for message, safe_message in zip(given[0], safe_messages, strict=True):
+    safe_messages, safe_tools, safe_options = map_text(plain_inputs, protect)
+    for message, safe_message in zip(plain_inputs[0], safe_messages, strict=True):
         safe_message["role"] = message["role"]  # a name, which templates compare
-    text = template.render(safe_messages, safe_tools, **safe_options)
-    text = text.replace(f"\\u{ord(mark):04x}", mark)  # a template may write JSON in ASCII
-    return text, mark if mark in text else None
+    rendered = template.render(safe_messages, safe_tools, **safe_options)
+    rendered = rendered.replace(f"\\u{ord(mark):04x}", mark)  # a template may write JSON in ASCII
+    return rendered, mark if mark in rendered else None
 
 
 # ---- texts inside a structure --------------------------------------------------------------------
 
 
 def map_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with every string in it changed, names of members included."""
+    """Return a copy of a structure with every string changed, including the keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
         return [map_text(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(key): map_text(item, change) for key, item in value.items()}
+        return {change(member): map_text(item, change) for member, item in value.items()}
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every string in a structure, names of members included."""
+def _strings_in(value: Any) -> Iterator[str]:
+    """Yield every string in a structure, including the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _strings_in(item)
     elif isinstance(value, dict):
         yield from value
         for item in value.values():
-            yield from _texts(item)
+            yield from _strings_in(item)
 
 
 def unused_character(value: Any) -> str:
-    """A noncharacter that occurs in no string of `value`, nor does its escape sequence."""
-    text = "\n".join(_texts(value)).lower()
+    """Return a noncharacter that occurs in no string of `value`, not even as an escape sequence."""
+    all_text = "\n".join(_strings_in(value)).lower()
     for character in _NONCHARACTERS:
-        if character not in text and f"{ord(character):04x}" not in text:
+        if character not in all_text and f"{ord(character):04x}" not in all_text:
             return character
     raise InvalidRequest(
         "messages use every noncharacter from U+FDD0 to U+FDEF: leave one of them out", "messages"

@@ -1,14 +1,13 @@
-"""The messages of a chat request, checked and brought into the form that chat templates expect.
+"""Checks the messages of a chat request and converts them to the form that chat templates expect.
 
 A template gets plain copies: strings, numbers, booleans, lists and objects. The rules are those of
 vLLM and transformers:
 
-- `content` is one string. Parts of text are joined. Where there is no content, as beside tool
-  calls, it is "".
-- The arguments of a tool call are an object. The API sends them as JSON; what is not a JSON object
-  stays as it came.
-- Reasoning is there as `reasoning_content` and as `thinking`, whichever name it was sent under.
-- Members that are null are left out, and so is an empty list of tool calls.
+- `content` is one string. Parts of text are joined. Missing content, as beside tool calls, is "".
+- The arguments of a tool call are an object. The API sends them as JSON. Arguments that are not a
+  JSON object stay unchanged.
+- Reasoning is present as `reasoning_content` and as `thinking`, whichever name the client used.
+- Members that are null are removed, and so is an empty list of tool calls.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 
-MAX_DEPTH = 100  # of lists and objects within each other
-ROLE = re.compile(r"[\w .-]{1,64}")
-# A message of these roles has something to say; without content it is a mistake.
-SPEAKERS = ("system", "developer", "user")
-# The types of parts that are text, each with the member that holds it.
+MAX_DEPTH = 100  # nested lists and objects
+ROLE_PATTERN = re.compile(r"[\w .-]{1,64}")
+# A message with one of these roles must have content.
+ROLES_WITH_CONTENT = ("system", "developer", "user")
+# The types of text parts, and the member that holds the text.
 TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -32,59 +31,63 @@ TEXT_PARTS = {
     "refusal": "refusal",
 }
 # The names under which clients send reasoning, the usual one first.
-REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages, as templates expect them."""
+    """Return copies of the messages in the form that templates expect."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(
             'messages must be a non-empty list of {"role": ..., "content": ...}', "messages"
         )
-    return [_checked(message, f"messages.{i}") for i, message in enumerate(messages)]
+    return [
+        _checked_message(message, f"messages.{index}") for index, message in enumerate(messages)
+    ]
 
 
-def _checked(message: Any, where: str) -> dict[str, Any]:
+def _checked_message(message: Any, location: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(
-            f"{where} must be an object with role and content, got {_kind(message)}", where
+            f"{location} must be an object with role and content, got {_type_name(message)}",
+            location,
         )
     role = message.get("role")
-    if not isinstance(role, str) or not ROLE.fullmatch(role):
+    if not isinstance(role, str) or not ROLE_PATTERN.fullmatch(role):
         raise InvalidRequest(
-            f"{where}.role must be a name of 1 to 64 letters, digits, spaces or . _ - (such as "
+            f"{location}.role must be a name of 1 to 64 letters, digits, spaces or . _ - (such as "
             f"system, user, assistant or tool), got {role!r:.40}",
-            f"{where}.role",
+            f"{location}.role",
         )
-    plain = to_plain(message, where)
-    found = {key: value for key, value in plain.items() if value is not None}
-    calls = found.pop("tool_calls", None)
-    if role == "assistant" and calls:
-        found["tool_calls"] = _parsed_calls(calls, f"{where}.tool_calls")
-    elif calls:
-        found["tool_calls"] = calls
-    found["content"] = _joined(found.get("content"), role, f"{where}.content")
-    reasoning = next((found[name] for name in REASONING if name in found), None)
+    plain_message = to_plain(message, location)
+    checked = {member: value for member, value in plain_message.items() if value is not None}
+    tool_calls = checked.pop("tool_calls", None)
+    if role == "assistant" and tool_calls:
+        checked["tool_calls"] = _parsed_calls(tool_calls, f"{location}.tool_calls")
+    elif tool_calls:
+        checked["tool_calls"] = tool_calls
+    checked["content"] = _joined_content(checked.get("content"), role, f"{location}.content")
+    reasoning = next((checked[name] for name in REASONING_FIELDS if name in checked), None)
     if reasoning is None:
-        return found
-    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+        return checked
+    return {"thinking": reasoning, **checked, "reasoning_content": reasoning}
 
 
-def _joined(content: Any, role: str, where: str) -> str:
-    """The content as one string."""
+def _joined_content(content: Any, role: str, location: str) -> str:
+    """Return the content as one string."""
     if isinstance(content, str):
         return content
-    if content is None and role not in SPEAKERS:
+    if content is None and role not in ROLES_WITH_CONTENT:
         return ""
     if not isinstance(content, list):
-        parts = '{"type": "text", "text": ...}'
+        part_form = '{"type": "text", "text": ...}'
         raise InvalidRequest(
-            f"{where} must be a string or a list of {parts}, got {_kind(content)}", where
+            f"{location} must be a string or a list of {part_form}, got {_type_name(content)}",
+            location,
         )
-    return "".join(_part(part, f"{where}.{i}") for i, part in enumerate(content))
+    return "".join(_part_text(part, f"{location}.{index}") for index, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part_text(part: Any, location: str) -> str:
     if isinstance(part, str):
         return part
     text = None
@@ -92,32 +95,37 @@ def _part(part: Any, where: str) -> str:
         text = part.get(TEXT_PARTS.get(part["type"], ""))
     if not isinstance(text, str):
         raise InvalidRequest(
-            f'{where} must be {{"type": "text", "text": ...}}: this model takes text only', where
+            f'{location} must be {{"type": "text", "text": ...}}: this model takes text only',
+            location,
         )
     return text
 
 
-def _parsed_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The tool calls with their arguments parsed. A call may lack the "function" around it."""
-    wanted = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise InvalidRequest(f"{where} must be a list of {wanted}", where)
-    parsed = []
-    for call in calls:
-        function = call.get("function", call)
+def _parsed_calls(tool_calls: Any, location: str) -> list[dict[str, Any]]:
+    """Return the tool calls with parsed arguments. A call may lack the "function" around it."""
+    call_form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+    if not isinstance(tool_calls, list) or not all(
+        isinstance(tool_call, dict) for tool_call in tool_calls
+    ):
+        raise InvalidRequest(f"{location} must be a list of {call_form}", location)
+    parsed_calls = []
+    for tool_call in tool_calls:
+        function = tool_call.get("function", tool_call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"{where} must be a list of {wanted}", where)
-        if "function" in call:
+            raise InvalidRequest(f"{location} must be a list of {call_form}", location)
+        if "function" in tool_call:
             arguments = _parsed_arguments(function.get("arguments"))
-            call = {**call, "function": {**function, "arguments": arguments}}
-        parsed.append(call)
-    return parsed
+            tool_call = {**tool_call, "function": {**function, "arguments": arguments}}
+        parsed_calls.append(tool_call)
+    return parsed_calls
 
 
 def _parsed_arguments(arguments: Any) -> Any:
-    """The object that the arguments say. Arguments of another kind, such as JSON that was cut, stay
-    as they are: they are part of the conversation, and a request that repeats them must not fail
-    for it."""
+    """Return the object that the arguments encode.
+
+    Arguments of another kind, such as truncated JSON, stay unchanged. They are part of the
+    conversation, and a request that repeats them must not fail.
+    """
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
@@ -130,23 +138,22 @@ def _parsed_arguments(arguments: Any) -> Any:
 
 
 def argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The messages with the arguments of calls in each form that a template may need, the usual
-    form first.
+    """Return the messages with the arguments of calls in each form that a template may need.
 
-    The forms are: as they are, which is objects, and text where it is no JSON object; objects
-    alone, with an empty one for each text; text alone.
+    The usual form comes first. The forms are: unchanged (objects, or text that is not a JSON
+    object); only objects, with an empty one instead of each text; only text.
     """
-    given = [
-        call["function"]["arguments"]
+    all_arguments = [
+        tool_call["function"]["arguments"]
         for message in messages
         if message["role"] == "assistant"
-        for call in message.get("tool_calls", [])
-        if "function" in call
+        for tool_call in message.get("tool_calls", [])
+        if "function" in tool_call
     ]
     forms = [messages]
-    if not all(isinstance(arguments, dict) for arguments in given):
+    if not all(isinstance(arguments, dict) for arguments in all_arguments):
         forms.append(_with_arguments(messages, _as_object))
-    if given:
+    if all_arguments:
         forms.append(_with_arguments(messages, _as_text))
     return forms
 
@@ -160,41 +167,46 @@ def _as_text(arguments: Any) -> str:
 
 
 def _with_arguments(
-    messages: list[dict[str, Any]], change: Callable[[Any], Any]
+    messages: list[dict[str, Any]], convert: Callable[[Any], Any]
 ) -> list[dict[str, Any]]:
-    """Copies of the messages with the arguments of every call changed."""
+    """Return copies of the messages with converted arguments in every call."""
 
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        if "function" not in call:
-            return call
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+    def converted_call(tool_call: dict[str, Any]) -> dict[str, Any]:
+        if "function" not in tool_call:
+            return tool_call
+        function = tool_call["function"]
+        return {**tool_call, "function": {**function, "arguments": convert(function["arguments"])}}
 
     return [
-        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        {
+            **message,
+            "tool_calls": [converted_call(tool_call) for tool_call in message["tool_calls"]],
+        }
         if message["role"] == "assistant" and "tool_calls" in message
         else message
         for message in messages
     ]
 
 
-def to_plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy made of JSON's types alone: a template must not get hold of an object that has methods
-    of its own."""
+def to_plain(value: Any, location: str, depth: int = 0) -> Any:
+    """Return a copy that consists of the types of JSON.
+
+    A template must not get an object that has methods of its own.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > MAX_DEPTH:
-        raise InvalidRequest(f"{where} is nested more than {MAX_DEPTH} levels deep", where)
+        raise InvalidRequest(f"{location} is nested more than {MAX_DEPTH} levels deep", location)
     if isinstance(value, (list, tuple)):
-        return [to_plain(item, where, depth + 1) for item in value]
+        return [to_plain(item, location, depth + 1) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: to_plain(item, where, depth + 1) for key, item in value.items()}
+        return {key: to_plain(item, location, depth + 1) for key, item in value.items()}
     raise InvalidRequest(
-        f"{where} must be made of strings, numbers, booleans, lists and objects, got "
-        f"{_kind(value)}",
-        where,
+        f"{location} must be made of strings, numbers, booleans, lists and objects, got "
+        f"{_type_name(value)}",
+        location,
     )
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,6 +1,6 @@
-"""Grammars in llguidance's dialect of Lark, made ready for it: their depth is checked, and the schemas in them are prepared.
+"""Prepares grammars for llguidance: checks their depth and prepares the schemas in them.
 
-Grammars in EBNF are translated first (ebnf.py).
+The grammars are in llguidance's dialect of Lark. A grammar in EBNF is translated first (ebnf.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo.text.ebnf import ebnf_to_lark, is_ebnf
 from octavo.text.schema import MAX_DEPTH
 from octavo.text.spec_errors import SpecError
 
-# What hides names from a reader: strings, regexes and comments; and where a schema begins.
+# Strings, regexes and comments, which may contain text that looks like a name, and schemas.
 _TOKEN = re.compile(
     r"""(?P<schema>%json\s*(?=\{))
     | (?P<hidden>"(?:[^"\\\n]|\\.)*" | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)+/[a-z]*)""",
@@ -26,23 +26,23 @@ _BRACKET = re.compile(r"[()\[\]]")
 
 
 def prepare_grammar(grammar: str, prepare_schema: Callable[[str], str]) -> str:
-    """The grammar as it is compiled. Raises SpecError."""
+    """Return the grammar in the form that llguidance compiles. Raises SpecError."""
     if is_ebnf(grammar):
         grammar = ebnf_to_lark(grammar)
-    parts: list[str] = []  # of the grammar
-    bare: list[str] = []  # the same without what hides names
-    at = 0
-    while (found := _TOKEN.search(grammar, at)) is not None:
-        parts.append(grammar[at : found.end()])
-        bare.append(grammar[at : found.start()])
-        at = found.end()
-        if found["schema"] is not None:
-            at = _schema_end(grammar, at)
-            parts.append(prepare_schema(grammar[found.end() : at]))
-    parts.append(grammar[at:])
-    bare.append(grammar[at:])
-    check_rules(" ".join(bare))
-    return "".join(parts)
+    prepared_parts: list[str] = []
+    visible_parts: list[str] = []  # the grammar without strings, regexes, comments and schemas
+    position = 0
+    while (token_match := _TOKEN.search(grammar, position)) is not None:
+        prepared_parts.append(grammar[position : token_match.end()])
+        visible_parts.append(grammar[position : token_match.start()])
+        position = token_match.end()
+        if token_match["schema"] is not None:
+            position = _schema_end(grammar, position)
+            prepared_parts.append(prepare_schema(grammar[token_match.end() : position]))
+    prepared_parts.append(grammar[position:])
+    visible_parts.append(grammar[position:])
+    check_rules(" ".join(visible_parts))
+    return "".join(prepared_parts)
 
 
 def _schema_end(grammar: str, start: int) -> int:
@@ -55,25 +55,27 @@ def _schema_end(grammar: str, start: int) -> int:
 
 
 def check_rules(grammar: str) -> None:
-    """Raise SpecError where rules name each other in too long a chain."""
-    starts = list(_RULE.finditer(grammar))
-    ends = [found.start() for found in starts[1:]] + [len(grammar)]
-    graph: dict[str, Definition] = {}
-    for found, end in zip(starts, ends, strict=True):
-        body = grammar[found.end() : end]
-        graph[found[1]] = Definition(1 + group_depth(body), set(_NAME.findall(body)))
-    depth = max(chain_depths(graph).values(), default=0)
+    """Raise SpecError if rules name each other in too long a chain."""
+    rule_matches = list(_RULE.finditer(grammar))
+    rule_ends = [rule_match.start() for rule_match in rule_matches[1:]] + [len(grammar)]
+    definitions: dict[str, Definition] = {}
+    for rule_match, rule_end in zip(rule_matches, rule_ends, strict=True):
+        rule_body = grammar[rule_match.end() : rule_end]
+        definitions[rule_match[1]] = Definition(
+            1 + group_depth(rule_body), set(_NAME.findall(rule_body))
+        )
+    depth = max(chain_depths(definitions).values(), default=0)
     if depth > MAX_DEPTH:
         raise SpecError(
-            f"its rules name each other in a chain that is up to {depth} levels deep, at most {MAX_DEPTH} are allowed: "
-            "use fewer rules"
+            f"its rules name each other in a chain that is up to {depth} levels deep, at most "
+            f"{MAX_DEPTH} are allowed: use fewer rules"
         )
 
 
-def group_depth(body: str) -> int:
-    """How many groups stand within each other."""
-    depth = deepest = 0
-    for bracket in _BRACKET.findall(body):
+def group_depth(rule_body: str) -> int:
+    """Return the nesting depth of the groups in a rule."""
+    depth = deepest_group = 0
+    for bracket in _BRACKET.findall(rule_body):
         depth += 1 if bracket in "([" else -1
-        deepest = max(deepest, depth)
-    return deepest
+        deepest_group = max(deepest_group, depth)
+    return deepest_group

@@ -1,12 +1,14 @@
-"""Structured output by llguidance: a spec is compiled into a guide, which says what a text may go on with.
+"""Structured output with llguidance. A spec is compiled into a guide, which masks the next token.
 
     guides = Guides(tokenizer, vocab_size, end_ids)
-    guide = guides.compile(StructuredOutputs(json=schema))     waits; raises InvalidRequest
-    work = guides.start(StructuredOutputs(json=schema))        does not wait
-    guide = work.poll()                                        None until it is compiled; raises InvalidRequest
+    guide = guides.compile(StructuredOutputs(json=schema))       waits
+    compilation = guides.start(StructuredOutputs(json=schema))   does not wait
+    guide = compilation.poll()                                   returns None until it is compiled
 
-Specs are compiled in threads, each spec once. A compiled guide stands at the beginning of a text; each sequence follows a copy.
-Knows vocabularies and grammars; knows nothing of requests or scheduling. llguidance is imported when the first guide is compiled.
+Both `compile` and `poll` raise InvalidRequest. Specs are compiled in threads, each spec once. A
+compiled guide is at the beginning of a text; each sequence follows a copy of it. This module knows
+vocabularies and grammars, and does not know requests or scheduling. llguidance is imported when the
+first guide is compiled.
 """
 
 from __future__ import annotations
@@ -25,39 +27,45 @@ from octavo.text.digits import DigitLimit
 from octavo.text.ebnf import literal
 from octavo.text.grammar import prepare_grammar
 from octavo.text.schema import close_objects, has_open_names, read_schema
-from octavo.text.spec_errors import SpecError, refused, shorten, timed_out
+from octavo.text.spec_errors import SpecError, compilation_timed_out, shorten, unusable_spec
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.vocabulary import Vocabulary, make_vocabulary
 from octavo.types import Guide
 
-DEADLINE = 5.0  # seconds that one compilation may take
-THREADS = 2
-# llguidance recurses on the native stack, up to 16 MB for the deepest specs that are let in (schema.py, MAX_DEPTH). Only virtual
-# memory is reserved.
+COMPILE_TIMEOUT = 5.0  # seconds that one compilation may take
+MAX_THREADS = 2
+# llguidance recurses on the native stack. The deepest specs that schema.MAX_DEPTH allows take 16 MB.
+# Only virtual memory is reserved.
 STACK_BYTES = 256 * 2**20
-MOST_LOST = 6  # threads that exceeded the deadline and were replaced; beyond that, new specs wait
+MAX_ABANDONED_THREADS = 6  # replaced after a timeout; beyond this number, new specs wait
 CACHE_BYTES = 256 * 2**20
-# llguidance does not tell how much memory a compiled grammar takes: up to 155 bytes for each character of its text were measured.
-# And it grows: all copies share a lexer, which keeps every state that a text has met, some 700 bytes each. Most grammars have a
-# few hundred states; others meet new ones with each token, until the lexer is full and none of their texts can go on. So a guide
-# is replaced after so many tokens, and at once when one of its texts has failed.
-COST = 64 * 2**10
-COST_PER_CHAR = 160
-COST_PER_TOKEN = 16 * 2**10
-WORN = 4096
-# Following a text takes time of the engine's main thread, so a slow guide fails instead. JSON takes 0.01 to 5 ms a token;
-# ambiguous grammars take longer with each token, up to seconds with llguidance's own limits.
-SLOW = 0.03  # seconds of CPU time for one token
-LIMITS = dict(
+# llguidance does not report the memory of a compiled grammar. Measurements showed up to 155 bytes
+# for each character of its text. The memory also grows: all copies share a lexer, which keeps every
+# state that a text reaches, about 700 bytes each. Most grammars have a few hundred states. Others
+# reach new states with each token until the lexer is full and all their texts fail. So a guide is
+# replaced after MAX_GUIDE_TOKENS tokens, and at once after one of its texts has failed.
+GUIDE_BYTES = 64 * 2**10
+BYTES_PER_CHARACTER = 160
+BYTES_PER_TOKEN = 16 * 2**10
+MAX_GUIDE_TOKENS = 4096
+# A guide runs in the main thread of the engine, so a slow guide fails. JSON takes 0.01 to 5 ms for a
+# token. Ambiguous grammars take longer with each token, up to seconds with the default limits of
+# llguidance.
+MAX_TOKEN_SECONDS = 0.03  # CPU time
+PARSER_LIMITS = dict(
     step_max_items=5_000, max_items_in_row=20_000, max_lexer_states=100_000, verbose_errors=False
 )
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-PLAIN_ESCAPES = 'nrbtf\\"'  # every character has one spelling: no \uXXXX
+PLAIN_ESCAPES = 'nrbtf\\"'  # Every character has one spelling, so \uXXXX is not allowed.
 ANY_OBJECT = '{"type": "object"}'
 
 
 class Guides:
-    """Compiles for one model. `end_ids` end its texts; `vocab_size` is the model's: there may be more ids than tokens."""
+    """Compiles and caches guides for one model.
+
+    `end_ids` are the tokens that end a text. `vocab_size` is that of the model, which may be larger
+    than the vocabulary of the tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]):
         self.compiled = 0
@@ -67,83 +75,91 @@ class Guides:
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._vocabulary: Vocabulary | None = None
-        self._building = threading.Lock()
-        # the most recently used last
-        self._known: OrderedDict[tuple[str, ...], Compilation] = OrderedDict()
-        self._lock = threading.Lock()  # of everything below, and of the counts
-        self._jobs: deque[Compilation] = deque()
+        self._vocabulary_lock = threading.Lock()
+        # The most recently used entry is the last one.
+        self._cached: OrderedDict[tuple[str, ...], Compilation] = OrderedDict()
+        self._lock = threading.Lock()  # protects the attributes below and the counters
+        self._pending: deque[Compilation] = deque()
         self._running: set[Compilation] = set()
-        self._threads = 0
-        self._lost = 0
+        self._thread_count = 0
+        self._abandoned_threads = 0
 
     def compile(self, spec: StructuredOutputs) -> Guide:
-        work = self.start(spec)
-        while (guide := work.poll()) is None:
-            work.done.wait(0.1)
+        compilation = self.start(spec)
+        while (guide := compilation.poll()) is None:
+            compilation.finished.wait(0.1)
         return guide
 
     def start(self, spec: StructuredOutputs) -> Compilation:
-        """The compilation of a spec. A spec that is compiled or being compiled is not compiled again."""
-        key = spec.key
-        work = self._known.pop(key, None)
-        if work is not None and not work.worn:
+        """Start to compile a spec, or return the compilation that is cached or under way."""
+        spec_key = spec.key
+        compilation = self._cached.pop(spec_key, None)
+        if compilation is not None and not compilation.is_worn:
             self.hits += 1
-            self._known[key] = work
-            return work
-        cost = COST + COST_PER_CHAR * len(key[1])
-        work = self._known[key] = Compilation(spec, cost, self._replace_late)
-        size = sum(one.size for one in self._known.values())
-        while size > CACHE_BYTES and len(self._known) > 1:
-            size -= self._known.popitem(last=False)[1].size
+            self._cached[spec_key] = compilation
+            return compilation
+        base_bytes = GUIDE_BYTES + BYTES_PER_CHARACTER * len(spec_key[1])
+        compilation = self._cached[spec_key] = Compilation(spec, base_bytes, self._replace_late)
+        cached_bytes = sum(known.estimated_bytes for known in self._cached.values())
+        while cached_bytes > CACHE_BYTES and len(self._cached) > 1:
+            cached_bytes -= self._cached.popitem(last=False)[1].estimated_bytes
         with self._lock:
-            self._jobs.append(work)
+            self._pending.append(compilation)
             self._add_thread()
-        return work
+        return compilation
 
     def _add_thread(self) -> None:
         """Start one more thread, if there is work for it."""
-        if self._jobs and self._threads < THREADS:
-            self._threads += 1
-            start_thread(self._work, STACK_BYTES)
+        if self._pending and self._thread_count < MAX_THREADS:
+            self._thread_count += 1
+            start_thread(self._compile_pending, STACK_BYTES)
 
     def _replace_late(self) -> None:
-        """Replace threads that exceeded the deadline. A thread cannot be ended from outside; it ends with its compilation."""
+        """Replace threads that exceeded the timeout.
+
+        A thread cannot be stopped from outside. An abandoned thread ends with its compilation.
+        """
         with self._lock:
-            late = [work for work in self._running if work.late and not work.lost]
-            for work in late[: MOST_LOST - self._lost]:
-                work.lost = True
-                self._lost += 1
-                self._threads -= 1
+            late_compilations = [
+                compilation
+                for compilation in self._running
+                if compilation.is_late and not compilation.is_abandoned
+            ]
+            replaceable = MAX_ABANDONED_THREADS - self._abandoned_threads
+            for compilation in late_compilations[:replaceable]:
+                compilation.is_abandoned = True
+                self._abandoned_threads += 1
+                self._thread_count -= 1
             self._add_thread()
 
-    def _work(self) -> None:
-        """Run in a thread: compile until no work is left, or until the thread is replaced."""
+    def _compile_pending(self) -> None:
+        """Compile until no spec is pending or this thread is replaced. This runs in a thread."""
         while True:
             with self._lock:
-                if not self._jobs:
-                    self._threads -= 1
+                if not self._pending:
+                    self._thread_count -= 1
                     return
-                work = self._jobs.popleft()
-                self._running.add(work)
+                compilation = self._pending.popleft()
+                self._running.add(compilation)
             try:
                 vocabulary = self._get_vocabulary()
-                work.started = time.monotonic()
-                work.guide = build(vocabulary, work.spec)
+                compilation.started = time.monotonic()
+                compilation.guide = build_guide(vocabulary, compilation.spec)
             except InvalidRequest as error:
-                work.error = error
+                compilation.error = error
             except BaseException as error:  # a panic in native code is not an Exception
-                work.error = refused(work.spec, str(error))
+                compilation.error = unusable_spec(compilation.spec, str(error))
             with self._lock:
                 self.compiled += 1
-                self.seconds += time.monotonic() - (work.started or time.monotonic())
-                self._running.discard(work)
-                self._lost -= work.lost
-                work.done.set()
-            if work.lost:
+                self.seconds += time.monotonic() - (compilation.started or time.monotonic())
+                self._running.discard(compilation)
+                self._abandoned_threads -= compilation.is_abandoned
+                compilation.finished.set()
+            if compilation.is_abandoned:
                 return
 
     def _get_vocabulary(self) -> Vocabulary:
-        with self._building:
+        with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = make_vocabulary(self._tokenizer, self._vocab_size, self._end_ids)
             return self._vocabulary
@@ -152,137 +168,152 @@ class Guides:
 def start_thread(target: Callable[[], None], stack_bytes: int) -> threading.Thread:
     """Start a thread with a stack of this size."""
     thread = threading.Thread(target=target, name="guides", daemon=True)
-    before = threading.stack_size(stack_bytes)
+    previous_size = threading.stack_size(stack_bytes)
     try:
         thread.start()
     finally:
-        threading.stack_size(before)
+        threading.stack_size(previous_size)
     return thread
 
 
 class Compilation:
-    """A guide that is being compiled. Only its thread changes it."""
+    """The compilation of one spec. Only its thread changes it."""
 
-    def __init__(self, spec: StructuredOutputs, cost: int, replace_late: Callable[[], None]):
+    def __init__(self, spec: StructuredOutputs, base_bytes: int, replace_late: Callable[[], None]):
         self.spec = spec
-        self.cost = cost
-        self.started: float | None = None  # None: it waits for a thread
-        self.lost = False  # its thread was replaced
+        self.base_bytes = base_bytes
+        self.started: float | None = None  # None while it waits for a thread
+        self.is_abandoned = False  # its thread was replaced
         self._replace_late = replace_late
-        self.done = threading.Event()
+        self.finished = threading.Event()
         self.guide: LLGuide | None = None
         self.error: InvalidRequest | None = None
 
     @property
-    def size(self) -> int:
-        """An estimate of its bytes."""
-        return self.cost + COST_PER_TOKEN * (self.guide.use.tokens if self.guide is not None else 0)
+    def estimated_bytes(self) -> int:
+        """Return an estimate of the memory of this compilation."""
+        tokens = 0 if self.guide is None else self.guide.usage.tokens
+        return self.base_bytes + BYTES_PER_TOKEN * tokens
 
     @property
-    def worn(self) -> bool:
-        return self.guide is not None and (self.guide.use.failed or self.guide.use.tokens > WORN)
+    def is_worn(self) -> bool:
+        """Return whether the guide must be compiled again because its lexer may be full."""
+        if self.guide is None:
+            return False
+        usage = self.guide.usage
+        return usage.failed or usage.tokens > MAX_GUIDE_TOKENS
 
     @property
-    def late(self) -> bool:
-        return self.started is not None and time.monotonic() - self.started > DEADLINE
+    def is_late(self) -> bool:
+        return self.started is not None and time.monotonic() - self.started > COMPILE_TIMEOUT
 
     def poll(self) -> Guide | None:
-        """The guide, or None until it is compiled. A late compilation goes on: its guide may be there the next time."""
-        if self.done.is_set():
+        """Return the guide, or None until it is compiled.
+
+        A compilation that exceeded the timeout continues. A later poll may return its guide.
+        """
+        if self.finished.is_set():
             if self.error is not None:
                 raise InvalidRequest(str(self.error), self.error.param, self.error.code)
             return self.guide
         self._replace_late()
-        if self.late:
-            raise timed_out(self.spec, DEADLINE)
+        if self.is_late:
+            raise compilation_timed_out(self.spec, COMPILE_TIMEOUT)
         return None
 
 
 @dataclass(slots=True)
-class Use:
-    """What all copies of a guide have done together."""
+class GuideUsage:
+    """What all copies of a guide have done so far."""
 
     tokens: int = 0
     failed: bool = False
 
 
 class LLGuide:
-    """A Guide by llguidance's matcher."""
+    """A Guide that uses the matcher of llguidance."""
 
-    __slots__ = ("_digits", "_matcher", "_vocabulary", "mask", "use")
+    __slots__ = ("_digits", "_matcher", "_vocabulary", "mask", "usage")
 
     def __init__(
         self,
         matcher: Any,
         vocabulary: Vocabulary,
-        use: Use,
-        digits: DigitLimit | None,
+        usage: GuideUsage,
+        digit_limit: DigitLimit | None,
         mask: bytes | None = None,
     ):
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._digits = digits
-        self.use = use
-        self.mask = self._compute() if mask is None else mask
+        self._digits = digit_limit
+        self.usage = usage
+        self.mask = self._compute_mask() if mask is None else mask
 
-    def _compute(self) -> bytes:
-        size = self._vocabulary.mask_bytes
-        mask: bytes = self._matcher.compute_bitmask()[:size]
-        if self._matcher.is_error() or mask.count(0) == size:
+    def _compute_mask(self) -> bytes:
+        mask_bytes = self._vocabulary.mask_bytes
+        mask: bytes = self._matcher.compute_bitmask()[:mask_bytes]
+        if self._matcher.is_error() or mask.count(0) == mask_bytes:
             raise self._error()
         return mask if self._digits is None else self._digits.restrict(mask)
 
-    def accept(self, token: int) -> None:
-        begun = time.thread_time()
-        self.use.tokens += 1
-        if not self._matcher.consume_token(token):
+    def accept(self, token_id: int) -> None:
+        started = time.thread_time()
+        self.usage.tokens += 1
+        if not self._matcher.consume_token(token_id):
             raise self._error()
         if self._digits is not None:
-            self._digits.push(self._vocabulary.tokens[token])
-        self.mask = self._compute()
-        if time.thread_time() - begun > SLOW:
-            self.use.failed = True
+            self._digits.push(self._vocabulary.tokens[token_id])
+        self.mask = self._compute_mask()
+        if time.thread_time() - started > MAX_TOKEN_SECONDS:
+            self.usage.failed = True
             raise GuideError(
-                "structured_outputs take too long to follow: the grammar can be read in too many ways, simplify it"
+                "structured_outputs take too long to follow: the grammar is too ambiguous, simplify it"
             )
 
     def copy(self) -> LLGuide:
-        digits = None if self._digits is None else self._digits.copy()
-        return LLGuide(self._matcher.deep_copy(), self._vocabulary, self.use, digits, self.mask)
+        digit_limit = None if self._digits is None else self._digits.copy()
+        return LLGuide(
+            self._matcher.deep_copy(), self._vocabulary, self.usage, digit_limit, self.mask
+        )
 
     def _error(self) -> GuideError:
-        self.use.failed = True
+        self.usage.failed = True
         return GuideError(
-            f"the text cannot go on as structured_outputs demand: {shorten(self._matcher.get_error())}"
+            f"no token can continue the text under structured_outputs: "
+            f"{shorten(self._matcher.get_error())}"
         )
 
 
-# ---- compiling ----------------------------------------------------------------------------------------
+# ---- compiling -----------------------------------------------------------------------------------
 
 
-def build(vocabulary: Vocabulary, spec: StructuredOutputs) -> LLGuide:
-    """The guide of a spec, its first mask computed. Raises InvalidRequest."""
+def build_guide(vocabulary: Vocabulary, spec: StructuredOutputs) -> LLGuide:
+    """Compile a spec and compute its first mask. Raises InvalidRequest."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        source = compile_source(spec)
+        grammar = compile_source(spec)
     except SpecError as error:
-        raise refused(spec, str(error), error.pointer) from None
-    limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
-    matcher = LLMatcher(vocabulary.native, source, log_level=0, limits=limits)
+        raise unusable_spec(spec, str(error), error.pointer) from None
+    limits = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
+    matcher = LLMatcher(vocabulary.native, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        raise refused(spec, matcher.get_error())
+        raise unusable_spec(spec, matcher.get_error())
     try:
-        return LLGuide(matcher, vocabulary, Use(), digit_limit(vocabulary, spec))
+        return LLGuide(matcher, vocabulary, GuideUsage(), digit_limit(vocabulary, spec))
     except GuideError:
-        why = matcher.get_error()
-        raise refused(
-            spec, "nothing can match it" if not why or "NoExtension" in why else why
-        ) from None
+        reason = matcher.get_error()
+        if not reason or "NoExtension" in reason:
+            reason = "nothing can match it"
+        raise unusable_spec(spec, reason) from None
 
 
 def digit_limit(vocabulary: Vocabulary, spec: StructuredOutputs) -> DigitLimit | None:
-    """JSON is followed from its first value on; a grammar with schemas from wherever it looks like JSON."""
+    """Return the limit on digits for a spec that produces JSON, or None.
+
+    JSON begins with a value. In a grammar with schemas, a value begins after a character that
+    precedes values in JSON.
+    """
     if spec.json is not None or spec.json_object:
         return DigitLimit(vocabulary.digits)
     if spec.grammar is not None and "%json" in spec.grammar:
@@ -291,37 +322,46 @@ def digit_limit(vocabulary: Vocabulary, spec: StructuredOutputs) -> DigitLimit |
 
 
 def compile_source(spec: StructuredOutputs) -> str:
-    """The spec in llguidance's own form. Raises SpecError where its structure is too deep, or no schema or EBNF at all."""
+    """Return the spec in the grammar format of llguidance.
+
+    Raises SpecError if the spec is nested too deeply or is not a valid schema or EBNF grammar.
+    """
     from llguidance import LLMatcher, regex_to_lark
 
-    closed = spec.disable_additional_properties is not False
+    close_schema = spec.disable_additional_properties is not False
     if spec.json is not None or spec.json_object:
         schema = read_schema(str(spec.json or ANY_OBJECT))
-        options = {**JSON_OPTIONS, **_prepare(schema, closed)}
+        options = {**JSON_OPTIONS, **_prepare_schema(schema, close_schema)}
         if spec.whitespace_pattern is not None:
             options["whitespace_pattern"] = spec.whitespace_pattern
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        schema_text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        overrides: Any = options
+        return LLMatcher.grammar_from_json_schema(schema_text, overrides=overrides)
     if spec.regex is not None:
-        # \d is 0-9, not any script's digit
+        # The classes \d, \w and \s match ASCII characters only.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.regex, 'dws')}/")
-    if spec.choice is not None:  # a terminal, in capitals: thousands of choices are one automaton
+    if spec.choice is not None:
+        # A terminal (in capitals) is one automaton, even with thousands of choices.
         choices = " | ".join(map(literal, spec.choice))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
 
-    def prepare(text: str) -> str:
-        """A schema within a grammar. Where it says nothing of whitespace it allows none."""
-        schema = read_schema(text)
-        style = schema.get("x-guidance", {})
-        if isinstance(style, dict):
-            style = {"whitespace_flexible": False, **_prepare(schema, closed), **style}
-        return json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
+    def prepare(schema_text: str) -> str:
+        """Prepare a schema inside a grammar. Unless it sets the option, whitespace is fixed."""
+        schema = read_schema(schema_text)
+        guidance_options = schema.get("x-guidance", {})
+        if isinstance(guidance_options, dict):
+            guidance_options = {
+                "whitespace_flexible": False,
+                **_prepare_schema(schema, close_schema),
+                **guidance_options,
+            }
+        return json.dumps({**schema, "x-guidance": guidance_options}, ensure_ascii=False)
 
     return LLMatcher.grammar_from_lark(prepare_grammar(str(spec.grammar), prepare))
 
 
-def _prepare(schema: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """Close the objects of a schema, unless they are to stay open. Returns llguidance's options for it."""
-    if closed:
+def _prepare_schema(schema: dict[str, Any], close_schema: bool) -> dict[str, Any]:
+    """Close the objects of a schema if `close_schema`. Return the llguidance options for it."""
+    if close_schema:
         close_objects(schema)
     return {"json_allowed_escapes": PLAIN_ESCAPES} if has_open_names(schema) else {}

@@ -1,8 +1,7 @@
-"""The Jinja environment in which chat templates run: sandboxed, and bounded in the size of what one
-operation makes.
+"""The Jinja environment of chat templates: a sandbox with limits on the size of each value.
 
-A template is a program that somebody else wrote. It may compute text and nothing else. Time and
-output are bounded where the template is run (octavo.text.chat).
+A template is an untrusted program. It may compute text and nothing else. Time and output are
+limited where the template runs (octavo.text.chat).
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from jinja2.meta import TrackingCodeGenerator
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 4_000_000  # of a rendered prompt, and of any value on the way to it
-# of all range() loops together: loops that produce no output are bounded by this
+MAX_CHARS = 4_000_000  # limits a rendered prompt and every intermediate value
+# Limits all range() loops of a template together, including those without output.
 MAX_ITERATIONS = 1_000_000
-MAX_WIDTH = 9_999  # of a formatted value
+MAX_WIDTH = 9_999  # of a formatted value, in characters
 _WIDE = re.compile(r"\d{5}|\{")  # in the part of a format string after the colon
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
 
 
-class Refused(jinja2.TemplateError):
+class TemplateRefusal(jinja2.TemplateError):
     """The template called raise_exception."""
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise Refused(message)
+    raise TemplateRefusal(message)
 
 
 def _tojson(
@@ -46,7 +45,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON. Jinja's own filter escapes for HTML, which models were not trained on."""
+    """Write JSON. The filter of Jinja escapes for HTML, which models were not trained on."""
     width = len(indent) if isinstance(indent, str) else indent or 0
     if width > MAX_WIDTH:
         raise OverflowError(f"it indents by more than {MAX_WIDTH} characters")
@@ -56,7 +55,7 @@ def _tojson(
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training. A prompt needs its body alone."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -66,26 +65,28 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _size(value: Any) -> int:
+def _size_of(value: Any) -> int:
     if isinstance(value, int):
         return abs(value)
     return len(value) if isinstance(value, (str, list, tuple)) else 0
 
 
 def _check_size(*values: Any) -> None:
-    """Refuse operands so large that the result could take all memory, such as in 'x' * 10**10."""
-    if any(_size(value) > MAX_CHARS for value in values):
+    """Reject operands whose result could take all memory, such as in 'x' * 10**10."""
+    if any(_size_of(value) > MAX_CHARS for value in values):
         raise OverflowError(f"it makes something larger than {MAX_CHARS}")
 
 
 def _check_width(pattern: str, percent: bool) -> None:
-    """Refuse a format string that pads to a great width: its result is larger than it and its
-    arguments."""
+    """Reject a format string that pads to a great width.
+
+    Its result would be larger than the format string and its arguments.
+    """
     if percent:
-        wide = _WIDE_PERCENT.search(pattern) is not None
+        too_wide = _WIDE_PERCENT.search(pattern) is not None
     else:
-        wide = any(_WIDE.search(spec or "") for _, _, spec, _ in Formatter().parse(pattern))
-    if wide:
+        too_wide = any(_WIDE.search(spec or "") for _, _, spec, _ in Formatter().parse(pattern))
+    if too_wide:
         raise OverflowError(f"it formats to more than {MAX_WIDTH} characters")
 
 
@@ -95,7 +96,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_size(left, right)
         if operator == "*" and not (isinstance(left, float) or isinstance(right, float)):
-            _check_size(_size(left) * _size(right))
+            _check_size(_size_of(left) * _size_of(right))
         elif operator == "**" and abs(right) > 64:
             raise OverflowError("it raises to a power above 64")
         elif operator == "%" and isinstance(left, str):
@@ -109,7 +110,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandboxed form of str.format, for those patterns that do not pad to a great width."""
+        """Return the sandboxed str.format with a check of the width of the format string."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -121,11 +122,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         return checked
 
 
-def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(filter)
+def _with_size_check(template_filter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(template_filter)
     def checked(*args: Any, **kwargs: Any) -> Any:
         _check_size(*args, *kwargs.values())
-        return filter(*args, **kwargs)
+        return template_filter(*args, **kwargs)
 
     return checked
 
@@ -136,7 +137,7 @@ def _format(pattern: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """An environment with what transformers gives chat templates."""
+    """Return an environment with the functions that transformers offers to chat templates."""
     # The optimizer takes time that grows with the cube of the depth of an expression.
     environment = _Environment(
         trim_blocks=True,
@@ -145,7 +146,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         extensions=["jinja2.ext.loopcontrols", _Generation],
     )
     for name in ("center", "indent", "batch", "slice", "wordwrap", "round"):
-        environment.filters[name] = _bounded(environment.filters[name])
+        environment.filters[name] = _with_size_check(environment.filters[name])
     environment.filters["format"] = _format
     environment.filters["tojson"] = _tojson
     environment.globals.update(
@@ -157,9 +158,10 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def undeclared_variables(environment: jinja2.Environment, source: str) -> set[str]:
-    """The variables that a template reads and does not set.
+    """Return the variables that a template reads and does not set.
 
-    Jinja's find_undeclared_variables does the same with the optimizer, which is too slow."""
+    Jinja's find_undeclared_variables does the same with the optimizer, which is too slow.
+    """
     generator = TrackingCodeGenerator(environment)
     generator.optimizer = None
     generator.visit(environment.parse(source))
@@ -167,15 +169,15 @@ def undeclared_variables(environment: jinja2.Environment, source: str) -> set[st
 
 
 def counted_range() -> Callable[..., range]:
-    """A range() whose loops have MAX_ITERATIONS steps in all."""
-    left = MAX_ITERATIONS
+    """Return a range() whose loops have MAX_ITERATIONS steps in total."""
+    remaining_steps = MAX_ITERATIONS
 
-    def limited(*args: int) -> range:
-        nonlocal left
+    def counted(*args: int) -> range:
+        nonlocal remaining_steps
         result = range(*args)
-        left -= len(result)
-        if left < 0:
+        remaining_steps -= len(result)
+        if remaining_steps < 0:
             raise OverflowError(f"it loops more than {MAX_ITERATIONS} times")
         return result
 
-    return limited
+    return counted

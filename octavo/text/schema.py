@@ -1,11 +1,12 @@
-"""JSON schemas, made ready for llguidance: their depth is checked, and their objects are closed.
+"""Prepares JSON schemas for llguidance: checks their depth and closes their objects.
 
-    schema = read_schema(text)                   raises SpecError
-    close_objects(schema)                        no names beyond those that the schema gives
-    has_open_names(schema)                       whether an object may still have others
+    schema = read_schema(text)       raises SpecError
+    close_objects(schema)            allows only the property names that the schema lists
+    has_open_names(schema)           returns whether an object may still have other names
 
-JSON Schema leaves every object open: names that it does not mention may be added, with any value. A model that may invent
-names does so, so objects are closed as in other servers: additionalProperties is false where a schema says nothing of it.
+JSON Schema leaves every object open: an object may have properties that the schema does not mention.
+A model that may invent properties does so. Therefore, as in other servers, additionalProperties is
+false where a schema does not set it.
 """
 
 from __future__ import annotations
@@ -18,27 +19,38 @@ from urllib.parse import unquote
 from octavo.text.chains import Definition, chain_depths
 from octavo.text.spec_errors import SpecError
 
-# llguidance reads at most 128 levels of JSON, and puts a few of its own around a schema.
+# llguidance reads at most 128 levels of JSON, and adds a few levels around a schema.
 MAX_NESTING = 100
-# Levels along a chain of references. A level takes up to 9 KB of the stack of the thread that compiles.
+# Levels along a chain of references. One level takes up to 9 KB of stack in the compiling thread.
 MAX_DEPTH = 2000
-MAX_VISITS = 300_000  # values that are looked at to measure depth
+MAX_VISITS = 300_000  # containers that are visited to measure the depth
 
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else",
-          "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
-TYPED = ("type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const")  # say what a value is
-BY_NAME = "by name"  # stands for all schemas that have a name
-REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-ANCHORS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+SINGLE_SCHEMAS = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+TYPE_KEYWORDS = ("type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const")  # restrict the type
+ANY_NAMED_SCHEMA = "by name"  # stands for all schemas that have a name
+REFERENCE_KEYWORDS = ("$ref", "$dynamicRef", "$recursiveRef")
+NAMING_KEYWORDS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
 
 Schema = dict[str, Any]
-Trail = tuple[Any, str | int] | None  # the keys that lead to a value, the last one outermost
+KeyTrail = tuple[Any, str | int] | None  # (trail of the container, key in it), or None at the root
 
 
 def read_schema(text: str) -> Schema:
-    """A schema whose depth the compiler can take."""
+    """Parse a schema and check that it is not nested too deeply for the compiler."""
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -57,72 +69,78 @@ def too_nested(pointer: str) -> SpecError:
     return SpecError(f"it is nested more than {MAX_NESTING} levels deep", pointer)
 
 
-# ---- depth -----------------------------------------------------------------------------------------------
+# ---- depth ---------------------------------------------------------------------------------------
 
 
 def check_depth(schema: Any) -> None:
-    """Raise SpecError for a value that is no schema, or one that is nested too deeply, directly or by references."""
+    """Raise SpecError if the value is not an object, or is nested too deeply (with references)."""
     if not isinstance(schema, dict):
-        raise SpecError("a schema is an object")
-    graph: dict[str, Definition] = {}
-    waiting = ["#"]
+        raise SpecError("a schema must be an object")
+    definitions: dict[str, Definition] = {}
+    pending_places = ["#"]
     visits = 0
-    while waiting:
-        place = waiting.pop()
-        if place in graph:
+    while pending_places:
+        location = pending_places.pop()
+        if location in definitions:
             continue
-        depth = 0
-        links: set[str] = set()
-        if place == BY_NAME:
-            links.update(
-                pointer(trail) for value, trail, _ in containers(schema) if _has_name(value)
+        nesting = 0
+        references: set[str] = set()
+        if location == ANY_NAMED_SCHEMA:
+            references.update(
+                json_pointer_of(container_trail)
+                for container, container_trail, _ in nested_containers(schema)
+                if _has_name(container)
             )
         else:
-            for value, _, level in containers(resolve(schema, place)):
+            target = resolve_pointer(schema, location)
+            for container, _, container_level in nested_containers(target):
                 visits += 1
-                depth = max(depth, level + 1)
-                links.update(_links(value))
+                nesting = max(nesting, container_level + 1)
+                references.update(_reference_targets(container))
         if visits > MAX_VISITS:
             raise SpecError("it is too large: its references cover the same parts too often")
-        graph[place] = Definition(depth, links)
-        waiting += links
-    depths = chain_depths(graph)
+        definitions[location] = Definition(nesting, references)
+        pending_places += references
+    depths = chain_depths(definitions)
     if depths["#"] > MAX_DEPTH:
-        deepest = max((link for link in graph["#"].links), key=lambda link: depths[link])
+        deepest_reference = max(
+            (reference for reference in definitions["#"].links),
+            key=lambda reference: depths[reference],
+        )
         raise SpecError(
-            f"its chain of references is up to {depths['#']} levels deep, at most {MAX_DEPTH} are allowed: "
-            "use fewer definitions that refer to each other",
-            "" if deepest == BY_NAME else deepest,
+            f"its chain of references is up to {depths['#']} levels deep, at most {MAX_DEPTH} are "
+            "allowed: use fewer definitions that refer to each other",
+            "" if deepest_reference == ANY_NAMED_SCHEMA else deepest_reference,
         )
 
 
-def containers(root: Any) -> Iterator[tuple[dict[str, Any] | list[Any], Trail, int]]:
-    """Every object and list within a value, with the way to it and its level."""
-    waiting: list[tuple[Any, Trail, int]] = [(root, None, 0)]
-    while waiting:
-        value, trail, level = waiting.pop()
+def nested_containers(root: Any) -> Iterator[tuple[dict[str, Any] | list[Any], KeyTrail, int]]:
+    """Yield every object and list inside a value, with its trail and its level."""
+    pending: list[tuple[Any, KeyTrail, int]] = [(root, None, 0)]
+    while pending:
+        container, trail, level = pending.pop()
         if level > MAX_NESTING:
-            raise too_nested(pointer(trail))
-        if isinstance(value, dict):
-            yield value, trail, level
-            waiting += [(part, (trail, key), level + 1) for key, part in value.items()]
-        elif isinstance(value, list):
-            yield value, trail, level
-            waiting += [(part, (trail, index), level + 1) for index, part in enumerate(value)]
+            raise too_nested(json_pointer_of(trail))
+        if isinstance(container, dict):
+            yield container, trail, level
+            pending += [(child, (trail, key), level + 1) for key, child in container.items()]
+        elif isinstance(container, list):
+            yield container, trail, level
+            pending += [(child, (trail, index), level + 1) for index, child in enumerate(container)]
 
 
-def pointer(trail: Trail) -> str:
-    keys: list[str] = []
+def json_pointer_of(trail: KeyTrail) -> str:
+    escaped_keys: list[str] = []
     while trail is not None:
         trail, key = trail
-        keys.append(str(key).replace("~", "~0").replace("/", "~1"))
-    return "/".join(["#", *reversed(keys)])
+        escaped_keys.append(str(key).replace("~", "~0").replace("/", "~1"))
+    return "/".join(["#", *reversed(escaped_keys)])
 
 
-def resolve(schema: Schema, place: str) -> Any:
-    """The value that a JSON pointer names. None: there is none."""
+def resolve_pointer(schema: Schema, json_pointer: str) -> Any:
+    """Return the value that a JSON pointer names, or None if there is none."""
     value: Any = schema
-    for key in place.split("/")[1:]:
+    for key in json_pointer.split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict) and key in value:
             value = value[key]
@@ -133,137 +151,156 @@ def resolve(schema: Schema, place: str) -> Any:
     return value
 
 
-def _has_name(value: Any) -> bool:
-    return isinstance(value, dict) and any(key in value for key in ANCHORS)
+def _has_name(subschema: Any) -> bool:
+    return isinstance(subschema, dict) and any(key in subschema for key in NAMING_KEYWORDS)
 
 
-def _links(value: Any) -> Iterator[str]:
-    """The places that a schema refers to. A reference by name may mean any schema that has one."""
-    for key in REFERENCES if isinstance(value, dict) else ():
-        reference = value.get(key)
+def _reference_targets(subschema: Any) -> Iterator[str]:
+    """Yield the locations that a schema refers to. A name may refer to any named schema."""
+    for keyword in REFERENCE_KEYWORDS if isinstance(subschema, dict) else ():
+        reference = subschema.get(keyword)
         if isinstance(reference, str):
-            by_place = reference == "#" or reference.startswith("#/")
-            yield unquote(reference) if by_place else BY_NAME
+            is_pointer = reference == "#" or reference.startswith("#/")
+            yield unquote(reference) if is_pointer else ANY_NAMED_SCHEMA
 
 
-# ---- open and closed objects --------------------------------------------------------------------------------
+# ---- open and closed objects ---------------------------------------------------------------------
 
 
 def close_objects(schema: Schema) -> None:
-    """Change a schema: objects with named properties take no others, unless the schema says so itself.
+    """Set additionalProperties to false in objects that list properties and do not set it.
 
-    Objects that are composed stay as they are: where several parts of allOf, anyOf, oneOf or $ref name properties of the same
-    object, each part would exclude the names of the others.
+    Composed objects stay as they are: if several parts of allOf, anyOf, oneOf or $ref list
+    properties of the same object, each part would exclude the properties of the others.
     """
-    every = list(subschemas(schema))
-    parts = _composed(schema)
-    limited = {inner for part in every for inner in _ids(part.get("allOf"))}
-    for part in every:
-        if id(part) not in parts and names_properties(part):
-            _close(part, untyped=id(part) in limited)
-
-
-def _composed(root: Schema) -> set[int]:
-    """The schemas that name properties of an object together with other schemas, by identity."""
-    groups = {id(part): _groups(root, part) for part in subschemas(root)}
-    within: dict[int, list[int]] = {}
-    for outer, members in groups.items():
-        for group in members:
-            for inner in group:
-                within.setdefault(inner, []).append(outer)
-    own = {id(part) for part in subschemas(root) if names_properties(part)}
-    naming = _reachable(own, within)
-    shared: set[int] = set()
-    for outer, members in groups.items():
-        if (outer in own) + sum(not naming.isdisjoint(group) for group in members) > 1:
-            shared.update([outer], *members)
-    below = {
-        outer: [inner for group in members for inner in group] for outer, members in groups.items()
+    all_subschemas = list(subschemas(schema))
+    composed_ids = _composed_schema_ids(schema)
+    all_of_members = {
+        member_id
+        for subschema in all_subschemas
+        for member_id in _object_ids(subschema.get("allOf"))
     }
-    return _reachable(shared, below)
+    for subschema in all_subschemas:
+        if id(subschema) not in composed_ids and names_properties(subschema):
+            _close_object(subschema, may_be_other_type=id(subschema) in all_of_members)
 
 
-def _groups(root: Schema, schema: Schema) -> list[list[int]]:
-    """The schemas that describe the same value as `schema` does: those of anyOf, those of oneOf, each of allOf, the one it refers
-    to. Of a group only one member needs to match."""
-    found = [_ids(schema.get("anyOf")), _ids(schema.get("oneOf")), _ids([referred(root, schema)])]
-    return found + [[inner] for inner in _ids(schema.get("allOf"))]
+def _composed_schema_ids(root: Schema) -> set[int]:
+    """Return the ids of the schemas that share an object with other schemas."""
+    member_groups = {
+        id(subschema): _same_value_groups(root, subschema) for subschema in subschemas(root)
+    }
+    containing_schemas: dict[int, list[int]] = {}
+    for outer_id, groups_of_schema in member_groups.items():
+        for member_ids in groups_of_schema:
+            for inner_id in member_ids:
+                containing_schemas.setdefault(inner_id, []).append(outer_id)
+    naming_ids = {id(subschema) for subschema in subschemas(root) if names_properties(subschema)}
+    reaching_ids = _reachable(naming_ids, containing_schemas)
+    shared_ids: set[int] = set()
+    for outer_id, groups_of_schema in member_groups.items():
+        naming_groups = sum(
+            not reaching_ids.isdisjoint(member_ids) for member_ids in groups_of_schema
+        )
+        if naming_groups + (outer_id in naming_ids) > 1:
+            shared_ids.update([outer_id], *groups_of_schema)
+    members_below = {
+        outer_id: [inner_id for member_ids in groups_of_schema for inner_id in member_ids]
+        for outer_id, groups_of_schema in member_groups.items()
+    }
+    return _reachable(shared_ids, members_below)
 
 
-def _ids(members: Any) -> list[int]:
-    return (
-        [id(one) for one in members if isinstance(one, dict)] if isinstance(members, list) else []
-    )
+def _same_value_groups(root: Schema, schema: Schema) -> list[list[int]]:
+    """Return the ids of the schemas that describe the same value as `schema`, in groups.
+
+    The members of anyOf are one group, so are those of oneOf. Each member of allOf and the target
+    of $ref are groups of their own. A value needs to match one member of each group.
+    """
+    groups = [
+        _object_ids(schema.get("anyOf")),
+        _object_ids(schema.get("oneOf")),
+        _object_ids([referenced_schema(root, schema)]),
+    ]
+    return groups + [[member_id] for member_id in _object_ids(schema.get("allOf"))]
 
 
-def _reachable(start: set[int], links: dict[int, list[int]]) -> set[int]:
-    found = set(start)
-    waiting = list(start)
-    while waiting:
-        following = [one for one in links.get(waiting.pop(), ()) if one not in found]
-        found.update(following)
-        waiting += following
-    return found
+def _object_ids(members: Any) -> list[int]:
+    if not isinstance(members, list):
+        return []
+    return [id(member) for member in members if isinstance(member, dict)]
 
 
-def _close(schema: Schema, untyped: bool) -> None:
-    """`untyped`: the value may turn out to be no object, for other schemas describe it too."""
+def _reachable(start_ids: set[int], links: dict[int, list[int]]) -> set[int]:
+    reached = set(start_ids)
+    pending = list(start_ids)
+    while pending:
+        following = [linked for linked in links.get(pending.pop(), ()) if linked not in reached]
+        reached.update(following)
+        pending += following
+    return reached
+
+
+def _close_object(schema: Schema, may_be_other_type: bool) -> None:
+    """Close one object. With `may_be_other_type` the schema does not become `type: object`."""
     properties: dict[str, Any] = schema.get("properties", {})
     required = schema.get("required", [])
-    least = schema.get("minProperties", 0)
+    min_properties = schema.get("minProperties", 0)
     if "additionalProperties" in schema or "unevaluatedProperties" in schema:
         return
-    if not isinstance(required, list) or not isinstance(least, int):
+    if not isinstance(required, list) or not isinstance(min_properties, int):
         return
-    for name in required:
-        if isinstance(name, str):
-            properties.setdefault(name, True)
-    if least > len(properties) and "patternProperties" not in schema:
+    for property_name in required:
+        if isinstance(property_name, str):
+            properties.setdefault(property_name, True)
+    if min_properties > len(properties) and "patternProperties" not in schema:
         return
     if properties:
         schema["properties"] = properties
     schema["additionalProperties"] = False
-    if not untyped and not any(key in schema for key in TYPED):
+    if not may_be_other_type and not any(keyword in schema for keyword in TYPE_KEYWORDS):
         schema["type"] = "object"
 
 
 def names_properties(schema: Any) -> bool:
     return isinstance(schema, dict) and any(
-        isinstance(schema.get(key), dict) for key in ("properties", "patternProperties")
+        isinstance(schema.get(keyword), dict) for keyword in ("properties", "patternProperties")
     )
 
 
 def subschemas(schema: Schema) -> Iterator[Schema]:
-    """Every schema within a schema, references followed, each once."""
-    seen: set[int] = set()
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict) or id(part) in seen:
+    """Yield every schema inside a schema once, including the targets of references."""
+    visited_ids: set[int] = set()
+    pending: list[Any] = [schema]
+    while pending:
+        subschema = pending.pop()
+        if not isinstance(subschema, dict) or id(subschema) in visited_ids:
             continue
-        seen.add(id(part))
-        yield part
-        for key, value in part.items():
-            if key in MAPS and isinstance(value, dict):
-                waiting += value.values()
-            elif (key in LISTS or key == "items") and isinstance(value, list):
-                waiting += value
-            elif key in SINGLE:
-                waiting.append(value)
-        waiting.append(referred(schema, part))
+        visited_ids.add(id(subschema))
+        yield subschema
+        for keyword, value in subschema.items():
+            if keyword in SCHEMA_MAPS and isinstance(value, dict):
+                pending += value.values()
+            elif (keyword in SCHEMA_LISTS or keyword == "items") and isinstance(value, list):
+                pending += value
+            elif keyword in SINGLE_SCHEMAS:
+                pending.append(value)
+        pending.append(referenced_schema(schema, subschema))
 
 
-def referred(root: Schema, schema: Schema) -> Any:
+def referenced_schema(root: Schema, schema: Schema) -> Any:
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    return resolve(root, unquote(reference))
+    return resolve_pointer(root, unquote(reference))
 
 
 def has_open_names(schema: Schema) -> bool:
-    """Whether an object takes names beyond those that the schema describes, so that one of these could be spelled in another
-    way: "a" as "\\u0061"."""
+    """Return whether an object may have names that the schema does not list.
+
+    Then a listed name could be written in another way: "a" as "\\u0061".
+    """
     return any(
-        names_properties(part) and part.get("additionalProperties", True) is not False
-        for part in subschemas(schema)
+        names_properties(subschema) and subschema.get("additionalProperties", True) is not False
+        for subschema in subschemas(schema)
     )

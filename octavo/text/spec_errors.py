@@ -1,4 +1,4 @@
-"""What is wrong with a spec of structured output, said so that its author can mend it: the reason, and the place in a schema."""
+"""Error messages for structured output specs: the reason, and the location in a schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from octavo.errors import InvalidRequest
 from octavo.params import StructuredOutputs
 
-NAMES = {
+SPEC_NAMES = {
     "json": "the JSON schema",
     "regex": "the regex",
     "choice": "the choice",
@@ -19,75 +19,86 @@ NAMES = {
 
 
 class SpecError(ValueError):
-    """A spec that cannot be followed, and the JSON pointer to the place, if known."""
+    """A spec cannot be used. `pointer` is the JSON pointer to the cause, if it is known."""
 
     def __init__(self, message: str, pointer: str = ""):
         super().__init__(message)
         self.pointer = pointer
 
 
-def timed_out(spec: StructuredOutputs, seconds: float) -> InvalidRequest:
+def compilation_timed_out(spec: StructuredOutputs, seconds: float) -> InvalidRequest:
     return InvalidRequest(
-        f"{NAMES[spec.kind]} was not compiled within {seconds:g} s: simplify it",
+        f"{SPEC_NAMES[spec.kind]} was not compiled within {seconds:g} s: simplify it",
         "structured_outputs",
         "structured_output_timeout",
     )
 
 
-def refused(spec: StructuredOutputs, why: str, pointer: str = "") -> InvalidRequest:
+def unusable_spec(spec: StructuredOutputs, reason: str, pointer: str = "") -> InvalidRequest:
     if not pointer and spec.json is not None:
         with suppress(ValueError, RecursionError):
-            pointer = locate(json.loads(str(spec.json)), why.replace("Pointer '", "Pointer '#"))
-    if "Enable 'coerce_one_of'" in why:
-        why = "oneOf whose branches could match at the same time is not supported: use anyOf"
-    elif why.startswith("panic"):
-        why = "it is too large"
-    elif why.startswith("Expecting object schema"):
-        why = "a schema is an object"
-    why = why.replace("Unimplemented keys:", "not supported:")
+            schema = json.loads(str(spec.json))
+            pointer = locate_error(schema, reason.replace("Pointer '", "Pointer '#"))
+    if "Enable 'coerce_one_of'" in reason:
+        reason = "oneOf whose branches could match at the same time is not supported: use anyOf"
+    elif reason.startswith("panic"):
+        reason = "it is too large"
+    elif reason.startswith("Expecting object schema"):
+        reason = "a schema must be an object"
+    reason = reason.replace("Unimplemented keys:", "not supported:")
     if len(pointer) > 200:
         pointer = f"{pointer[:100]} ... {pointer[-80:]}"
-    at = f" (at {pointer})" if pointer else ""
+    location = f" (at {pointer})" if pointer else ""
     return InvalidRequest(
-        f"{NAMES[spec.kind]} cannot be used: {shorten(why)}{at}",
+        f"{SPEC_NAMES[spec.kind]} cannot be used: {shorten(reason)}{location}",
         "structured_outputs",
         "invalid_structured_output",
     )
 
 
-def shorten(text: str) -> str:
-    text = text.replace("<non-verbose/>", "").strip()
-    return text if len(text) <= 600 else f"{text[:500]} ... {text[-80:]}"
+def shorten(message: str) -> str:
+    message = message.replace("<non-verbose/>", "").strip()
+    return message if len(message) <= 600 else f"{message[:500]} ... {message[-80:]}"
 
 
-# How llguidance's messages quote the value of a keyword.
-QUOTED = {"type": "type: {}", "format": "format: {}", "pattern": "{}\n", "$ref": "'{}'"}
+# Messages of llguidance quote the value of a keyword in this form.
+QUOTED_VALUES = {"type": "type: {}", "format": "format: {}", "pattern": "{}\n", "$ref": "'{}'"}
+NAME_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")  # map names to schemas
+VALUE_KEYWORDS = ("enum", "const", "default", "examples")  # contain values, not schemas
 
 
-def locate(schema: Any, error: str, path: str = "#", names: bool = False) -> str:
-    """JSON pointer to the first place in a schema that an error message speaks of, or nothing. `names`: the keys at this
-    level are a client's names and no keywords."""
+def locate_error(
+    schema: Any, message: str, pointer: str = "#", keys_are_names: bool = False
+) -> str:
+    """Return the JSON pointer to the first location that an error message names, or "".
+
+    `keys_are_names` says that the keys at this level are names of properties, not keywords.
+    """
     if isinstance(schema, list):
-        return next(
-            (
-                found
-                for i, part in enumerate(schema)
-                if (found := locate(part, error, f"{path}/{i}"))
-            ),
-            "",
-        )
+        for index, item in enumerate(schema):
+            location = locate_error(item, message, f"{pointer}/{index}")
+            if location:
+                return location
     if not isinstance(schema, dict):
         return ""
-    for name, value in schema.items() if not names else ():
-        if f'"{name}"' in error or (
-            name in QUOTED and isinstance(value, str) and QUOTED[name].format(value) in error
-        ):
-            return f"{path}/{name}"
-    for name, value in schema.items():
-        if names or name not in ("enum", "const", "default", "examples"):
-            held = not names and name in ("properties", "patternProperties", "$defs", "definitions")
-            if found := locate(
-                value, error, f"{path}/{name.replace('~', '~0').replace('/', '~1')}", held
-            ):
-                return found
+    if not keys_are_names:
+        for keyword, value in schema.items():
+            if _is_quoted(keyword, value, message):
+                return f"{pointer}/{keyword}"
+    for key, value in schema.items():
+        if keys_are_names or key not in VALUE_KEYWORDS:
+            holds_names = not keys_are_names and key in NAME_KEYWORDS
+            escaped_key = key.replace("~", "~0").replace("/", "~1")
+            location = locate_error(value, message, f"{pointer}/{escaped_key}", holds_names)
+            if location:
+                return location
     return ""
+
+
+def _is_quoted(keyword: str, value: Any, message: str) -> bool:
+    """Return whether an error message quotes a keyword or its value."""
+    if f'"{keyword}"' in message:
+        return True
+    if keyword not in QUOTED_VALUES or not isinstance(value, str):
+        return False
+    return QUOTED_VALUES[keyword].format(value) in message

@@ -1,9 +1,9 @@
-"""Text to tokens and back, from a model directory or a GGUF file's metadata.
+"""The tokenizer of a model, read from a model directory or from the metadata of a GGUF file.
 
-Special tokens such as <|im_start|> are a model's control tokens. `encode` recognises them in a text, as transformers does, or
-takes them for characters (`parse_special=False`). `encode_marked` is for a text in which some special tokens are meant and
-others are a user's words: a chat message must never become control tokens.
-Knows nothing of requests or weights.
+Special tokens such as <|im_start|> are a model's control tokens. `encode` recognises them in a
+text, as transformers does, or takes them for characters (`parse_special=False`). `encode_marked` is
+for a text in which some special tokens are meant and others are a user's words: a chat message must
+never become control tokens. Knows nothing of requests or weights.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from octavo.errors import InvalidRequest, ModelError
-from octavo.text.detokenize import BYTE_OF, Detokenizer, Pieces
+from octavo.text.detokenize import BYTE_OF_CHARACTER, Detokenizer, Pieces
 from octavo.text.gguf_tokenizer import (
     PRE_TOKENIZERS,
-    byte_level,
+    byte_level_bpe,
     chat_templates,
     from_gguf,
     set_bos_eos,
 )
 
-_NAMED = (
+_SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -38,26 +38,28 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-_CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
+_CHARACTER_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHARACTER.items()}
 
 
-class _Plain(NamedTuple):
-    """A tokenizer that knows no special token by its text, only by a stand-in that nobody can guess."""
+class _PlainTokenizer(NamedTuple):
+    """A tokenizer that recognizes special tokens by random stand-ins instead of their text."""
 
     backend: tokenizers.Tokenizer
-    ids: dict[int, int]  # its ids of added tokens -> the real ones
-    stand_in: dict[str, str]  # special token -> stand-in
+    real_ids: dict[int, int]  # added token in this tokenizer -> id in the model
+    stand_ins: dict[str, str]  # special token -> stand-in
 
 
 class Encoding(dict[str, Any]):
     """The result of calling a tokenizer. Its entries are attributes too, as in transformers."""
 
     @classmethod
-    def of(cls, ids: list[Any]) -> Encoding:
-        """`ids`: of one text, or a list for each of several."""
-        several = bool(ids) and isinstance(ids[0], list)
-        mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
-        return cls(input_ids=ids, attention_mask=mask)
+    def from_ids(cls, token_ids: list[Any]) -> Encoding:
+        """`token_ids` are those of one text, or one list for each of several texts."""
+        is_batch = bool(token_ids) and isinstance(token_ids[0], list)
+        attention_mask: list[Any] = [1] * len(token_ids)
+        if is_batch:
+            attention_mask = [[1] * len(sequence) for sequence in token_ids]
+        return cls(input_ids=token_ids, attention_mask=attention_mask)
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -65,8 +67,9 @@ class Encoding(dict[str, Any]):
         return self[name]
 
 
-# Options of transformers' tokenizers that this one has only at the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Options of the tokenizers in transformers, with the values that have no effect. This tokenizer
+# accepts only those values.
+NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "padding": (False, None, "do_not_pad"),
     "truncation": (False, None, "do_not_truncate"),
     "max_length": (None,),
@@ -77,11 +80,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _check_neutral(options: dict[str, Any]) -> None:
-    """Refuse an option of transformers that would have no effect here."""
-    for name, allowed in NEUTRAL.items():
+    """Reject an option of transformers that this tokenizer does not implement."""
+    for name, allowed in NEUTRAL_OPTIONS.items():
         if name in options and options[name] not in allowed:
             raise InvalidRequest(
-                f"{name} is not offered by this tokenizer: use transformers.AutoTokenizer", name
+                f"this tokenizer does not support {name}: use transformers.AutoTokenizer", name
             )
 
 
@@ -93,156 +96,197 @@ class Tokenizer:
         chat_templates: dict[str, str] | None = None,
         end_ids: frozenset[int] | None = None,
     ):
-        """`specials` names special tokens ("bos_token": "<s>"), as chat templates know them."""
-        backend.no_truncation()  # a tokenizer.json may carry settings of its author's training run
+        """`specials` maps names that chat templates use to tokens ("bos_token": "<s>")."""
+        # A tokenizer.json may contain truncation and padding settings of the training run.
+        backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.tokenizer_class = "PreTrainedTokenizerFast"  # of transformers: can load any of these
+        # The class in transformers that can load any of these tokenizers.
+        self.tokenizer_class = "PreTrainedTokenizerFast"
         self.specials = specials or {}
         self.chat_templates = chat_templates or {}
-        self.bos_token, self.eos_token = (
-            self.specials.get("bos_token"),
-            self.specials.get("eos_token"),
-        )
-        self.bos_id, self.eos_id = self._id("bos_token"), self._id("eos_token")
-        # any of them ends a generation
+        self.bos_token = self.specials.get("bos_token")
+        self.eos_token = self.specials.get("eos_token")
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        # Each of these ids ends a generation.
         self.end_ids = end_ids or frozenset([] if self.eos_id is None else [self.eos_id])
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size = max([backend.get_vocab_size(), *(id + 1 for id in added)])
+        added_tokens = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(
+            token_id for token_id, token in added_tokens.items() if token.special
+        )
+        self.vocab_size = max(
+            [backend.get_vocab_size(), *(token_id + 1 for token_id in added_tokens)]
+        )
         self.pieces = Pieces(backend)
-        # Longest first: where several special tokens begin at one place, the longest is meant.
-        texts = sorted((added[id].content for id in self.special_ids), key=len, reverse=True)
-        self._special = "|".join(map(re.escape, texts)) or r"(?!)"
-        self._prefixes = {
-            text[:n] for text in texts for n in range(1, len(text)) if not text[0].isalnum()
+        # Longest first: of several special tokens at one position, the longest one matches.
+        special_texts = sorted(
+            (added_tokens[token_id].content for token_id in self.special_ids), key=len, reverse=True
+        )
+        self._special_pattern = "|".join(map(re.escape, special_texts)) or r"(?!)"
+        self._special_prefixes = {
+            special_text[:prefix_length]
+            for special_text in special_texts
+            for prefix_length in range(1, len(special_text))
+            if not special_text[0].isalnum()
         }
-        self._longest = len(texts[0]) if texts else 0
-        self._plain = _without_specials(backend)
-        self._unknown = _unknown_ids(backend) | {self._id("unk_token")}
-        self._around = _around(backend, self.special_ids)
+        self._longest_special = len(special_texts[0]) if special_texts else 0
+        self._plain_tokenizer = _without_specials(backend)
+        self._unknown_ids = _unknown_ids(backend) | {self._special_id("unk_token")}
+        self._surrounding_ids = _surrounding_ids(backend, self.special_ids)
 
-    def _id(self, name: str) -> int | None:
-        return self.backend.token_to_id(self.specials[name]) if name in self.specials else None
+    def _special_id(self, special_name: str) -> int | None:
+        return (
+            self.backend.token_to_id(self.specials[special_name])
+            if special_name in self.specials
+            else None
+        )
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest entry of the vocabulary. Looking for it takes 50 ms."""
+        """Return the length of the longest token in characters. The search takes 50 ms."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
-    # ---- ids to text ------------------------------------------------------------------------------
+    # ---- ids to text -----------------------------------------------------------------------------
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """The text of token ids: a list, an array, or one id."""
+        """Return the text of token ids, which may be a list, an array or one id."""
         if hasattr(ids, "tolist"):
             ids = ids.tolist()
-        stream = Detokenizer(self, skip_special_tokens)
-        return stream.push([ids] if isinstance(ids, int) else ids) + stream.finish()
+        detokenizer = Detokenizer(self, skip_special_tokens)
+        return detokenizer.push([ids] if isinstance(ids, int) else ids) + detokenizer.finish()
 
-    def token_bytes(self, id: int) -> bytes:
-        return self.pieces[id]
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
 
-    def token_str(self, id: int) -> str:
-        """The token as the vocabulary spells it; empty for an id that has none."""
-        return self.backend.id_to_token(id) or ""
+    def token_str(self, token_id: int) -> str:
+        """Return the token as the vocabulary spells it, or "" for an id without a token."""
+        return self.backend.id_to_token(token_id) or ""
 
-    # ---- text to ids ------------------------------------------------------------------------------
+    # ---- text to ids -----------------------------------------------------------------------------
 
     def encode(
         self, text: str, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """The ids of a text. `add_special_tokens` puts BOS and EOS around it where the model wants them. Special tokens that the
-        text spells out, such as <|im_start|>, become those tokens; with `parse_special=False` they are plain characters."""
-        return self._whole(text, self._ids(self.backend, text), add_special_tokens, parse_special)
+        """Return the ids of a text.
 
-    def encode_many(self, asked: list[tuple[str, bool, bool]]) -> list[list[int]]:
-        """`encode` for each (text, add_special_tokens, parse_special), in one call of the library."""
-        found = self.backend.encode_batch_fast(
-            [text for text, _, _ in asked], add_special_tokens=False
+        `add_special_tokens` adds BOS and EOS if the model uses them. With `parse_special`, special
+        tokens in the text, such as <|im_start|>, become those tokens. Otherwise they are characters.
+        """
+        token_ids = self._encode_ids(self.backend, text)
+        return self._finish_encoding(text, token_ids, add_special_tokens, parse_special)
+
+    def encode_many(self, requests: list[tuple[str, bool, bool]]) -> list[list[int]]:
+        """Encode each (text, add_special_tokens, parse_special) in one call of the library."""
+        encodings = self.backend.encode_batch_fast(
+            [text for text, _, _ in requests], add_special_tokens=False
         )
         return [
-            self._whole(text, one.ids, add, parse)
-            for (text, add, parse), one in zip(asked, found, strict=True)
+            self._finish_encoding(text, encoding.ids, add_special_tokens, parse_special)
+            for (text, add_special_tokens, parse_special), encoding in zip(
+                requests, encodings, strict=True
+            )
         ]
 
-    def _whole(
-        self, text: str, ids: list[int], add_special_tokens: bool, parse_special: bool
+    def _finish_encoding(
+        self, text: str, token_ids: list[int], add_special_tokens: bool, parse_special: bool
     ) -> list[int]:
-        if not parse_special and not self.special_ids.isdisjoint(ids):
-            ids = self._plain_ids(text)
-        return self.with_special_tokens(ids) if add_special_tokens else ids
+        if not parse_special and not self.special_ids.isdisjoint(token_ids):
+            token_ids = self._plain_ids(text)
+        return self.with_special_tokens(token_ids) if add_special_tokens else token_ids
 
-    def with_special_tokens(self, ids: list[int]) -> list[int]:
-        """The ids with BOS before and EOS after them, where the model wants them."""
-        before, after = self._around
-        return [*before, *ids, *after]
+    def with_special_tokens(self, token_ids: list[int]) -> list[int]:
+        """Return the ids with BOS before and EOS after them, if the model uses these tokens."""
+        leading_ids, trailing_ids = self._surrounding_ids
+        return [*leading_ids, *token_ids, *trailing_ids]
 
-    def as_prompt(self, ids: list[int]) -> list[int]:
-        """Of an empty text, the token that begins one: a model must be given something."""
-        if ids:
-            return ids
+    def as_prompt(self, token_ids: list[int]) -> list[int]:
+        """Return the ids, or BOS if there are none: a prompt must have at least one token."""
+        if token_ids:
+            return token_ids
         if self.bos_id is None:
             raise InvalidRequest(
-                "the prompt is empty, and this model has no token that begins a text: give some",
+                "the prompt is empty, and this model has no BOS token to start from: send some text",
                 "prompt",
             )
         return [self.bos_id]
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """Special tokens count as such but where `mark`, one character, stands right before them. Marks are left out."""
-        stand_in = {mark: "", **self._plain.stand_in}
+        """Return the ids of a text in which the character `mark` precedes some special tokens.
+
+        A marked special token is encoded as characters. Marks are removed.
+        """
+        replacements = {mark: "", **self._plain_tokenizer.stand_ins}
         return self._plain_ids(
-            re.sub(f"{mark}|(?<!{mark})(?:{self._special})", lambda found: stand_in[found[0]], text)
+            re.sub(
+                f"{mark}|(?<!{mark})(?:{self._special_pattern})",
+                lambda special_match: replacements[special_match[0]],
+                text,
+            )
         )
 
     def protect(self, text: str, mark: str) -> str:
-        """Put `mark` before every special token in the text, and before an unfinished one at its end, which what comes
-        after might complete."""
-        starts: set[int] = set()
-        if re.search(self._special, text):
-            starts.update(found.start() for found in re.finditer(f"(?={self._special})", text))
-        for i in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[i:] in self._prefixes:
-                starts.add(i)
-        cuts = [0, *sorted(starts), len(text)]
-        return mark.join(text[a:b] for a, b in pairwise(cuts)) if starts else text
+        """Put `mark` before every special token in the text.
 
-    def _ids(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
-        """Other threads go on meanwhile: of the library's calls only those for batches let go of the interpreter."""
+        The end of the text may be the beginning of a special token that later text completes. The
+        mark is put there too.
+        """
+        starts: set[int] = set()
+        if re.search(self._special_pattern, text):
+            starts.update(
+                special_match.start()
+                for special_match in re.finditer(f"(?={self._special_pattern})", text)
+            )
+        for position in range(max(0, len(text) - self._longest_special + 1), len(text)):
+            if text[position:] in self._special_prefixes:
+                starts.add(position)
+        boundaries = [0, *sorted(starts), len(text)]
+        return mark.join(text[start:end] for start, end in pairwise(boundaries)) if starts else text
+
+    def _encode_ids(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Encode a text without special tokens around it.
+
+        The library releases the GIL only in its calls for batches, so a batch of one is encoded.
+        """
         try:
             if not isinstance(text, str):
-                raise TypeError  # a pair of texts would be taken too
-            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            return ids
+                raise TypeError  # The library would accept a pair of texts.
+            encodings = backend.encode_batch_fast([text], add_special_tokens=False)
+            token_ids: list[int] = encodings[0].ids
+            return token_ids
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest(
                 "the text must be a string of valid Unicode, without lone surrogates", "prompt"
             ) from None
 
     def _plain_ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for id in self._ids(self._plain.backend, text):
-            if id in self._plain.ids:
-                ids.append(self._plain.ids[id])
-            elif id in self.special_ids and id not in self._unknown:
-                ids += self._spelled(id)  # a vocabulary whose merges spell a special token
+        token_ids: list[int] = []
+        for token_id in self._encode_ids(self._plain_tokenizer.backend, text):
+            if token_id in self._plain_tokenizer.real_ids:
+                token_ids.append(self._plain_tokenizer.real_ids[token_id])
+            elif token_id in self.special_ids and token_id not in self._unknown_ids:
+                # The merges of this vocabulary can produce a special token.
+                token_ids += self._spell_bytes(token_id)
             else:
-                ids.append(id)
-        return ids
+                token_ids.append(token_id)
+        return token_ids
 
-    def _spelled(self, id: int) -> list[int]:
-        """A special token's text, byte by byte."""
-        ids: list[int] = []
-        for byte in self.token_str(id).encode():
-            named = map(self.backend.token_to_id, (f"<0x{byte:02X}>", _CHAR_OF[byte]))
-            ids += [i for i in named if i is not None and self.pieces[i] == bytes([byte])][:1]
-        return ids
+    def _spell_bytes(self, token_id: int) -> list[int]:
+        """Return the text of a special token as one token for each byte."""
+        byte_ids: list[int] = []
+        for byte in self.token_str(token_id).encode():
+            for spelling in (f"<0x{byte:02X}>", _CHARACTER_OF_BYTE[byte]):
+                byte_id = self.backend.token_to_id(spelling)
+                if byte_id is not None and self.pieces[byte_id] == bytes([byte]):
+                    byte_ids.append(byte_id)
+                    break
+        return byte_ids
 
-    # ---- transformers' names: scripts call them on what LLM.get_tokenizer returns ------------------
+    # ---- the interface of transformers, for scripts that use LLM.get_tokenizer ----------------
 
     @property
     def bos_token_id(self) -> int | None:
@@ -254,11 +298,11 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int | None:
-        return self._id("pad_token")
+        return self._special_id("pad_token")
 
     @property
     def unk_token_id(self) -> int | None:
-        return self._id("unk_token")
+        return self._special_id("unk_token")
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -268,19 +312,24 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token by its text in the vocabulary, added tokens included."""
+        """Return the id of every token by its text, including added tokens."""
         return self.backend.get_vocab(with_added_tokens=True)
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """The id of a token, or the ids of several. A token that the vocabulary lacks has the unknown token's id."""
+        """Return the id of a token, or the ids of several.
+
+        A token that is not in the vocabulary gets the id of the unknown token.
+        """
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
-        id = self.backend.token_to_id(tokens)
-        return self.unk_token_id if id is None else id
+        token_id = self.backend.token_to_id(tokens)
+        return self.unk_token_id if token_id is None else token_id
 
     def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
-        """The text of a token in the vocabulary, or the texts of several."""
-        return self.token_str(ids) if isinstance(ids, int) else [self.token_str(id) for id in ids]
+        """Return the text of a token in the vocabulary, or the texts of several."""
+        if isinstance(ids, int):
+            return self.token_str(ids)
+        return [self.token_str(token_id) for token_id in ids]
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
@@ -292,12 +341,17 @@ class Tokenizer:
         split_special_tokens: bool = False,
         **options: Any,
     ) -> Encoding:
-        """input_ids and attention_mask of one text or of several, as lists. Padding, truncation and tensors are not offered."""
+        """Return input_ids and attention_mask of one text or several, as lists.
+
+        Padding, truncation and tensors are not supported.
+        """
         _check_neutral(options)
-        parse = not split_special_tokens
+        parse_special = not split_special_tokens
         texts = [text] if isinstance(text, str) else text
-        ids = [self.encode(one, add_special_tokens, parse) for one in texts]
-        return Encoding.of(ids[0] if isinstance(text, str) else ids)
+        token_ids = [
+            self.encode(single_text, add_special_tokens, parse_special) for single_text in texts
+        ]
+        return Encoding.from_ids(token_ids[0] if isinstance(text, str) else token_ids)
 
     def apply_chat_template(
         self,
@@ -310,26 +364,32 @@ class Tokenizer:
         return_dict: bool = True,
         **options: Any,
     ) -> Any:
-        """A conversation, or a list of them, as text, as ids or as an Encoding. `options` are continue_final_message and further
-        variables for the template. In ids, control tokens that a message spells out are characters; in text nothing tells them
-        from the template's own."""
+        """Render a conversation, or a list of them, as text, as ids or as an Encoding.
+
+        `options` are continue_final_message and further variables for the template. In ids, control
+        tokens that a message spells are characters. In text they look like those of the template.
+        """
         from octavo.text.chat import encode_chat, select_template
 
         _check_neutral(options)
-        options = {name: value for name, value in options.items() if name not in NEUTRAL}
+        options = {
+            option_name: value
+            for option_name, value in options.items()
+            if option_name not in NEUTRAL_OPTIONS
+        }
         template = select_template(self, chat_template, bool(tools))
         options["add_generation_prompt"] = add_generation_prompt
-        many = bool(conversation) and isinstance(conversation[0], list)
-        found: list[Any] = []
-        for messages in conversation if many else [conversation]:
+        is_batch = bool(conversation) and isinstance(conversation[0], list)
+        rendered: list[Any] = []
+        for messages in conversation if is_batch else [conversation]:
             if tokenize:
-                found.append(encode_chat(self, template, messages, tools=tools, **options))
+                rendered.append(encode_chat(self, template, messages, tools=tools, **options))
             else:
-                found.append(template.render(messages, tools, **options))
-        result = found if many else found[0]
-        return Encoding.of(result) if tokenize and return_dict else result
+                rendered.append(template.render(messages, tools, **options))
+        result = rendered if is_batch else rendered[0]
+        return Encoding.from_ids(result) if tokenize and return_dict else result
 
-    # ---- where tokenizers come from ---------------------------------------------------------------
+    # ---- constructors ----------------------------------------------------------------------------
 
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any]) -> Tokenizer:
@@ -338,45 +398,51 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """From a Hugging Face model directory: tokenizer.json, or vocab.json and merges.txt, and the files beside them."""
+        """Read the tokenizer of a Hugging Face model directory.
+
+        The directory has tokenizer.json, or vocab.json and merges.txt.
+        """
         path = Path(path)
         config = _read_json(path / "tokenizer_config.json")
-        named = {**_read_json(path / "special_tokens_map.json"), **config}
-        backend = _read_backend(path, config, named)
+        declared_specials = {**_read_json(path / "special_tokens_map.json"), **config}
+        backend = _read_backend(path, config, declared_specials)
         try:
-            _add_missing(backend, config, named)
-            specials = {name: _text(named[name]) for name in _NAMED if named.get(name)}
-            extra = named.get("extra_special_tokens")
-            specials.update(
-                {name: _text(token) for name, token in extra.items()}
-                if isinstance(extra, dict)
-                else {}
-            )
+            _add_missing(backend, config, declared_specials)
+            specials = {
+                special_name: _token_text(declared_specials[special_name])
+                for special_name in _SPECIAL_TOKEN_NAMES
+                if declared_specials.get(special_name)
+            }
+            extra_tokens = declared_specials.get("extra_special_tokens")
+            if isinstance(extra_tokens, dict):
+                for special_name, token in extra_tokens.items():
+                    specials[special_name] = _token_text(token)
             templates = _chat_templates(path, config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{path / 'tokenizer_config.json'} is not as it should be: {error!r}"
+                f"{path / 'tokenizer_config.json'} is not a valid tokenizer configuration: {error!r}"
             ) from error
-        if backend.post_processor is None or isinstance(
-            backend.post_processor, processors.ByteLevel
-        ):
-            # the post-processor says nothing of them: others, if only that there are none, have
-            # the last word
+        if isinstance(backend.post_processor, processors.ByteLevel | None):
+            # These post-processors do not decide about BOS and EOS. Others do, even if they add
+            # none, and are left as they are.
             set_bos_eos(
                 backend,
                 specials.get("bos_token") if config.get("add_bos_token") else None,
                 specials.get("eos_token") if config.get("add_eos_token") else None,
             )
-        found = cls(backend, specials, templates)
+        tokenizer = cls(backend, specials, templates)
         if config.get("tokenizer_class"):
-            found.tokenizer_class = str(config["tokenizer_class"])
-        return found
+            tokenizer.tokenizer_class = str(config["tokenizer_class"])
+        return tokenizer
 
 
 def _read_backend(
-    path: Path, config: dict[str, Any], named: dict[str, Any]
+    path: Path, config: dict[str, Any], specials: dict[str, Any]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of a model directory. `named`: the special tokens by name; GPT-2's are added where its files name none."""
+    """Read the tokenizer of a model directory.
+
+    `specials` are the special tokens by name. Those of GPT-2 are added if its files name none.
+    """
     if (path / "tokenizer.json").is_file():
         try:
             return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -385,135 +451,166 @@ def _read_backend(
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
-        pre = PRE_TOKENIZERS[
-            "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen") else "gpt-2"
-        ]
-        backend = byte_level(
+        is_qwen = str(config.get("tokenizer_class", "")).startswith("Qwen")
+        pre_tokenizer = PRE_TOKENIZERS["qwen2" if is_qwen else "gpt-2"]
+        backend = byte_level_bpe(
             _read_json(path / "vocab.json"),
             merges,
-            pre,
+            pre_tokenizer,
             bool(config.get("add_prefix_space", False)),
         )
-        if "eos_token" not in named and backend.token_to_id("<|endoftext|>") is not None:
-            named.update(
+        if "eos_token" not in specials and backend.token_to_id("<|endoftext|>") is not None:
+            specials.update(
                 bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
             )
         return backend
     if (path / "tokenizer.model").is_file():
         raise ModelError(
-            f"{path} has only a SentencePiece tokenizer.model. Convert it once, in there: "
-            f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('.').save_pretrained('.')\" "
-            "(needs: pip install transformers sentencepiece protobuf), which writes tokenizer.json"
+            f"{path} has only a SentencePiece tokenizer.model. Convert it once, in that directory: "
+            f'python -c "from transformers import AutoTokenizer as T; '
+            "T.from_pretrained('.').save_pretrained('.')\" (needs: pip install transformers "
+            "sentencepiece protobuf), which writes tokenizer.json"
         )
     raise ModelError(
-        f"{path} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. Name a directory that has them "
-        "with tokenizer=DIRECTORY (--tokenizer), or use token ids with skip_tokenizer_init=True"
+        f"{path} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. Name a "
+        "directory that has them with tokenizer=DIRECTORY (--tokenizer), or use token ids with "
+        "skip_tokenizer_init=True"
     )
 
 
-def _around(
+def _surrounding_ids(
     backend: tokenizers.Tokenizer, special_ids: frozenset[int]
 ) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and after a text: its mask tells."""
-    text = backend.id_to_token(min(special_ids)) if special_ids else None
-    if text is None:
+    """Return the ids that the post-processor puts before and after a text."""
+    special_text = backend.id_to_token(min(special_ids)) if special_ids else None
+    if special_text is None:
         return [], []
-    encoding = backend.encode(text, add_special_tokens=True)
-    own = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
-    return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+    encoding = backend.encode(special_text, add_special_tokens=True)
+    text_positions = [
+        position for position, is_added in enumerate(encoding.special_tokens_mask) if not is_added
+    ]
+    return encoding.ids[: text_positions[0]], encoding.ids[text_positions[-1] + 1 :]
 
 
 def _unknown_ids(backend: tokenizers.Tokenizer) -> set[int | None]:
-    """What the vocabulary's model gives for a character that it lacks: the unknown token, which not all models name."""
+    """Return the ids for a character that is not in the vocabulary.
+
+    This is the unknown token, which not all tokenizers name.
+    """
     try:
         return {token.id for token in backend.model.tokenize("\U0010fffe")}
-    except (
-        Exception
-    ):  # some models have no unknown token and raise; the library raises nothing more specific
+    except Exception:  # There is no unknown token. The library raises nothing more specific.
         return set()
 
 
-def _without_specials(backend: tokenizers.Tokenizer) -> _Plain:
-    # Shares the vocabulary with `backend`: only the handling of added tokens is its own.
-    plain = tokenizers.Tokenizer(backend.model)
-    for part in ("normalizer", "pre_tokenizer"):
-        if (value := getattr(backend, part)) is not None:
-            setattr(plain, part, value)
-    secret = secrets.token_hex(8)
-    added = sorted(backend.get_added_tokens_decoder().items())
-    stand_in = {token.content: f"\ufdd0{secret}{id}\ufdd1" for id, token in added if token.special}
-    names = {stand_in.get(token.content, token.content): (id, token) for id, token in added}
+def _without_specials(backend: tokenizers.Tokenizer) -> _PlainTokenizer:
+    # Both backends share the vocabulary. Only the added tokens differ.
+    plain_backend = tokenizers.Tokenizer(backend.model)
+    for component in ("normalizer", "pre_tokenizer"):
+        if (value := getattr(backend, component)) is not None:
+            setattr(plain_backend, component, value)
+    random_text = secrets.token_hex(8)
+    added_tokens = sorted(backend.get_added_tokens_decoder().items())
+    stand_ins = {
+        token.content: f"\ufdd0{random_text}{token_id}\ufdd1"
+        for token_id, token in added_tokens
+        if token.special
+    }
+    tokens_by_name = {
+        stand_ins.get(token.content, token.content): (token_id, token)
+        for token_id, token in added_tokens
+    }
     flags = ("single_word", "lstrip", "rstrip", "normalized")
-    plain.add_tokens(
+    plain_backend.add_tokens(
         [
-            AddedToken(name, **{flag: getattr(t, flag) for flag in flags})
-            for name, (_, t) in names.items()
+            AddedToken(plain_name, **{flag: getattr(added_token, flag) for flag in flags})
+            for plain_name, (_, added_token) in tokens_by_name.items()
         ]
     )
-    ids = {plain.token_to_id(name): id for name, (id, _) in names.items()}
-    return _Plain(plain, {here: real for here, real in ids.items() if here is not None}, stand_in)
+    real_ids = {
+        plain_backend.token_to_id(plain_name): token_id
+        for plain_name, (token_id, _) in tokens_by_name.items()
+    }
+    return _PlainTokenizer(
+        plain_backend,
+        {plain_id: real_id for plain_id, real_id in real_ids.items() if plain_id is not None},
+        stand_ins,
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """Read a JSON object. A missing file is an empty object."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content
 
 
-def _text(token: Any) -> str:
-    """Special tokens are written as strings or as objects with their text in "content"."""
+def _token_text(token: Any) -> str:
+    """Return the text of a token that is written as a string or as an object."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _add_missing(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, Any]
+    backend: tokenizers.Tokenizer, config: dict[str, Any], specials: dict[str, Any]
 ) -> None:
-    """Tokens that only the files beside tokenizer.json declare, or declare special."""
-    have = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    """Add tokens that only the files beside tokenizer.json declare, or declare as special."""
+    known_tokens = {
+        token.content: token.special for token in backend.get_added_tokens_decoder().values()
+    }
     for _, token in sorted(
         config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
     ):
-        special = bool(token.get("special"))
-        if have.get(token["content"]) != special:
+        is_special = bool(token.get("special"))
+        if known_tokens.get(token["content"]) != is_special:
             flags = {
-                name: bool(token.get(name))
-                for name in ("single_word", "lstrip", "rstrip", "normalized")
+                flag: bool(token.get(flag))
+                for flag in ("single_word", "lstrip", "rstrip", "normalized")
             }
-            add = backend.add_special_tokens if special else backend.add_tokens
-            add([AddedToken(token["content"], special=special, **flags)])
-            have[token["content"]] = special
-    extra = named.get("additional_special_tokens") or named.get("extra_special_tokens") or []
-    wanted = [named[name] for name in _NAMED if named.get(name)] + list(
-        extra.values() if isinstance(extra, dict) else extra
+            add = backend.add_special_tokens if is_special else backend.add_tokens
+            add([AddedToken(token["content"], special=is_special, **flags)])
+            known_tokens[token["content"]] = is_special
+    extra_tokens = (
+        specials.get("additional_special_tokens") or specials.get("extra_special_tokens") or []
     )
-    missing = [text for text in dict.fromkeys(map(_text, wanted)) if not have.get(text)]
+    if isinstance(extra_tokens, dict):
+        extra_tokens = extra_tokens.values()
+    declared_tokens = [
+        specials[special_name]
+        for special_name in _SPECIAL_TOKEN_NAMES
+        if specials.get(special_name)
+    ]
+    declared_tokens += extra_tokens
+    missing = [
+        token_text
+        for token_text in dict.fromkeys(map(_token_text, declared_tokens))
+        if not known_tokens.get(token_text)
+    ]
     backend.add_special_tokens(
-        [AddedToken(text, normalized=False, special=True) for text in missing]
+        [AddedToken(token_text, normalized=False, special=True) for token_text in missing]
     )
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name; "default" is the one for ordinary chats, "tool_use" the one for chats with tools where there are two."""
-    listed = config.get("chat_template") or []
-    templates = (
-        {"default": listed}
-        if isinstance(listed, str)
-        else {entry["name"]: entry["template"] for entry in listed}
-    )
-    files = [
-        path / "chat_template.jinja",
-        *sorted((path / "additional_chat_templates").glob("*.jinja")),
-    ]
-    for file in files:
-        if file.is_file():
-            templates["default" if file == files[0] else file.stem] = file.read_text(
-                encoding="utf-8"
-            )
+    """Return the chat templates by name.
+
+    "default" is the template for ordinary chats. A model may have another one for chats with tools,
+    which is named "tool_use".
+    """
+    declared = config.get("chat_template") or []
+    if isinstance(declared, str):
+        templates = {"default": declared}
+    else:
+        templates = {entry["name"]: entry["template"] for entry in declared}
+    default_file = path / "chat_template.jinja"
+    if default_file.is_file():
+        templates["default"] = default_file.read_text(encoding="utf-8")
+    for template_file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        if template_file.is_file():
+            templates[template_file.stem] = template_file.read_text(encoding="utf-8")
     return templates

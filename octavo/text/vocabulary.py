@@ -1,4 +1,4 @@
-"""A model's vocabulary as llguidance needs it: every token's bytes, and how a text is cut into tokens."""
+"""Gives llguidance the vocabulary of a model: the bytes of every token, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,65 +6,70 @@ from octavo.errors import InvalidRequest
 from octavo.text.digits import DigitTokens
 from octavo.text.tokenizer import Tokenizer
 
-# bytes that a vocabulary must have as tokens; some lack a few control characters
-PRINTABLE = set(range(0x20, 0x7F))
-WINDOW = 256  # characters that are tokenised at once, beside a few of the longest tokens
+# A vocabulary must have these bytes as tokens. Some vocabularies lack a few control characters.
+PRINTABLE_BYTES = set(range(0x20, 0x7F))
+WINDOW_CHARACTERS = 256  # tokenized at once, in addition to a few times the longest token
 
 
 def make_vocabulary(
     tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]
 ) -> Vocabulary:
-    """A model's vocabulary, as llguidance needs it. Raises InvalidRequest where it cannot be used."""
-    why = ""
+    """Return the vocabulary of a model. Raises InvalidRequest if llguidance cannot use it."""
+    problem = ""
     if tokenizer is None:
-        why = "this engine runs without one"
+        problem = "this engine runs without one"
     elif not end_ids:
-        why = "this model has no token that ends a text"
-    elif tokenizer.pieces.kind == "other":
-        why = "what this model's tokens stand for depends on their neighbours"
+        problem = "this model has no token that ends a text"
+    elif tokenizer.pieces.decoding == "other":
+        problem = "the text of this model's tokens depends on their neighbours"
     else:
         vocabulary = Vocabulary(tokenizer, vocab_size, end_ids)
-        if vocabulary.bytes.keys() >= PRINTABLE:
-            vocabulary.index()
+        if vocabulary.bytes.keys() >= PRINTABLE_BYTES:
+            vocabulary.build_index()
             return vocabulary
-        why = "this model's tokens cannot spell every character"
+        problem = "this model's tokens cannot spell every character"
     raise InvalidRequest(
-        f"structured_outputs need a tokenizer that can write anything: {why}",
+        f"structured_outputs need a tokenizer that can write anything: {problem}",
         "structured_outputs",
         "unsupported_parameter",
     )
 
 
 class Vocabulary:
-    """Every token's bytes. Ids without a token have none, and are never allowed. The public names up to `bytes` are those that
-    llguidance reads from a tokenizer."""
+    """The bytes of every token. An id without a token has no bytes and is never allowed.
+
+    llguidance reads the public attributes up to `bytes`, so their names are fixed.
+    """
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]):
-        special = tokenizer.special_ids
-        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        self.special_token_ids = sorted(id for id in special if id < vocab_size)
+        special_ids = tokenizer.special_ids
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(
+            token_id for token_id in special_ids if token_id < vocab_size
+        )
         self.bos_token_id = tokenizer.bos_id
         self.eos_token_id = end_ids[0]
         self.bytes = {
-            token[0]: id
-            for id, token in enumerate(self.tokens)
-            if len(token) == 1 and id not in special
+            token[0]: token_id
+            for token_id, token in enumerate(self.tokens)
+            if len(token) == 1 and token_id not in special_ids
         }
         self.end_ids = end_ids
         self.mask_bytes = -(-vocab_size // 32) * 4
-        self._longest = max(map(len, self.tokens))
-        self._window = WINDOW + 4 * self._longest
+        self._longest_token = max(map(len, self.tokens))
+        self._window_characters = WINDOW_CHARACTERS + 4 * self._longest_token
         self._encode = tokenizer.encode
 
-    def index(self) -> None:
-        """Build what takes a while."""
+    def build_index(self) -> None:
+        """Build the index of llguidance, which takes a while."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
             raise InvalidRequest(
-                "structured_outputs need llguidance, which is not installed: pip install llguidance",
+                "structured_outputs need llguidance, which is not installed: pip install "
+                "llguidance",
                 "structured_outputs",
                 "unsupported_parameter",
             ) from None
@@ -72,31 +77,36 @@ class Vocabulary:
         self.digits = DigitTokens(self.tokens, self.bytes.get(ord("x")))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens for a text that is the only one possible, so that it is cut as the model learned it. Their bytes must be exactly
-        the text's, though a tokenizer may put a space before a text, or normalise it.
+        """Tokenize a text that the grammar forces, so that it is split as the model learned it.
 
-        llguidance asks at every token for all of the text that is left, and uses the first token. So a long text is answered in
-        part, without the last tokens, which depend on what follows: a text of 100,000 characters took 27 ms at every token.
+        The bytes of the tokens must be exactly those of the text, although a tokenizer may put a
+        space before a text, or normalize it.
+
+        At every token llguidance asks for the whole rest of the text and uses the first token. So a
+        long text is tokenized in part, without the last tokens, which depend on the text after
+        them: a text of 100,000 characters took 27 ms at every token.
         """
-        if len(text) > self._window:
-            return self._begin(text[: self._window])
-        data = text.encode()
-        for before in ("", "\x02"):  # a character that nothing merges with
-            # a text that spells out a control token is still text
-            ids = self._encode(before + text, add_special_tokens=False, parse_special=False)
-            extra = sum(len(self.tokens[id]) for id in ids) - len(data)
-            first = 0
-            while extra > 0:
-                extra = extra - len(self.tokens[ids[first]])
-                first = first + 1
-            if b"".join(self.tokens[id] for id in ids[first:]) == data:
-                return ids[first:]
-        return [self.bytes[byte] for byte in data if byte in self.bytes]
+        if len(text) > self._window_characters:
+            return self._leading_tokens(text[: self._window_characters])
+        text_bytes = text.encode()
+        for prefix in ("", "\x02"):  # No merge includes the character U+0002.
+            # A text that spells a control token is still text.
+            token_ids = self._encode(prefix + text, add_special_tokens=False, parse_special=False)
+            token_bytes = sum(len(self.tokens[token_id]) for token_id in token_ids)
+            extra_bytes = token_bytes - len(text_bytes)
+            first_token = 0
+            while extra_bytes > 0:
+                extra_bytes -= len(self.tokens[token_ids[first_token]])
+                first_token += 1
+            text_ids = token_ids[first_token:]
+            if b"".join(self.tokens[token_id] for token_id in text_ids) == text_bytes:
+                return text_ids
+        return [self.bytes[byte] for byte in text_bytes if byte in self.bytes]
 
-    def _begin(self, text: str) -> list[int]:
-        """The tokens at the beginning of a text that goes on: those before its last few characters."""
-        ids = self(text)
-        size = 0
-        while ids and size <= self._longest:
-            size += len(self.tokens[ids.pop()])
-        return ids
+    def _leading_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text that continues, without those of its last few characters."""
+        token_ids = self(text)
+        removed_bytes = 0
+        while token_ids and removed_bytes <= self._longest_token:
+            removed_bytes += len(self.tokens[token_ids.pop()])
+        return token_ids

@@ -16,7 +16,7 @@ from tokenizers import (
     trainers,
 )
 
-from octavo.text.gguf_tokenizer import LLAMA3, META
+from octavo.text.gguf_tokenizer import LLAMA3, META_SYMBOL
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and doesn't stop at 12345 fences.",
@@ -90,7 +90,7 @@ def sentencepiece(
 ) -> Tokenizer:
     """Llama 2's kind. prefix: "first" and "always" as Metaspace has it, "never" as in Gemma, "legacy" by a normalizer."""
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme="always")
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(META_SYMBOL, prepend_scheme="always")
     trained.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=400, show_progress=False))
     state = json.loads(trained.to_str())["model"]
     names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -101,11 +101,13 @@ def sentencepiece(
     )
     if prefix == "legacy":
         tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend(META), normalizers.Replace(" ", META)]
+            [normalizers.Prepend(META_SYMBOL), normalizers.Replace(" ", META_SYMBOL)]
         )
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(META, prepend_scheme=prefix, split=False)
-    steps = [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            META_SYMBOL, prepend_scheme=prefix, split=False
+        )
+    steps = [decoders.Replace(META_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(
         steps if prefix == "never" else [*steps, decoders.Strip(" ", 1, 0)]
     )

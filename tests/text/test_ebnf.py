@@ -102,20 +102,20 @@ def test_what_may_be_written_is_what_the_grammar_says(guides: Guides, embedded: 
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "no root": ('start ::= "a"', "no rule root"),
+    "no root": ('start ::= "a"', "no rule named root"),
     "undefined": ('root ::= "a" other', "root uses other, which is not defined"),
     "twice": ('root ::= "a"\nroot ::= "b"', "root is defined twice, at 'root ::= \"b\"', line 2 column 1"),
     "no end of a group": ('root ::= ("a"', "expected \\), at the end"),
     "too many ends": ('root ::= "a")', "expected a rule"),
-    "no end of a literal": ('root ::= "a', "cannot be read, at '\"a', line 1 column 10"),
+    "no end of a literal": ('root ::= "a', "invalid syntax, at '\"a', line 1 column 10"),
     "an empty set": ("root ::= []", "is empty"),
     "a range the wrong way": ("root ::= [z-a]", "ends before it begins"),
     "a repetition the wrong way": ('root ::= "a"{3,2}', "ends before it begins"),
     "a repetition without numbers": ('root ::= "a"{,}', "{m}, {m,} or {m,n}"),
-    "an escape": (r'root ::= "\q"', r"escape \\q is not known"),
+    "an escape": (r'root ::= "\q"', r"unknown escape \\q"),
     "no character": (r'root ::= "\uD800"', "U\\+D800 is not a character"),
     "deep": ("root ::= " + "(" * 30 + '"a"' + ")" * 30, "nested more than 24 levels"),
-    "a lookahead": ('root ::= "a" (= "b")', "cannot be read, at '= \"b\"\\)'"),
+    "a lookahead": ('root ::= "a" (= "b")', "invalid syntax, at '= \"b\"\\)'"),
 }  # fmt: skip
 
 

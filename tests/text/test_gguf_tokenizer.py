@@ -18,7 +18,7 @@ from octavo.text import Tokenizer
 from octavo.text.gguf_tokenizer import (
     BYTE,
     CONTROL,
-    META,
+    META_SYMBOL,
     NORMAL,
     PRE_TOKENIZERS,
     UNKNOWN,
@@ -197,7 +197,8 @@ def test_bos_and_eos_are_added_as_the_file_or_its_family_says(
 
 def test_an_unknown_pre_tokenizer_is_refused() -> None:
     with pytest.raises(
-        ModelError, match=r"unknown tokenizer.ggml.pre 'martian'.*Known: .*llama-bpe.*safetensors"
+        ModelError,
+        match=r"unknown tokenizer.ggml.pre 'martian'.*Known values: .*llama-bpe.*safetensors",
     ):
         Tokenizer.from_gguf(byte_level_metadata("martian"))
 
@@ -231,7 +232,7 @@ def reference_sentencepiece(text: str, metadata: dict[str, Any]) -> list[int]:
     """SentencePiece's own definition: again and again, join the neighbours that make the best piece, the leftmost first."""
     vocab = {token: id for id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     scores = metadata["tokenizer.ggml.scores"]
-    parts = list((" " + text.removeprefix(" ") if text else "").replace(" ", META))
+    parts = list((" " + text.removeprefix(" ") if text else "").replace(" ", META_SYMBOL))
     while True:
         pairs = [
             (-scores[vocab[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab

@@ -21,7 +21,7 @@ from octavo.errors import GuideError, InvalidRequest
 from octavo.params import StructuredOutputs
 from octavo.text import Tokenizer, trial
 from octavo.text import guide as module
-from octavo.text.detokenize import BYTE_OF
+from octavo.text.detokenize import BYTE_OF_CHARACTER
 from octavo.text.guide import Guides
 from octavo.text.vocabulary import make_vocabulary
 from tests import schemas
@@ -226,7 +226,7 @@ def test_every_end_token_ends(embedded: Tokenizer) -> None:
 
 def single_bytes() -> tokenizers.Tokenizer:
     found = tokenizers.Tokenizer(
-        tokenizers.models.BPE({c: i for i, c in enumerate(sorted(BYTE_OF))}, [])
+        tokenizers.models.BPE({c: i for i, c in enumerate(sorted(BYTE_OF_CHARACTER))}, [])
     )
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
@@ -354,7 +354,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "foreign reference": (dict(json={"$ref": "http://example.org/x.json"}), "does not fetch"),
     "never": (dict(json={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
     "not JSON": (dict(json="{x"), "line 1 column 2"),
-    "not an object": (dict(json="[]"), "a schema is an object"),
+    "not an object": (dict(json="[]"), "a schema must be an object"),
     "too deep": (dict(json='{"items":' * 500 + "{}" + "}" * 500), r"more than 100 levels.*\(at #/items/items.*\)"),
     "too long a chain": (dict(json=chained(1000)), r"300\d levels deep.*\(at #/\$defs/r0\)"),
     "too many rules": (dict(grammar=rules(3000)), "3002 levels deep"),
@@ -464,33 +464,35 @@ def test_what_was_refused_stays_refused_and_is_not_tried_again(embedded: Tokeniz
 
 
 def test_the_cache_is_bounded(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE_BYTES", 3 * (module.COST + 10 * module.COST_PER_CHAR))
+    monkeypatch.setattr(
+        module, "CACHE_BYTES", 3 * (module.GUIDE_BYTES + 10 * module.BYTES_PER_CHARACTER)
+    )
     guides = make(embedded)
     for text in ("one", "two", "three", "one", "four"):
         guides.compile(StructuredOutputs(regex=text))
-    assert [key[1] for key in guides._known] == ["three", "one", "four"], (
+    assert [key[1] for key in guides._cached] == ["three", "one", "four"], (
         "the one not used for longest went"
     )
     guides.compile(StructuredOutputs(regex="x" * 100_000))
-    assert len(guides._known) == 1, "one alone may be larger"
+    assert len(guides._cached) == 1, "one alone may be larger"
 
 
 def test_a_guide_that_has_led_many_texts_is_replaced(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WORN", 20)
+    monkeypatch.setattr(module, "MAX_GUIDE_TOKENS", 20)
     guides, spec = make(embedded), StructuredOutputs(regex="[a-z]{1,12}")
     first = guides.compile(spec)
     while guides.compile(spec) is first:
         walk(first, embedded, random.Random(1))
-    assert first.use.tokens > 20 and guides.compiled == 2  # type: ignore[attr-defined]
+    assert first.usage.tokens > 20 and guides.compiled == 2  # type: ignore[attr-defined]
 
 
 def test_a_guide_that_is_full_is_replaced_and_not_the_end_of_its_grammar(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All copies share a lexer, and its states are limited: what one text leaves behind is lost to the next."""
-    monkeypatch.setitem(module.LIMITS, "max_lexer_states", 2000)
+    monkeypatch.setitem(module.PARSER_LIMITS, "max_lexer_states", 2000)
     guides, spec = make(embedded), StructuredOutputs(regex=r"(\p{L}{0,100}\w{0,200}\s){0,200}")
     first = guides.compile(spec)
     with pytest.raises(GuideError, match="too many states"):
@@ -541,21 +543,21 @@ def test_a_trial_follows_texts_and_lets_pass_what_may_fail_later(
     )
     vocabulary = make_vocabulary(embedded, embedded.vocab_size, (2,))
     trial.try_spec(vocabulary, StructuredOutputs(regex="[a-z]{500}"))
-    assert len(followed) == trial.WALKS * trial.TOKENS
+    assert len(followed) == trial.WALKS_PER_SPEC * trial.TOKENS_PER_WALK
     trial.try_spec(vocabulary, StructuredOutputs(regex=r"(?:[\s\S]{0,50}[a-z]){0,200}"))
 
 
 def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = module.build
+    build = module.build_guide
 
     def slow(vocabulary: Any, spec: StructuredOutputs) -> Any:
         time.sleep(1.0 if spec.regex == "slow" else 0)
         return build(vocabulary, spec)
 
-    monkeypatch.setattr(module, "build", slow)
-    monkeypatch.setattr(module, "DEADLINE", 0.2)
+    monkeypatch.setattr(module, "build_guide", slow)
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT", 0.2)
     guides = make(embedded)
     guides.compile(StructuredOutputs(regex="first"))
     late = guides.start(StructuredOutputs(regex="slow"))
@@ -564,7 +566,7 @@ def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
     with pytest.raises(InvalidRequest, match="not compiled within 0.2 s") as caught:
         guides.compile(StructuredOutputs(regex="slow"))
     assert caught.value.code == "structured_output_timeout"
-    late.done.wait()
+    late.finished.wait()
     assert guides.compile(StructuredOutputs(regex="slow")) is not None, (
         "it was finished for whoever asks again"
     )
@@ -573,11 +575,11 @@ def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(
 def test_waiting_for_a_thread_is_not_held_against_a_spec(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "build", lambda *_: time.sleep(0.15))  # and makes nothing
-    monkeypatch.setattr(module, "DEADLINE", 0.4)
+    monkeypatch.setattr(module, "build_guide", lambda *_: time.sleep(0.15))  # and makes nothing
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT", 0.4)
     guides = make(embedded)
     work = [guides.start(StructuredOutputs(regex=str(i))) for i in range(8)]
-    while not all(one.done.is_set() for one in work):
+    while not all(one.finished.is_set() for one in work):
         assert all(one.poll() is None for one in work)  # raises if one is late
         time.sleep(0.02)
 
@@ -591,7 +593,7 @@ def test_threads_that_are_lost_are_replaced(
     class Panic(BaseException):
         """As native code raises it."""
 
-    build, over = module.build, threading.Event()
+    build, over = module.build_guide, threading.Event()
 
     def bad(vocabulary: Any, spec: StructuredOutputs) -> Any:
         if str(spec.regex).startswith("bad"):
@@ -600,33 +602,37 @@ def test_threads_that_are_lost_are_replaced(
             over.wait()
         return build(vocabulary, spec)
 
-    monkeypatch.setattr(module, "build", bad)
-    monkeypatch.setattr(module, "DEADLINE", 0.05)
+    monkeypatch.setattr(module, "build_guide", bad)
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT", 0.05)
     guides = make(embedded)
-    lost = [guides.start(StructuredOutputs(regex=f"bad{k}")) for k in range(module.THREADS + 2)]
-    monkeypatch.setattr(module, "DEADLINE", 0.3)
+    lost = [guides.start(StructuredOutputs(regex=f"bad{k}")) for k in range(module.MAX_THREADS + 2)]
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT", 0.3)
     assert guides.compile(StructuredOutputs(regex="good")) is not None
     if how == "panics":
-        assert lost[0].done.wait(5)
+        assert lost[0].finished.wait(5)
         with pytest.raises(InvalidRequest, match="cannot be used"):
             lost[0].poll()
     over.set()
     for work in lost:
-        work.done.wait(5)
+        work.finished.wait(5)
     assert guides.compile(StructuredOutputs(regex="better")) is not None
-    assert guides._lost == 0 and guides._threads <= module.THREADS and not guides._running
+    assert (
+        guides._abandoned_threads == 0
+        and guides._thread_count <= module.MAX_THREADS
+        and not guides._running
+    )
 
 
 def test_there_is_an_end_to_replacing_threads(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    monkeypatch.setattr(module, "build", lambda *_: over.wait())
-    monkeypatch.setattr(module, "DEADLINE", 0.01)
+    monkeypatch.setattr(module, "build_guide", lambda *_: over.wait())
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT", 0.01)
     guides = make(embedded)
     guides._get_vocabulary()
     works = [guides.start(StructuredOutputs(regex=str(k))) for k in range(50)]
-    most = module.THREADS + module.MOST_LOST
+    most = module.MAX_THREADS + module.MAX_ABANDONED_THREADS
     end = time.monotonic() + 20
     while len(guides._running) < most and time.monotonic() < end:
         with suppress(InvalidRequest):
