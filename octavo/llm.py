@@ -70,7 +70,7 @@ from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
-from octavo.runner.shapes import held_rows
+from octavo.runner.shapes import RunnerLimits, held_logits
 from octavo.runner.tier_store import TierStore
 from octavo.text.chat import check_options, encode_chat, select_template
 from octavo.text.guide import Guides
@@ -276,7 +276,7 @@ class LLM:
         graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
         if graphs:
             activations += graph_bytes(
-                self.config, held_rows(max_num_seqs, budget), dtype_name(self.model_dtype)
+                self.config, held_logits(max_num_seqs, budget), dtype_name(self.model_dtype)
             )
         staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
         kv_bytes = kv_memory(self.device, gpu_memory_utilization, activations + staging)
@@ -323,18 +323,14 @@ class LLM:
         canary = (
             Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
         )
-        evicting = kv_eviction != "none"
         self.runner = Runner(
-            self.model,
-            kv,
-            max_num_seqs,
-            max_model_len,
-            budget,
-            self.device,
-            graphs,
-            tiers,
-            canary,
-            evicting,
+            model=self.model,
+            kv=kv,
+            limits=RunnerLimits(max_slots=max_num_seqs, max_len=max_model_len, max_tokens=budget),
+            use_graphs=graphs,
+            tiers=tiers,
+            canary=canary,
+            is_bounded=kv_eviction != "none",
         )
         self.seed = seed
         self.engine = self.new_engine(self.schedule)
@@ -350,7 +346,7 @@ class LLM:
         scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
         tiers = self.runner.tiers
         if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
-            scheduler.tiers.attach_store(tiers.disk.known, tiers.fetch_ids)
+            scheduler.tiers.attach_store(tiers.disk.known_hashes, tiers.fetch_ids)
         return Engine(scheduler, self.runner)
 
     def _bound(
@@ -393,13 +389,19 @@ class LLM:
         name = fingerprint(
             self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name
         )
-        return Disk(directory, limit, name, form, kv.tensor[0].nbytes)
+        return Disk(
+            directory=directory,
+            max_bytes=limit,
+            fingerprint=name,
+            block_format=form,
+            block_bytes=kv.tensor[0].nbytes,
+        )
 
     def _make_tiers(
-        self, kv: KVStore, slots: int, disk: Disk | None, staging: int
+        self, kv: KVStore, host_blocks: int, disk: Disk | None, staging_bytes: int
     ) -> TierStore | None:
         try:
-            tiers = TierStore(kv, slots, disk, staging)
+            tiers = TierStore(kv, host_blocks, disk, staging_bytes)
         except (NotEnoughMemory, RuntimeError) as error:
             log.warning("going on without a second tier of KV: %s", error)
             return None

@@ -68,7 +68,7 @@ def make_batch(
     return ForwardBatch(
         ids=torch.tensor(ids, device=device),
         positions=torch.tensor(positions, device=device),
-        kv_slots=torch.tensor(slots, device=device),
+        kv_indices=torch.tensor(slots, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(
             [start + len(tokens) for tokens, start in chunks], dtype=torch.int32, device=device
@@ -78,7 +78,7 @@ def make_batch(
             dtype=torch.int32,
             device=device,
         ),
-        rows=torch.arange(len(tables), dtype=torch.int32, device=device),
-        logit_rows=torch.arange(len(ids), device=device),
+        slots=torch.arange(len(tables), dtype=torch.int32, device=device),
+        logit_indices=torch.arange(len(ids), device=device),
         spans=spans,
     )

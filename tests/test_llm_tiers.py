@@ -18,7 +18,8 @@ from octavo.core.engine import Engine, Handle
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.llm import WARM_UP
 from octavo.runner.disk import Record
-from octavo.runner.runner import Runner
+from octavo.runner.runner import Runner, StepHandle
+from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.types import Plan, Request
 from tests import tiny
@@ -78,20 +79,22 @@ def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_waiting_for_the_disk_asks_nothing_of_the_device(
+def test_waiting_for_the_disk_makes_no_device_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But to load what has come: each call would take the interpreter from those who read."""
+    """Except to load what has arrived: each call would take the interpreter from the readers."""
     (prompt,) = prompts(1)
     first = make(kv_disk_path=tmp_path)
     want = ask(first, prompt)[0]
     first.close()
-    real, launched = Runner._launch, list[Plan]()
-    monkeypatch.setattr(
-        Runner,
-        "_launch",
-        lambda self, plan, lap=None: (launched.append(plan), real(self, plan, lap))[1],
-    )
+    launch_step = Runner._launch_step
+    launched: list[Plan] = []
+
+    def observed(self: Runner, plan: Plan, timer: StepTimer | None = None) -> StepHandle:
+        launched.append(plan)
+        return launch_step(self, plan, timer)
+
+    monkeypatch.setattr(Runner, "_launch_step", observed)
     again = make(kv_disk_path=tmp_path)
     assert ask(again, prompt) == (want, 96)
     assert launched and all(plan.items for plan in launched)
@@ -155,7 +158,7 @@ def test_damaged_records_cost_time_and_never_a_token(
     tmp_path: Path, damage: str, sealed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether those who read them add them up or the device."""
-    monkeypatch.setattr("octavo.llm.TierStore", partial(TierStore, sealed=sealed))
+    monkeypatch.setattr("octavo.llm.TierStore", partial(TierStore, verify_on_load=sealed))
     many, g = prompts(3), random.Random(1)
     first = make(kv_disk_path=tmp_path)
     want = [ask(first, p)[0] for p in many]
@@ -174,7 +177,7 @@ def test_damaged_records_cost_time_and_never_a_token(
         else:
             record.write_bytes(contents[i - 1])
     again = make(kv_disk_path=tmp_path)
-    assert again.runner.tiers is not None and (again.runner.tiers.seals is not None) == sealed
+    assert again.runner.tiers is not None and (again.runner.tiers.checksums is not None) == sealed
     assert [ask(again, p)[0] for p in many] == want
     assert again.engine.scheduler.counters.tiers.disk_tokens == 0
     assert damage == "remove" or sum(again.engine.scheduler.counters.tiers.misses.values()) > 0

@@ -109,14 +109,14 @@ def time_one(
     batch = ForwardBatch(
         ids=lengths,
         positions=lengths.long() - 1,
-        kv_slots=lengths,
+        kv_indices=lengths,
         query_start=rows,
         seq_lens=lengths,
         block_table=torch.tensor(order, dtype=torch.int32, device=device).view(
             shape.sequences, width
         ),
-        rows=rows[:-1],
-        logit_rows=lengths,
+        slots=rows[:-1],
+        logit_indices=lengths,
         spans=[Span(i, 1, shape.tokens) for i in range(shape.sequences)],
     )
     q = torch.randn(shape.sequences, heads, dim, device=device).to(QUERY[device.type])

@@ -234,12 +234,12 @@ def measure(
     readers: list[float] = []
     for _ in range(2):  # the second time the system has the records in memory
         passes.append([])
-        busy = runner.reading
+        busy = runner.read_seconds
         for p in prompts:
             passes[-1].append(ask(llm, p))
             done()
         waited = sum(a.parts.read for a in passes[-1] if a.parts is not None)
-        readers.append((runner.reading - busy) / waited if waited else 0.0)
+        readers.append((runner.read_seconds - busy) / waited if waited else 0.0)
         llm.reset_prefix_cache()
     disk, paged = passes
     record = len(prompts) * (tokens - 1) // llm.cache.block_size * llm.memory.block_bytes

@@ -212,13 +212,15 @@ class PlannedCase:
 
     def activations(self, shape: ModelDimensions) -> int:
         from octavo.memory import activation_bytes, graph_bytes
-        from octavo.runner.shapes import held_rows
+        from octavo.runner.shapes import held_logits
 
         step = activation_bytes(
             shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype
         )
         graphs = (
-            held_rows(self.max_num_seqs, self.max_num_batched_tokens) if self.kind == "cuda" else 0
+            held_logits(self.max_num_seqs, self.max_num_batched_tokens)
+            if self.kind == "cuda"
+            else 0
         )
         return step + graph_bytes(shape.config, graphs, self.dtype)
 

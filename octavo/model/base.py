@@ -143,7 +143,7 @@ class CausalLM(nn.Module):
         """Compute the hidden states after the last norm, [T, hidden].
 
         kv [N, layers, 2, Hk, B, D] is the whole KV cache, plain or compressed. If batch.last is
-        set, only the rows batch.logit_rows are returned.
+        set, only the rows batch.logit_indices are returned.
         """
         raise NotImplementedError
 

@@ -106,8 +106,8 @@ class TransformerLayer(nn.Module):
                 query, cast("Tensor", kv_cache), batch.watched, self.config.scale, self.window
             )
         if last is not None:  # only the hidden states of these tokens are needed
-            query = query[batch.logit_rows]
-            hidden = hidden[batch.logit_rows]
+            query = query[batch.logit_indices]
+            hidden = hidden[batch.logit_indices]
             batch = last
         branch = ops.attention(query, kv_cache, batch, self.config.scale, self.window).flatten(1)
         hidden = self._added(self.out, branch, self.post_attn_norm, hidden)

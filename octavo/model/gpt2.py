@@ -87,7 +87,7 @@ class GPT2(CausalLM):
         hidden = self.tokens(batch.ids) + self.positions(batch.positions)
         for layer_index, layer in enumerate(self.layers):
             hidden = layer(hidden, batch, kv_cache[:, layer_index])
-        return self.norm(hidden if batch.last is None else hidden[batch.logit_rows])
+        return self.norm(hidden if batch.last is None else hidden[batch.logit_indices])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.logits(hidden, (self.head or self.tokens).weight)

@@ -48,15 +48,15 @@ class ForwardBatch:
 
     ids: Tensor  # [T] token ids (int64)
     positions: Tensor  # [T] (int64)
-    kv_slots: Tensor  # [T] slot = block * B + offset, where each token's K and V go (int64)
+    kv_indices: Tensor  # [T] block * B + offset, where each token's K and V go (int64)
     query_start: Tensor  # [S + 1] packed offsets
     # [S] positions readable after this step's writes: the last token's position + 1
     seq_lens: Tensor
     # [rows, W] physical block of each logical block; entries past a sequence's end are any valid
     # block
     block_table: Tensor
-    rows: Tensor  # [S] which row of block_table is each item's
-    logit_rows: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
+    slots: Tensor  # [S] each item's batch slot: its row of block_table
+    logit_indices: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
     spans: list[Span]  # [S] the host's view
     # The sampled items' last tokens alone, as a batch of one token an item, where nothing else of the hidden states is wanted:
     # a model's last layer then computes K and V for all tokens and the rest for these.
@@ -131,7 +131,7 @@ class Ops(Protocol):
         eps: float = 1e-6,
     ) -> Tensor:
         """Split qkv [T, (Hq + 2 Hk) * D]; normalise q and k per head where norms [D] are given; rotate both by
-        cos_sin [max_position, 2, D / 2] (None: no rotation); write k and v to batch.kv_slots of kv [N, 2, Hk, B, D],
+        cos_sin [max_position, 2, D / 2] (None: no rotation); write k and v to batch.kv_indices of kv [N, 2, Hk, B, D],
         compressed if it is a QuantKV. Returns q [T, Hq, D]. One op, because on a GPU it is one kernel."""
         ...
 

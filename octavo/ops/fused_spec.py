@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A fused decoder takes hidden [T, hidden], a batch and kv [N, layers, 2, Hk, B, D]. It may overwrite
 # hidden. It returns one of:
-#   - the hidden states after the last norm, [T, hidden], or [R, hidden] of batch.logit_rows if
+#   - the hidden states after the last norm, [T, hidden], or [R, hidden] of batch.logit_indices if
 #     batch.last is set
 #   - a tuple of these hidden states and their logits
 #   - None if it does not support such a batch; it has not changed hidden then

@@ -103,7 +103,7 @@ class ReferenceOps:
             q = rotate(q, cos, sin)
             k = rotate(k, cos, sin)
         if "write" not in batch.scratch:
-            batch.scratch["write"] = (batch.kv_slots // block_size, batch.kv_slots % block_size)
+            batch.scratch["write"] = (batch.kv_indices // block_size, batch.kv_indices % block_size)
         block, offset = batch.scratch["write"]
         for kind, x in enumerate((k, v)):
             if isinstance(kv, QuantKV):
@@ -249,7 +249,7 @@ def group_items(batch: ForwardBatch, block_size: int) -> Iterator[Group]:
             num=num,
             end=end,
             fresh=fresh and num > 1,
-            blocks=batch.block_table[batch.rows[low : low + items], :width].flatten(),
+            blocks=batch.block_table[batch.slots[low : low + items], :width].flatten(),
             queries=batch.positions[tokens].view(items, 1, num, 1),
             keys=keys,
             stale=(keys >= batch.seq_lens[low : low + items, None]).view(items, 1, -1, 1),

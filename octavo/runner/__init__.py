@@ -1,1 +1,2 @@
-"""Executes plans: rows and KV on the device, batch preparation, forward, sampling. Knows tensors, no queues, no policy."""
+"""Executes plans: batch slots and KV on the device, batch preparation, forward pass, sampling. It
+knows tensors, no queues and no policy."""

@@ -1,9 +1,13 @@
-"""From a plan's items to a ForwardBatch: what the host knows is laid out in one array, the rest is gathered on the device.
+"""From a plan's items to a ForwardBatch. The host lays out what it knows in one array; the rest is
+gathered on the device.
 
-The host knows how many tokens each item has. Where they stand only the device knows: `computed` of the item's row.
+The host knows how many tokens each item has. Their positions are known only to the device:
+`computed` of the item's batch slot.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,87 +15,100 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import ForwardBatch, Span, Watched
-from octavo.runner.batch_slots import Rows
+from octavo.runner.batch_slots import BatchSlots
 from octavo.types import Item
 
 
+class ForwardResult(NamedTuple):
+    """What a forward pass gives the sampler, for R items."""
+
+    slots: Tensor  # [R] batch slots (int32)
+    logits: Tensor  # [R, vocab]
+    lengths: Tensor  # [R] tokens in each slot, which is the new token's position
+    # [R] tokens that a CUDA graph has sampled already, by temperature alone
+    tokens: Tensor | None = None
+
+
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
-    """rows [S] | tokens of each [S] | first token of each and the end [S + 1] | each token's item [T] | its offset there [T]"""
-    # there may be none
-    pairs = np.array([(item.slot, item.num_tokens) for item in items], dtype=np.int64).reshape(
-        -1, 2
-    )
+    """Return slots [S] | number of tokens [S] | first token and end [S + 1] | item of each token [T] |
+    offset of each token in its item [T]."""
+    pairs = np.array([(item.slot, item.num_tokens) for item in items], dtype=np.int64)
+    pairs = pairs.reshape(-1, 2)  # there may be no items
     return _joined(pairs[:, 0], pairs[:, 1])
 
 
 def lay_out_padded(
-    items: list[Item], padding: int, num_items: int, num_tokens: int, decoding: int
+    items: list[Item], padding_slot: int, num_items: int, num_tokens: int, num_decoding: int
 ) -> NDArray[np.int32]:
-    """The same for a fixed size: items of no tokens follow, and one last item takes the tokens that are left over. The first
-    `decoding` have one token each, in any case."""
-    rows = np.full(num_items, padding)
-    nums = np.zeros(num_items, dtype=np.int64)
-    nums[:decoding] = 1
-    rows[: len(items)] = [item.slot for item in items]
-    nums[: len(items)] = [item.num_tokens for item in items]
-    nums[-1] = num_tokens - nums.sum()
-    return _joined(rows, nums)
+    """Lay out a batch of fixed size. Items without tokens follow the given ones, and a last item takes
+    the remaining tokens. The first `num_decoding` items have one token each in any case."""
+    slots = np.full(num_items, padding_slot)
+    counts = np.zeros(num_items, dtype=np.int64)
+    counts[:num_decoding] = 1
+    slots[: len(items)] = [item.slot for item in items]
+    counts[: len(items)] = [item.num_tokens for item in items]
+    counts[-1] = num_tokens - counts.sum()
+    return _joined(slots, counts)
 
 
-def _joined(rows: NDArray[np.int64], nums: NDArray[np.int64]) -> NDArray[np.int32]:
-    starts = np.concatenate([[0], np.cumsum(nums)])
-    which = np.repeat(np.arange(len(rows)), nums)
-    return np.concatenate(
-        [rows, nums, starts, which, np.arange(len(which)) - starts[which]]
-    ).astype(np.int32)
+def _joined(slots: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    item_of_token = np.repeat(np.arange(len(slots)), counts)
+    offsets = np.arange(len(item_of_token)) - starts[item_of_token]
+    return np.concatenate([slots, counts, starts, item_of_token, offsets]).astype(np.int32)
 
 
 def gather(
-    laid_out: Tensor, num_items: int, state: Rows, block_size: int, spans: list[Span]
+    layout: Tensor, num_items: int, state: BatchSlots, block_size: int, spans: list[Span]
 ) -> ForwardBatch:
-    """The batch, from the array above on the device. Logits are wanted of each item's last token."""
-    tokens = (len(laid_out) - 3 * num_items - 1) // 2
-    rows, nums, starts, which, offset = laid_out.split(
-        [num_items, num_items, num_items + 1, tokens, tokens]
+    """Build the batch from the array above, on the device. Logits are wanted for each item's last
+    token."""
+    num_tokens = (len(layout) - 3 * num_items - 1) // 2
+    slots, counts, starts, item_of_token, offsets = layout.split(
+        [num_items, num_items, num_items + 1, num_tokens, num_tokens]
     )
-    item_rows = rows.long()
-    which = which.long()
-    start = state.computed[item_rows]
-    token_rows = item_rows[which]
-    positions = (start[which] + offset).long()
-    blocks = state.table[token_rows, positions // block_size].long()
+    item_slots = slots.long()
+    item_of_token = item_of_token.long()
+    first_positions = state.computed[item_slots]
+    token_slots = item_slots[item_of_token]
+    positions = (first_positions[item_of_token] + offsets).long()
+    blocks = state.block_table[token_slots, positions // block_size].long()
     return ForwardBatch(
-        # a row that nothing could be chosen for ends soon
-        ids=state.tokens[token_rows, positions].long().clamp_(min=0),
+        # A slot whose logits held no finite number has token -1; its sequence ends soon.
+        ids=state.tokens[token_slots, positions].long().clamp_(min=0),
         positions=positions,
-        kv_slots=blocks * block_size + positions % block_size,
+        kv_indices=blocks * block_size + positions % block_size,
         query_start=starts,
-        seq_lens=start + nums,
-        block_table=state.table,
-        rows=rows,
-        logit_rows=(starts[1:] - 1).long(),
+        seq_lens=first_positions + counts,
+        block_table=state.block_table,
+        slots=slots,
+        logit_indices=(starts[1:] - 1).long(),
         spans=spans,
     )
 
 
-def only_last(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> ForwardBatch:
-    """The last token of each of these items, as if they were decoding: what a step's last layer needs beyond K and V."""
-    at = batch.logit_rows
+def last_tokens(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> ForwardBatch:
+    """Return the last token of each of these items as a batch that decodes. A step's last layer
+    computes K and V for all tokens, and everything else only for these."""
+    indices = batch.logit_indices
     return ForwardBatch(
-        ids=batch.ids[at],
-        positions=batch.positions[at],
-        kv_slots=batch.kv_slots[at],
-        query_start=torch.arange(len(spans) + 1, dtype=torch.int32, device=at.device),
+        ids=batch.ids[indices],
+        positions=batch.positions[indices],
+        kv_indices=batch.kv_indices[indices],
+        query_start=torch.arange(len(spans) + 1, dtype=torch.int32, device=indices.device),
         seq_lens=batch.seq_lens[items],
         block_table=batch.block_table,
-        rows=batch.rows[items],
-        logit_rows=at,
-        spans=[Span(k, 1, span.end) for k, span in enumerate(spans)],
+        slots=batch.slots[items],
+        logit_indices=indices,
+        spans=[Span(index, 1, span.end) for index, span in enumerate(spans)],
     )
 
 
-def watch(batch: ForwardBatch, items: Tensor, state: Rows, width: int) -> Watched:
-    """These items' attention, over the first `width` blocks of each."""
-    mass = torch.zeros(len(items), width, device=items.device)
-    blocks = state.table[batch.rows[items].long(), :width].long()
-    return Watched((batch.query_start[items + 1] - 1).long(), batch.seq_lens[items], blocks, mass)
+def watch(batch: ForwardBatch, items: Tensor, state: BatchSlots, num_blocks: int) -> Watched:
+    """Prepare to measure the attention of these items over the first `num_blocks` blocks of each."""
+    return Watched(
+        tokens=(batch.query_start[items + 1] - 1).long(),
+        lengths=batch.seq_lens[items],
+        blocks=state.block_table[batch.slots[items].long(), :num_blocks].long(),
+        mass=torch.zeros(len(items), num_blocks, device=items.device),
+    )

@@ -1,12 +1,15 @@
-"""Device-resident state of running sequences, one row each: tokens, positions, block table, sampling parameters.
+"""Device-resident state of running sequences: each holds one batch slot with its tokens, positions,
+block table and sampling parameters.
 
-Only plans change it (rows and appends) and the step itself (the token it sampled), so a step can be launched before
-the host knows what the one before it produced: the next input is gathered from here, on the device.
+Only plans change a slot (new_slots and block_appends), and the step itself, which writes the token
+it sampled. A step can therefore be launched before the host knows the results of the one before it:
+its inputs are gathered from here, on the device.
 """
 
 from __future__ import annotations
 
 from array import array
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -15,120 +18,160 @@ from torch import Tensor
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 
-INT_FIELDS = ("computed", "prompt_len", "min_tokens", "top_k", "seed_low", "seed_high", "offset")
-FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+
+class IntColumn(IntEnum):
+    """Columns of BatchSlots.ints."""
+
+    COMPUTED = 0
+    PROMPT_LEN = 1
+    MIN_TOKENS = 2
+    TOP_K = 3
+    SEED_LOW = 4
+    SEED_HIGH = 5
+    DROPPED_TOKENS = 6  # text position = cache position + this
 
 
-MOST = 2**31 - 1  # an int32 holds
-LEAST = 1e-6  # penalty: less would be no different, and what is divided by it perhaps no number
+class FloatColumn(IntEnum):
+    """Columns of BatchSlots.floats."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    PRESENCE_PENALTY = 3
+    FREQUENCY_PENALTY = 4
+    REPETITION_PENALTY = 5
 
 
-def _ints(row: NewSlot) -> list[int]:
-    p = row.params
-    seed = row.seed & (2**64 - 1)
-    # as int32
-    low, high = (x - 2**32 if x >= 2**31 else x for x in (seed & 0xFFFFFFFF, seed >> 32))
-    top_k = min(p.top_k, MOST) if p.top_k > 0 else MOST
+MAX_INT32 = 2**31 - 1
+# Dividing by a smaller repetition penalty might overflow, and would not change the result.
+MIN_REPETITION_PENALTY = 1e-6
+
+
+def int_values(new: NewSlot) -> list[int]:
+    """Return a slot's integers, in the order of IntColumn."""
+    params = new.params
+    seed = new.seed & (2**64 - 1)
     return [
-        row.computed,
-        row.prompt_len,
-        min(p.min_tokens - row.dropped_output_tokens, MOST),
-        top_k,
-        low,
-        high,
-        row.dropped_tokens,
+        new.computed,
+        new.prompt_len,
+        min(params.min_tokens - new.dropped_output_tokens, MAX_INT32),
+        min(params.top_k, MAX_INT32) if params.top_k > 0 else MAX_INT32,
+        _as_int32(seed & 0xFFFFFFFF),
+        _as_int32(seed >> 32),
+        new.dropped_tokens,
     ]
 
 
-def _floats(row: NewSlot) -> list[float]:
-    p = row.params
-    temperature = 0.0 if p.greedy else p.temperature
-    repetition = max(p.repetition_penalty, LEAST)
-    return [temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, repetition]
+def _as_int32(bits: int) -> int:
+    return bits - 2**32 if bits >= 2**31 else bits
 
 
-def _plain(row: NewSlot) -> bool:
-    p = row.params
-    filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-    return (
-        not (filtered or p.has_penalties or p.logit_bias or p.allowed_token_ids or p.min_tokens)
-        and row.num_logprobs is None
+def float_values(new: NewSlot) -> list[float]:
+    """Return a slot's floats, in the order of FloatColumn."""
+    params = new.params
+    return [
+        0.0 if params.greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        max(params.repetition_penalty, MIN_REPETITION_PENALTY),
+    ]
+
+
+def is_special(new: NewSlot) -> bool:
+    """Return whether sampling needs more than the temperature: then a step takes the slow path."""
+    params = new.params
+    is_filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    changes_logits = (
+        params.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
     )
+    return bool(is_filtered or changes_logits or new.num_logprobs is not None)
 
 
-class Rows:
-    """One array [rows, columns] of int32, so that a step's changes are one copy and one scatter; the rest are views of it:
+class BatchSlots:
+    """One int32 array [slots, columns], so that all changes of a step are one copy and one scatter.
+    The other tensors are views of it:
 
-    ints | floats | table | tokens        each begins on 16 bytes
+    ints | floats | block_table | tokens        each begins on 16 bytes
     """
 
     def __init__(
         self,
-        max_rows: int,
+        max_slots: int,
         max_len: int,
         block_size: int,
         device: torch.device,
-        evicting: bool = False,
+        is_bounded: bool = False,
     ):
         self.device = device
-        self.evicting = evicting  # tokens may leave a row: its positions are then not the text's
-        # a row of nobody's, for batches of a fixed size: position 0 of block 0
-        self.padding = max_rows
-        max_rows += 1
-        blocks = -(-max_len // block_size)
-        self._floats = len(INT_FIELDS)
-        self._table = _aligned(len(INT_FIELDS) + len(FLOAT_FIELDS))
-        self._tokens = _aligned(self._table + blocks)
-        self.columns = _aligned(self._tokens + max_len + 1)
-        state = torch.zeros(max_rows, self.columns, dtype=torch.int32, device=device)
+        self.is_bounded = is_bounded  # KV is bounded: cache positions may differ from the text's
+        # Batches of a fixed size are padded with this slot, which uses position 0 of block 0.
+        self.padding_slot = max_slots
+        num_slots = max_slots + 1
+        num_blocks = -(-max_len // block_size)
+        num_ints = len(IntColumn)
+        num_floats = len(FloatColumn)
+        self._floats_at = num_ints
+        self._table_at = _aligned(num_ints + num_floats)
+        self._tokens_at = _aligned(self._table_at + num_blocks)
+        self.columns = _aligned(self._tokens_at + max_len + 1)
+        state = torch.zeros(num_slots, self.columns, dtype=torch.int32, device=device)
         self.flat = state.view(-1)
-        self.ints = state[:, : self._floats]
-        self.floats = state.view(torch.float32)[:, self._floats : self._floats + len(FLOAT_FIELDS)]
-        self.table = state[:, self._table : self._table + blocks]
-        self.tokens = state[:, self._tokens : self._tokens + max_len + 1]
-        # what the host knows of each row: its parameters
-        self.host: list[NewSlot | None] = [None] * max_rows
-        self.special: set[int] = set()  # rows that ask for more than a temperature
+        self.ints = state[:, :num_ints]
+        self.floats = state.view(torch.float32)[:, num_ints : num_ints + num_floats]
+        self.block_table = state[:, self._table_at : self._table_at + num_blocks]
+        self.tokens = state[:, self._tokens_at : self._tokens_at + max_len + 1]
+        self.computed = self.ints[:, IntColumn.COMPUTED]
+        # What the host knows about each slot.
+        self.contents: list[NewSlot | None] = [None] * num_slots
+        self.special_slots: set[int] = set()  # is_special() of their contents
 
-    @property
-    def computed(self) -> Tensor:
-        return self.ints[:, 0]
-
-    def stage(self, plan: Plan, up: Upload) -> tuple[slice, slice]:
-        """Put the plan's changes into the step's upload: where, and what."""
+    def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
+        """Add the plan's changes to the step's upload. Returns the slices of the indices into `flat`
+        and of the values."""
         tables: dict[int, array[int]] = {}
-        places: list[int] = []  # where each run of values begins
-        values: list[array[int] | array[float]] = []
-        for r in plan.new_slots:
-            self.host[r.slot] = r
-            (self.special.discard if _plain(r) else self.special.add)(r.slot)
-            first = r.slot * self.columns
-            table = tables[r.slot] = array("i", r.block_table)
-            places += (first, first + self._floats, first + self._table, first + self._tokens)
-            values += (array("i", _ints(r)), array("f", _floats(r)), table, r.tokens)
-        grown = array("q")
-        blocks = array("i")
-        for row, at, block in plan.block_appends:
-            if row in tables and at < len(tables[row]):
-                # of a row born in the same plan: no place may be written to twice
-                tables[row][at] = block
+        run_starts: list[int] = []  # index of each contiguous run of values
+        runs: list[array[int] | array[float]] = []
+        for new in plan.new_slots:
+            self.contents[new.slot] = new
+            if is_special(new):
+                self.special_slots.add(new.slot)
             else:
-                grown.append(row * self.columns + self._table + at)
-                blocks.append(block)
-        if not values:
-            return up.longs(grown), up.ints(blocks)
-        lengths = np.array([len(run) for run in values])
-        before = np.cumsum(lengths) - lengths  # values that stand before each run
-        where = np.repeat(np.array(places) - before, lengths) + np.arange(lengths.sum())
-        return up.longs(np.concatenate([where, grown])), up.ints(
-            np.frombuffer(b"".join([*values, blocks]), np.int32)
-        )
+                self.special_slots.discard(new.slot)
+            start = new.slot * self.columns
+            table = array("i", new.block_table)
+            tables[new.slot] = table
+            run_starts += (
+                start,
+                start + self._floats_at,
+                start + self._table_at,
+                start + self._tokens_at,
+            )
+            runs += (array("i", int_values(new)), array("f", float_values(new)), table, new.tokens)
+        append_indices = array("q")
+        append_blocks = array("i")
+        for slot, logical_block, block in plan.block_appends:
+            if slot in tables and logical_block < len(tables[slot]):
+                # The slot is new in this plan: an index must not be written twice.
+                tables[slot][logical_block] = block
+            else:
+                append_indices.append(slot * self.columns + self._table_at + logical_block)
+                append_blocks.append(block)
+        if not runs:
+            return upload.longs(append_indices), upload.ints(append_blocks)
+        lengths = np.array([len(run) for run in runs])
+        values_before = np.cumsum(lengths) - lengths
+        indices = np.repeat(np.array(run_starts) - values_before, lengths)
+        indices += np.arange(lengths.sum())
+        values = np.frombuffer(b"".join([*runs, append_blocks]), np.int32)
+        return upload.longs(np.concatenate([indices, append_indices])), upload.ints(values)
 
-    def apply(self, staged: tuple[slice, slice], shipped: Tensor) -> None:
-        """Make the changes on the device."""
-        where, values = (shipped[s] for s in staged)
+    def apply(self, staged: tuple[slice, slice], sent: Tensor) -> None:
+        """Make the staged changes on the device."""
+        indices, values = (sent[part] for part in staged)
         if len(values):
-            self.flat[where.view(torch.int64)] = values
+            self.flat[indices.view(torch.int64)] = values
 
 
 def _aligned(columns: int) -> int:

@@ -1,9 +1,11 @@
-"""Who wrote what where in KV, to find blocks that two sequences use at once. For debugging: it waits for the device each step.
+"""The KV canary finds blocks that two sequences use at once. For debugging: it waits for the device in
+each step.
 
-Beside each KV slot lies a mark: a hash of the token, its position and all tokens before it. A step first compares the marks
-of everything its items are about to read with what the tokens of their rows make them, then writes its own.
+Each KV position has a mark: a hash of its token, its position and all tokens before it. A step first
+compares the marks of everything its items are about to read with the marks that the tokens of their
+slots give, then writes its own.
 
-    mark(p) = sum over i <= p of (token[i] + 1) * weight[i]        modulo 2^64, so a running sum is all that is needed
+    mark(p) = sum over i <= p of (token[i] + 1) * weight[i]     modulo 2^64: a running sum suffices
 """
 
 from __future__ import annotations
@@ -12,52 +14,56 @@ import torch
 from torch import Tensor
 
 from octavo.errors import KVCorrupted
-from octavo.runner.batch_slots import Rows
+from octavo.runner.batch_slots import BatchSlots
 from octavo.types import Item, Plan
 
 
 class Canary:
     def __init__(self, num_blocks: int, block_size: int, max_len: int, device: torch.device):
-        self.size = block_size
+        self.block_size = block_size
         # [block, offset]
         self.marks = torch.zeros(num_blocks + 1, block_size, dtype=torch.int64, device=device)
-        dice = torch.Generator().manual_seed(0)
-        weights = (
-            torch.randint(-(2**63), 2**63 - 1, (max_len + 1,), generator=dice, dtype=torch.int64)
-            | 1
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(
+            -(2**63), 2**63 - 1, (max_len + 1,), generator=generator, dtype=torch.int64
         )
-        self.weights = weights.to(device)
-        self.writer = [0] * (num_blocks + 1)  # Sequence.id of who wrote to it last
+        self.weights = (weights | 1).to(device)
+        self.last_writers = [0] * (num_blocks + 1)  # Sequence.id of the last writer of each block
 
-    def step(self, plan: Plan, rows: Rows) -> None:
-        """After the plan's changes to the rows and before its forward. Raises KVCorrupted."""
+    def check_step(self, plan: Plan, state: BatchSlots) -> None:
+        """Check a plan after its changes to the slots and before its forward pass. Raises
+        KVCorrupted."""
         if plan.copies:
-            old, new = (
-                torch.tensor([c[k] for c in plan.copies], device=self.marks.device)
-                for k in range(2)
-            )
-            self.marks[new] = self.marks[old]
+            device = self.marks.device
+            sources = torch.tensor([source for source, _ in plan.copies], device=device)
+            targets = torch.tensor([target for _, target in plan.copies], device=device)
+            self.marks[targets] = self.marks[sources]
             for source, target in plan.copies:
-                self.writer[target] = self.writer[source]
-        found = [self._check(item, rows) for item in plan.items]
-        for item, (blocks, offsets, marks) in zip(plan.items, found, strict=True):
+                self.last_writers[target] = self.last_writers[source]
+        writes = [self._check_item(item, state) for item in plan.items]
+        for item, (blocks, offsets, marks) in zip(plan.items, writes, strict=True):
             self.marks[blocks, offsets] = marks
             for block in set(blocks.tolist()):
-                self.writer[block] = item.seq_id
+                self.last_writers[block] = item.seq_id
 
-    def _check(self, item: Item, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Compare what the item reads. Blocks, offsets and marks [item.num] of what it writes."""
-        start = int(rows.computed[item.slot])
-        at = torch.arange(start + item.num_tokens, device=self.marks.device)
-        want = ((rows.tokens[item.slot, : len(at)].long() + 1) * self.weights[: len(at)]).cumsum(0)
-        blocks = rows.table[item.slot, at // self.size].long()
-        offsets = at % self.size
-        wrong = (self.marks[blocks, offsets] != want)[:start].nonzero()
+    def _check_item(self, item: Item, state: BatchSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """Compare what the item reads. Returns blocks, offsets and marks [num_tokens] of what it
+        writes."""
+        start = int(state.computed[item.slot])
+        end = start + item.num_tokens
+        positions = torch.arange(end, device=self.marks.device)
+        tokens = state.tokens[item.slot, :end].long()
+        expected = ((tokens + 1) * self.weights[:end]).cumsum(0)
+        blocks = state.block_table[item.slot, positions // self.block_size].long()
+        offsets = positions % self.block_size
+        wrong = (self.marks[blocks, offsets] != expected)[:start].nonzero()
         if len(wrong):
-            p = int(wrong[0, 0])
-            block = int(blocks[p])
+            position = int(wrong[0, 0])
+            block = int(blocks[position])
             raise KVCorrupted(
-                f"sequence {item.seq_id} in row {item.slot} would read position {p} from block {block}, which holds something else: "
-                f"sequence {self.writer[block]} wrote to it last ({len(wrong)} of {start} positions are wrong)"
+                f"sequence {item.seq_id} in batch slot {item.slot} would read position {position} "
+                f"from block {block}, which holds something else: sequence "
+                f"{self.last_writers[block]} wrote to it last ({len(wrong)} of {start} positions "
+                "are wrong)"
             )
-        return blocks[start:], offsets[start:], want[start:]
+        return blocks[start:], offsets[start:], expected[start:]

@@ -1,7 +1,8 @@
-"""Contents that came from disk and that nobody has added up yet: whoever loads one to the device has it added up there.
+"""Verifies contents from disk on the device, when they are loaded.
 
-Adding up takes a reader on the host a third of its time; the device does it in microseconds, where the block lies after it was
-loaded. Slots and hashes are names here. Called by the engine's thread, but for `put` and `drop`: those hold the slot's lock.
+Computing checksums takes a reader thread on the host a third of its time; the device does it in
+microseconds, on the block it has just loaded. Called by the engine's thread, except for `expect` and
+`forget`, whose callers hold the host block's lock.
 """
 
 from __future__ import annotations
@@ -13,49 +14,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.runner.disk import PAGE, seal
+from octavo.runner.disk import PAGE_BYTES, checksum_of_sums
 from octavo.runner.transfer import Download
 
 
-class Check(NamedTuple):
-    """What was loaded, to be compared with what its records say."""
+class Expected(NamedTuple):
+    hash: bytes
+    checksum: int
 
-    seals: dict[int, tuple[bytes, int]]  # slot -> (hash, seal)
-    sums: Download  # [slots, pages] of 64 bits
 
-    def spoilt(self) -> dict[int, bytes]:
-        """slot -> hash of those that differ. Waits for the device."""
+class Verification(NamedTuple):
+    """Checksums of loaded blocks on their way to the host, to be compared with those of the records."""
+
+    expected: dict[int, Expected]  # by host block
+    sums: Download  # [host blocks, pages] int64
+
+    def corrupt(self) -> dict[int, bytes]:
+        """Return host block -> hash of the blocks that differ. Waits for the device."""
         (sums,) = self.sums.wait()
-        pairs = zip(self.seals.items(), sums.numpy(), strict=True)
-        return {slot: h for (slot, (h, sealed)), mine in pairs if seal(mine) != sealed}
+        pairs = zip(self.expected.items(), sums.numpy(), strict=True)
+        return {
+            host_block: expected.hash
+            for (host_block, expected), page_sums in pairs
+            if checksum_of_sums(page_sums) != expected.checksum
+        }
 
 
 class Checksums:
     def __init__(self, kv: Tensor):
-        """kv [blocks, ...], blocks of whole pages"""
-        # [blocks, pages, words]
-        self.pages = kv.flatten(1).view(torch.int64).unflatten(1, (-1, PAGE // 8))
-        self.waiting: dict[int, tuple[bytes, int]] = {}  # slot -> (hash, seal)
+        """kv [blocks, ...]; a block is a whole number of pages."""
+        words = kv.flatten(1).view(torch.int64)
+        self.pages = words.unflatten(1, (-1, PAGE_BYTES // 8))  # [blocks, pages, words]
+        self.unverified: dict[int, Expected] = {}  # by host block
 
-    def put(self, slot: int, h: bytes, sealed: int) -> None:
-        self.waiting[slot] = h, sealed
+    def expect(self, host_block: int, content_hash: bytes, checksum: int) -> None:
+        """A record was read into the host block."""
+        self.unverified[host_block] = Expected(content_hash, checksum)
 
-    def drop(self, slot: int) -> None:
-        """Something else comes into the slot."""
-        self.waiting.pop(slot, None)
+    def forget(self, host_block: int) -> None:
+        """Another content comes into the host block."""
+        self.unverified.pop(host_block, None)
 
-    def check(self, loads: list[tuple[int, int]]) -> Check | None:
-        """Add up those of the blocks just loaded, [(slot, block)], that nobody has yet."""
-        found = sorted(
-            ((slot, block) for slot, block in loads if slot in self.waiting), key=itemgetter(1)
-        )
-        if not found:
+    def verify(self, loads: list[tuple[int, int]]) -> Verification | None:
+        """Start to verify those of the loaded (host block, device block) pairs that need it."""
+        loaded = [(host, block) for host, block in loads if host in self.unverified]
+        if not loaded:
             return None
-        sums = torch.empty(
-            len(found), self.pages.shape[1], dtype=torch.int64, device=self.pages.device
-        )
-        # blocks that lie side by side: mostly all
-        for _, run in groupby(enumerate(found), key=lambda at: at[1][1] - at[0]):
-            (k, (_, first)), *rest = run
-            torch.sum(self.pages[first : first + 1 + len(rest)], 2, out=sums[k : k + 1 + len(rest)])
-        return Check({slot: self.waiting.pop(slot) for slot, _ in found}, Download(sums))
+        loaded.sort(key=itemgetter(1))
+        num_pages = self.pages.shape[1]
+        sums = torch.empty(len(loaded), num_pages, dtype=torch.int64, device=self.pages.device)
+        # One kernel for each run of adjacent blocks, which is mostly a single run.
+        for _, run in groupby(enumerate(loaded), key=lambda entry: entry[1][1] - entry[0]):
+            entries = list(run)
+            index, (_, first_block) = entries[0]
+            count = len(entries)
+            pages = self.pages[first_block : first_block + count]
+            torch.sum(pages, 2, out=sums[index : index + count])
+        expected = {host_block: self.unverified.pop(host_block) for host_block, _ in loaded}
+        return Verification(expected, Download(sums))

@@ -1,13 +1,15 @@
-"""Blocks as files: one directory, shared by whoever serves the same model, kept over restarts, bounded in bytes.
+"""KV blocks as files: one directory, shared by all servers of a model, kept over restarts, bounded in
+bytes. It knows no device and starts no threads.
 
-    DIRECTORY/kv-<fingerprint>/<hash>.kv       one record a block
-    header | tokens [n] int32 | zeros | KV bytes     the header names the model, the format and the content
+    DIRECTORY/kv-<fingerprint>/<hash>.kv             one record per block
+    header | tokens [n] int32 | zeros | KV bytes     the header names model, format and content
 
-The fingerprint stands for the weights and for everything that decides what a block's bytes mean. A record is written to a
-file of its own and renamed into place, so that others see all of it or nothing. Every read compares every field, every token
-and the checksums of KV and of the rest: what is odd in any way is a miss, with its reason, and never wrong bytes. Who adds up
-KV faster than this leaves that out and asks the record what it should come to, its `seal`. KV begins on a page of its own: the
-system copies pages that lie alike up to twice as fast as others. Knows no device, starts no thread.
+The fingerprint stands for the weights and for everything else that decides what a block's bytes mean.
+A record is written to a temporary file and renamed into place, so that other servers see all of it or
+nothing. Every read compares every field, every token and the checksums of KV and of the rest: anything
+odd is a miss, with a reason, and never wrong bytes. A caller that computes KV checksums faster than
+this file (checksums.py) skips that part and compares with the record's `kv_checksum`. KV begins on a
+page of its own, because the system copies aligned pages up to twice as fast.
 """
 
 from __future__ import annotations
@@ -34,230 +36,263 @@ from octavo.errors import InvalidRequest
 
 MAGIC = b"OCTAVOKV"
 VERSION = 4
-# magic, version, tokens, hash, fingerprint, format, bytes of KV, seal, checksum
+# magic, version, tokens, hash, fingerprint, format, bytes of KV, KV checksum, header checksum
 HEADER = struct.Struct("<8sII16s16s48sQII")
-FOLDER = re.compile(r"kv-[0-9a-f]{32}")
-RECORD = re.compile(r"[0-9a-f]{32}\.kv")
-HALF = re.compile(r"\.\d+-\d+\.tmp")
-FULL = (errno.ENOSPC, errno.EDQUOT)
-STALE = 600.0  # seconds after which a half-written file is nobody's any more
-PAGE = 4096  # bytes
-KEPT = 0.9  # of the limit, after the oldest records were removed: not one removal a write
+FOLDER_NAME = re.compile(r"kv-[0-9a-f]{32}")
+RECORD_NAME = re.compile(r"[0-9a-f]{32}\.kv")
+TEMPORARY_NAME = re.compile(r"\.\d+-\d+\.tmp")
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+STALE_SECONDS = 600.0  # age after which a temporary file belongs to no running server
+PAGE_BYTES = 4096
+# Removing old records leaves this fraction of the limit, so that not every write removes one.
+SWEEP_TARGET = 0.9
 
 
-class Miss(Exception):
-    """The disk does not give or take a record. `why` is one of a few words, to be counted by."""
+class DiskMiss(Exception):
+    """A record cannot be read or written. `reason` is one of a few words, for counters."""
 
-    def __init__(self, why: str, detail: object = ""):
-        super().__init__(f"{why}: {detail}" if detail else why)
-        self.why = why
+    def __init__(self, reason: str, detail: object = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
 
 
-class Entry(NamedTuple):
-    used: float  # when it was last written or read
+class DiskFile(NamedTuple):
+    """A file of the cache. Files sort by their last use."""
+
+    last_used: float
     path: Path
     size: int
 
 
 class Disk:
-    """The records of one model and format. `form` is what a reader of a header should see: dtype and shape of a block."""
+    """The records of one model and format."""
 
     def __init__(
-        self, directory: Path, limit: int, fingerprint: bytes, form: str, block_bytes: int
+        self,
+        directory: Path,
+        max_bytes: int,
+        fingerprint: bytes,
+        block_format: str,
+        block_bytes: int,
     ):
+        """`block_format`: dtype and shape of a block, for readers of a header."""
         self.root = directory
-        self.limit = limit
+        self.max_bytes = max_bytes
         self.block_bytes = block_bytes
-        # Of the records' own version too: those of another are not looked at, and give way as they age.
-        self.fingerprint = hashlib.blake2b(fingerprint + bytes([VERSION]), digest_size=16).digest()
-        self.form, self.folder = (
-            form.encode()[:48].ljust(48, b"\0"),
-            directory / f"kv-{self.fingerprint.hex()}",
-        )
-        self._count = itertools.count()
+        # The fingerprint covers the version of the records: others are not read, and age away.
+        versioned = fingerprint + bytes([VERSION])
+        self.fingerprint = hashlib.blake2b(versioned, digest_size=16).digest()
+        self.block_format = block_format.encode()[:48].ljust(48, b"\0")
+        self.folder = directory / f"kv-{self.fingerprint.hex()}"
+        self._file_numbers = itertools.count()
+        self._check_directory()
+        self.used_bytes = 0
+        self.known_hashes = self.sweep()  # at the start
+
+    def _check_directory(self) -> None:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (probe := self._new_path()).touch()
+            probe = self._new_path()
+            probe.touch()
             probe.unlink()
-            total = shutil.disk_usage(directory).total
+            total = shutil.disk_usage(self.root).total
         except OSError as error:
             raise InvalidRequest(
-                f"KV cannot be kept in {directory} ({error.strerror}): name a directory that can be written to",
+                f"KV cannot be kept in {self.root} ({error.strerror}): "
+                "name a directory that can be written to",
                 "kv_disk_path",
             ) from error
-        if limit > total:
+        if self.max_bytes > total:
             raise InvalidRequest(
-                f"kv_disk_gib {limit / 2**30:g} is more than all of the {total / 2**30:.1f} GiB that {directory} is on",
+                f"kv_disk_gib {self.max_bytes / 2**30:g} is more than all of the "
+                f"{total / 2**30:.1f} GiB that {self.root} is on: use less",
                 "kv_disk_gib",
             )
-        self.used = 0
-        self.known = self.sweep()  # at the start
 
     # ---- one record --------------------------------------------------------------------------------
 
-    def read(self, h: bytes, tokens: array[int], into: memoryview) -> None:
-        """The KV of this content, or Miss. `into` [block_bytes] holds anything after a miss."""
-        record = Record(self, h, tokens)
+    def read(self, content_hash: bytes, tokens: array[int], target: memoryview) -> None:
+        """Read the KV of this content into `target` [block_bytes], or raise DiskMiss, after which the
+        target may hold anything."""
+        record = Record(self, content_hash, tokens)
         try:
-            record.read(into)
-            record.compare(into)
+            record.read(target)
+            record.verify(target)
         finally:
             record.close()
 
-    def remove(self, h: bytes) -> None:
-        _remove(self.path(h))
+    def remove(self, content_hash: bytes) -> None:
+        _remove(self.path(content_hash))
 
-    def write(self, h: bytes, tokens: array[int], data: memoryview) -> None:
-        """Keep the KV of this content, or Miss. Removes the records unused for longest when there are too many."""
-        words = tokens.tobytes()
-        head = bytearray(_start(len(words)))
-        names = MAGIC, VERSION, len(tokens), h, self.fingerprint, self.form, self.block_bytes
-        HEADER.pack_into(head, 0, *names, _seal_of(data), 0)
-        head[HEADER.size : HEADER.size + len(words)] = words
-        struct.pack_into("<I", head, HEADER.size - 4, _checksum(head))
-        length = len(head) + len(data)
-        if self.used + length > self.limit:
+    def write(self, content_hash: bytes, tokens: array[int], data: memoryview) -> None:
+        """Write the KV of this content, or raise DiskMiss. Removes the least recently used records if
+        the limit is reached."""
+        header = self._header(content_hash, tokens, data)
+        length = len(header) + len(data)
+        if self.used_bytes + length > self.max_bytes:
             self.sweep(length)
-        half = self._new_path()
+        temporary = self._new_path()
         try:
-            # somebody may have removed it
+            # Another process may have removed the folder.
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                for view in (memoryview(head), data):
+                for view in (memoryview(header), data):
                     while view:
                         view = view[os.write(file, view) :]
             finally:
                 os.close(file)
-            os.replace(half, self.path(h))
+            os.replace(temporary, self.path(content_hash))
         except OSError as error:
-            _remove(half)
-            raise Miss("full" if error.errno in FULL else "io", error) from error
-        self.used += length
+            _remove(temporary)
+            raise DiskMiss("full" if error.errno in FULL_ERRORS else "io", error) from error
+        self.used_bytes += length
 
-    def path(self, h: bytes) -> str:
-        return f"{self.folder}/{h.hex()}.kv"
+    def _header(self, content_hash: bytes, tokens: array[int], data: memoryview) -> bytearray:
+        token_bytes = tokens.tobytes()
+        header = bytearray(_kv_offset(len(token_bytes)))
+        HEADER.pack_into(
+            header,
+            0,
+            *self.header_fields(content_hash, len(tokens)),
+            _kv_checksum(data),
+            0,
+        )
+        header[HEADER.size : HEADER.size + len(token_bytes)] = token_bytes
+        struct.pack_into("<I", header, HEADER.size - 4, _header_checksum(header))
+        return header
+
+    def header_fields(self, content_hash: bytes, num_tokens: int) -> list[object]:
+        """Return the fields that name model, format and content."""
+        return [
+            MAGIC,
+            VERSION,
+            num_tokens,
+            content_hash,
+            self.fingerprint,
+            self.block_format,
+            self.block_bytes,
+        ]
+
+    def path(self, content_hash: bytes) -> str:
+        return f"{self.folder}/{content_hash.hex()}.kv"
 
     def _new_path(self) -> Path:
-        return self.folder / f".{os.getpid()}-{next(self._count)}.tmp"
+        return self.folder / f".{os.getpid()}-{next(self._file_numbers)}.tmp"
 
-    # ---- all of them -------------------------------------------------------------------------------
+    # ---- all records -------------------------------------------------------------------------------
 
-    def sweep(self, room: int = 0) -> frozenset[bytes]:
-        """Count what there is, of every model; remove the oldest if this and `room` more are over the limit. What is left
-        of this model. Nothing is touched that this class did not name."""
-        entries = sorted(self._entries())
-        total = sum(entry.size for entry in entries)
-        gone = 0
-        if total + room > self.limit:
-            target = max(int(self.limit * KEPT) - room, 0)
-            while gone < len(entries) and total > target:
-                _remove(entries[gone].path)
-                total -= entries[gone].size
-                gone += 1
-        self.used = total
+    def sweep(self, needed_bytes: int = 0) -> frozenset[bytes]:
+        """Count the records of every model, and remove the least recently used ones if they and
+        `needed_bytes` exceed the limit. Returns the hashes of this model that remain. Touches no file
+        that this class has not named."""
+        files = sorted(self._files())
+        total = sum(file.size for file in files)
+        num_removed = 0
+        if total + needed_bytes > self.max_bytes:
+            target = max(int(self.max_bytes * SWEEP_TARGET) - needed_bytes, 0)
+            while num_removed < len(files) and total > target:
+                _remove(files[num_removed].path)
+                total -= files[num_removed].size
+                num_removed += 1
+        self.used_bytes = total
         return frozenset(
-            bytes.fromhex(e.path.stem)
-            for e in entries[gone:]
-            if e.path.parent == self.folder and RECORD.fullmatch(e.path.name)
+            bytes.fromhex(file.path.stem)
+            for file in files[num_removed:]
+            if file.path.parent == self.folder and RECORD_NAME.fullmatch(file.path.name)
         )
 
-    def _entries(self) -> Iterator[Entry]:
+    def _files(self) -> Iterator[DiskFile]:
         now = time.time()
-        for folder in _listed(self.root):
-            if not FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
+        for folder in _list_folder(self.root):
+            is_named = FOLDER_NAME.fullmatch(folder.name)
+            if not is_named or not folder.is_dir(follow_symlinks=False):
                 continue
-            for item in _listed(Path(folder.path)):
-                half = HALF.fullmatch(item.name)
-                if not half and not RECORD.fullmatch(item.name):
+            for entry in _list_folder(Path(folder.path)):
+                is_temporary = TEMPORARY_NAME.fullmatch(entry.name)
+                if not is_temporary and not RECORD_NAME.fullmatch(entry.name):
                     continue
                 try:
-                    found = item.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except OSError:
                     continue
-                if half and now - found.st_mtime > STALE:
-                    _remove(Path(item.path))
-                elif stat.S_ISREG(found.st_mode):
-                    yield Entry(found.st_mtime, Path(item.path), found.st_size)
+                if is_temporary and now - status.st_mtime > STALE_SECONDS:
+                    _remove(Path(entry.path))
+                elif stat.S_ISREG(status.st_mode):
+                    yield DiskFile(status.st_mtime, Path(entry.path), status.st_size)
 
 
 class Record:
-    """A record that is being read: in parts, if somebody likes, in any order and by several threads at once. Nothing of it counts
-    before the part at 0 was read, with which the header comes, and all others."""
+    """A record being read, possibly in parts, in any order and by several threads at once. It counts
+    only after all parts have been read; the header comes with the part at byte 0."""
 
-    def __init__(self, disk: Disk, h: bytes, tokens: array[int]):
+    def __init__(self, disk: Disk, content_hash: bytes, tokens: array[int]):
         self.disk = disk
-        self.hash = h
+        self.hash = content_hash
         self.tokens = tokens
-        self.seal = 0  # what KV should come to
+        self.kv_checksum = 0  # of the header, once that is read
         try:
-            self.file = os.open(disk.path(h), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.file = os.open(disk.path(content_hash), flags)
         except FileNotFoundError as error:
-            raise Miss("gone", error) from error
+            raise DiskMiss("gone", error) from error
         except OSError as error:
-            raise Miss("io", error) from error
+            raise DiskMiss("io", error) from error
 
-    def read(self, into: memoryview, at: int = 0) -> None:
-        """KV from byte `at` on, as much as `into` holds, or Miss."""
+    def read(self, target: memoryview, start: int = 0) -> None:
+        """Read KV from byte `start` on, as much as `target` holds, or raise DiskMiss."""
         try:
-            self._read(into, at)
+            self._read(target, start)
         except OSError as error:
-            raise Miss("io", error) from error
-        except Miss as miss:
-            if miss.why == "corrupt":
+            raise DiskMiss("io", error) from error
+        except DiskMiss as miss:
+            if miss.reason == "corrupt":
                 self.disk.remove(self.hash)
             raise
 
-    def _read(self, into: memoryview, at: int) -> None:
-        """As few calls of the system as can be: after each a thread waits for the interpreter."""
-        words = self.tokens.tobytes()
-        start = _start(len(words))
-        head = bytearray(0 if at else start)
-        beyond = bytearray(at + len(into) == self.disk.block_bytes)
-        first = at + start - len(head)
-        end = at + start + len(into)
-        got = first + os.preadv(self.file, [head, into, beyond], first)  # all of it, as a rule
-        if head:
-            if got < start:
-                raise Miss("corrupt", "it ends in the header")
-            self._compare_head(head, words)
-        while got < end:
-            count = os.preadv(self.file, [into[got - end :], beyond], got)
+    def _read(self, target: memoryview, start: int) -> None:
+        """Make as few system calls as possible: after each, a thread waits for the interpreter."""
+        token_bytes = self.tokens.tobytes()
+        kv_offset = _kv_offset(len(token_bytes))
+        header = bytearray(0 if start else kv_offset)
+        # One byte more than the record should have, to notice a longer one.
+        is_last_part = start + len(target) == self.disk.block_bytes
+        excess = bytearray(is_last_part)
+        first = kv_offset + start - len(header)
+        end = kv_offset + start + len(target)
+        position = first + os.preadv(self.file, [header, target, excess], first)  # mostly all of it
+        if header:
+            if position < kv_offset:
+                raise DiskMiss("corrupt", "it ends in the header")
+            self._verify_header(header, token_bytes)
+        while position < end:
+            count = os.preadv(self.file, [target[position - end :], excess], position)
             if not count:
-                raise Miss("corrupt", f"it ends after {got} bytes")
-            got += count
-        if got > end:
-            raise Miss("corrupt", f"it goes on after {end} bytes")
+                raise DiskMiss("corrupt", f"it ends after {position} bytes")
+            position += count
+        if position > end:
+            raise DiskMiss("corrupt", f"it goes on after {end} bytes")
 
-    def _compare_head(self, head: bytearray, words: bytes) -> None:
-        disk = self.disk
-        *fields, self.seal, checksum = HEADER.unpack_from(head)
-        if fields != [
-            MAGIC,
-            VERSION,
-            len(self.tokens),
-            self.hash,
-            disk.fingerprint,
-            disk.form,
-            disk.block_bytes,
-        ]:
-            raise Miss(
+    def _verify_header(self, header: bytearray, token_bytes: bytes) -> None:
+        *fields, self.kv_checksum, header_checksum = HEADER.unpack_from(header)
+        if fields != self.disk.header_fields(self.hash, len(self.tokens)):
+            raise DiskMiss(
                 "corrupt" if fields[0] != MAGIC else "foreign",
                 "another version, model, format or content",
             )
-        if checksum != _checksum(head):
-            raise Miss("corrupt", "checksum of the header")
-        if head[HEADER.size : HEADER.size + len(words)] != words:
-            raise Miss("collision", "other tokens of the same hash")
+        if header_checksum != _header_checksum(header):
+            raise DiskMiss("corrupt", "checksum of the header")
+        if header[HEADER.size : HEADER.size + len(token_bytes)] != token_bytes:
+            raise DiskMiss("collision", "other tokens of the same hash")
 
-    def compare(self, data: memoryview) -> None:
-        """Miss, unless all of KV comes to what it should."""
-        if _seal_of(data) != self.seal:
+    def verify(self, data: memoryview) -> None:
+        """Raise DiskMiss unless the checksum of all of KV is right."""
+        if _kv_checksum(data) != self.kv_checksum:
             self.disk.remove(self.hash)
-            raise Miss("corrupt", "checksum of KV")
+            raise DiskMiss("corrupt", "checksum of KV")
 
     def close(self, used: bool = False) -> None:
-        """`used`: others are removed first."""
+        """Close the file. `used`: other records are removed before this one."""
         if used:
             with suppress(OSError):
                 os.utime(self.file)
@@ -265,36 +300,34 @@ class Record:
             os.close(self.file)
 
 
-def _start(words: int) -> int:
-    """Where KV begins: on the first page after the header and so many bytes of tokens."""
-    return -(-(HEADER.size + words) // PAGE) * PAGE
+def _kv_offset(token_bytes: int) -> int:
+    """Return where KV begins: on the first page after the header and this many bytes of tokens."""
+    return -(-(HEADER.size + token_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
-def _checksum(head: bytearray) -> int:
-    """Of all before KV but the checksum itself."""
-    return zlib.crc32(
-        memoryview(head)[HEADER.size :], zlib.crc32(memoryview(head)[: HEADER.size - 4])
-    )
+def _header_checksum(header: bytearray) -> int:
+    """Return the checksum of everything before KV but the checksum itself."""
+    view = memoryview(header)
+    return zlib.crc32(view[HEADER.size :], zlib.crc32(view[: HEADER.size - 4]))
 
 
-def _seal_of(data: memoryview) -> int:
-    whole = len(data) // PAGE * PAGE
-    return seal(
-        np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8).sum(1, dtype=np.uint64),
-        data[whole:],
-    )
+def _kv_checksum(data: memoryview) -> int:
+    whole = len(data) // PAGE_BYTES * PAGE_BYTES
+    words = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE_BYTES // 8)
+    return checksum_of_sums(words.sum(1, dtype=np.uint64), data[whole:])
 
 
-def seal(sums: np.ndarray, tail: memoryview | bytes = b"") -> int:
-    """CRC of the sums of each 4 KiB of KV as 64-bit numbers, and of what is left: no flipped bit, no lost or moved page goes
-    unnoticed, at ten times the speed of a CRC of it all."""
-    return zlib.crc32(tail, zlib.crc32(sums.tobytes()))
+def checksum_of_sums(page_sums: np.ndarray, tail: memoryview | bytes = b"") -> int:
+    """Return the CRC of the sums of each page's 64-bit words, and of the bytes after the last whole
+    page. It notices every flipped bit and every lost or moved page, at ten times the speed of a CRC of
+    all bytes."""
+    return zlib.crc32(tail, zlib.crc32(page_sums.tobytes()))
 
 
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
+def _list_folder(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
         return []
 

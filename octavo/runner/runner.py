@@ -1,14 +1,16 @@
-"""launch(plan): bring rows and blocks up to date, prepare the batch, forward, sample. Returns a handle at once.
+"""launch(plan): update slots and blocks, prepare the batch, run the forward pass, sample. Returns a
+handle at once.
 
-A pure function of the stream of plans. Nothing here waits for the device; the handle does, when it is asked.
+A runner is a pure function of the stream of plans. Nothing here waits for the device; the handle
+does, when it is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,73 +18,107 @@ from torch import Tensor
 from octavo.errors import DeviceOutOfMemory
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import gather, lay_out, only_last, watch
-from octavo.runner.batch_slots import Rows
+from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out, watch
+from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import (
-    AskedLogprobs,
+    RequestedLogprobs,
     SampleJob,
     adjust,
     as_records,
     choose,
     logprobs_of,
 )
-from octavo.runner.staging import Lap
+from octavo.runner.shapes import GraphShape, RunnerLimits
+from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
-from octavo.runner.transfer import Download, Upload, copy
+from octavo.runner.transfer import Download, Upload, copy_async
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from octavo.runner.graphs import StepGraphs
 
-# prompt positions whose full logits exist at once: 156 MB at a vocabulary of 152k
+# Prompt positions whose full logits exist at once: 156 MB with a vocabulary of 152k.
 LOGPROB_CHUNK = 256
+
+
+class PromptLogprobs(NamedTuple):
+    """Prompt logprobs of some positions of one item, on their way to the host."""
+
+    item: int
+    num_top: int
+    results: Download  # of logprobs_of(), and the tokens last
+
+
+class SampledLogprobs(NamedTuple):
+    """Logprobs of sampled tokens, on their way to the host."""
+
+    items: list[int]
+    requested: RequestedLogprobs
+    results: Download
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step. Results are laid out for the host only when it asks for them."""
+    """A launched step. Results are converted for the host when it waits for them."""
 
-    items: list[Item]
-    tokens: Download | None  # one an item, or one a sampled item; None: nothing is sampled
-    # sampled items that asked, what they asked for, results
-    logprobs: tuple[list[int], AskedLogprobs, Download] | None
-    # item, how many top, results with the tokens last
-    prompt_logprobs: list[tuple[int, int, Download]]
-    # of the items that asked, in order: a row each, all layers together
-    mass: Download | None = None
-    finish: Callable[[StepResult], None] | None = None  # adds what is not of the items
+    items: list[Item] = field(default_factory=list)
+    # One token per item, or one per sampled item. None: no item is sampled.
+    tokens: Download | None = None
+    logprobs: SampledLogprobs | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    attention_mass: Download | None = None  # of the items that want it, in order
+    finish: Callable[[StepResult], None] | None = None  # adds what does not belong to items
 
     def wait(self) -> StepResult:
         values = self.tokens.wait()[0].tolist() if self.tokens is not None else []
-        if len(values) < len(self.items):  # only of those that are sampled
+        if len(values) < len(self.items):  # there are tokens of sampled items only
             sampled = iter(values)
             values = [next(sampled) if item.sample else 0 for item in self.items]
-        result = StepResult(
-            [[value] if item.sample else [] for item, value in zip(self.items, values, strict=True)]
-        )
-        if self.logprobs is not None:
-            which, asked, download = self.logprobs
-            result.logprobs = [[] for _ in self.items]
-            chosen = [result.tokens[i][0] for i in which]
-            for i, record in zip(which, asked.records(chosen, download.wait()), strict=True):
-                result.logprobs[i] = [record]
-        if self.prompt_logprobs:
-            gathered: dict[int, list[TokenLogprobs]] = {}
-            for i, num_top, download in self.prompt_logprobs:
-                *parts, after = download.wait()
-                gathered.setdefault(i, []).extend(
-                    as_records(after.tolist(), parts, [slice(num_top)] * len(after))
-                )
-            result.prompt_logprobs = gathered
-        if self.mass is not None:
-            (rows,) = self.mass.wait()
-            watched = (i for i, item in enumerate(self.items) if item.wants_attention_mass)
-            result.attention_mass = dict(zip(watched, rows.tolist(), strict=True))
+        tokens = [
+            [value] if item.sample else [] for item, value in zip(self.items, values, strict=True)
+        ]
+        result = StepResult(tokens)
+        self._add_logprobs(result)
+        if self.attention_mass is not None:
+            (mass,) = self.attention_mass.wait()
+            wanting = (index for index, item in enumerate(self.items) if item.wants_attention_mass)
+            result.attention_mass = dict(zip(wanting, mass.tolist(), strict=True))
         if self.finish is not None:
             self.finish(result)
         return result
+
+    def _add_logprobs(self, result: StepResult) -> None:
+        if self.logprobs is not None:
+            items, requested, results = self.logprobs
+            result.logprobs = [[] for _ in self.items]
+            chosen = [result.tokens[item][0] for item in items]
+            records = requested.records(chosen, results.wait())
+            for item, record in zip(items, records, strict=True):
+                result.logprobs[item] = [record]
+        if self.prompt_logprobs:
+            by_item: dict[int, list[TokenLogprobs]] = {}
+            for item, num_top, results in self.prompt_logprobs:
+                *parts, tokens = results.wait()
+                records = as_records(tokens.tolist(), parts, [slice(num_top)] * len(tokens))
+                by_item.setdefault(item, []).extend(records)
+            result.prompt_logprobs = by_item
+
+
+class StagedStep(NamedTuple):
+    """The host's part of a step: parts of the upload, and indices of items."""
+
+    shape: GraphShape | None  # of the CUDA graph to replay; None: run the kernels one by one
+    sampled: list[int]
+    watched: list[int]  # items whose attention is measured
+    copy_sources: slice
+    copy_targets: slice
+    shifts: slice
+    slot_changes: tuple[slice, slice]
+    layout: slice
+    sampled_indices: slice
+    watched_indices: slice
 
 
 class Runner:
@@ -90,220 +126,284 @@ class Runner:
         self,
         model: CausalLM,
         kv: KVStore,
-        max_rows: int,
-        max_len: int,
-        max_tokens: int,
-        device: torch.device,
-        graphs: bool = False,
+        limits: RunnerLimits,
+        use_graphs: bool = False,
         tiers: TierStore | None = None,
         canary: Canary | None = None,
-        evicting: bool = False,
+        is_bounded: bool = False,
     ):
-        """`canary`: look after KV, for debugging; only without graphs and tiers."""
+        """`canary` checks all KV that is read, for debugging; it needs a runner without graphs and
+        tiers. `is_bounded`: sequences may drop blocks (octavo/core/bounded_kv.py)."""
         self.model = model
         self.kv = kv
-        self.device = device
+        self.device = kv.tensor.device
         self.tiers = tiers
-        self.rows = Rows(max_rows, max_len, kv.block_size, device, evicting)
+        self.batch_slots = BatchSlots(
+            max_slots=limits.max_slots,
+            max_len=limits.max_len,
+            block_size=kv.block_size,
+            device=self.device,
+            is_bounded=is_bounded,
+        )
         self.canary = canary
         self.graphs: StepGraphs | None = None
-        if graphs:
+        if use_graphs:
             from octavo.runner.graphs import StepGraphs
 
-            self.graphs = StepGraphs(model, kv, self.rows, max_rows, max_len, max_tokens)
+            self.graphs = StepGraphs(model, kv, self.batch_slots, limits)
 
     def capture(self) -> None:
         """Capture every graph now. Otherwise each is captured when it is first needed."""
         if self.graphs is not None:
             self.graphs.capture_all()
 
+    # ---- launch ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
     def launch(self, plan: Plan) -> StepHandle:
-        """Raises DeviceOutOfMemory if the step is too large for what is left of the device's memory."""
+        """Launch a step. Raises DeviceOutOfMemory if it is too large for the device's memory."""
         try:
-            return self._begin(plan)
+            if self.tiers is None:
+                return self._launch_step(plan)
+            return self._launch_with_tiers(plan, self.tiers)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise DeviceOutOfMemory(f"no memory for a step of {plan.num_tokens} tokens") from error
 
-    @torch.inference_mode()
-    def _begin(self, plan: Plan) -> StepHandle:
-        tiers = self.tiers
-        if tiers is None:
-            return self._launch(plan)
+    def _launch_with_tiers(self, plan: Plan, tiers: TierStore) -> StepHandle:
         tiers.begin(plan)
-        lap = Lap(self.device) if plan.touches_slots or plan.loads else None
+        timer = StepTimer(self.device) if plan.touches_slots or plan.loads else None
         if plan.touches_slots:
-            handle = self._launch(plan, lap)
-        else:  # somebody waits for the disk, whose readers take the interpreter wherever a call gives it up: as few as can be
-            handle = StepHandle([], None, None, [])
-            if lap is not None:
+            handle = self._launch_step(plan, timer)
+        else:
+            # A sequence waits for the disk. Reader threads take the interpreter wherever a call
+            # releases it, so this path makes as few calls as possible.
+            handle = StepHandle()
+            if timer is not None:
                 tiers.load(plan.loads)
-                lap.mark()
-        check = tiers.take_check()
-        if lap is not None:
-            lap.mark()
+                timer.mark()
+        verification = tiers.take_verification()
+        if timer is not None:
+            timer.mark()
 
         def finish(result: StepResult) -> None:
-            if lap is not None:
-                result.load_seconds, result.compute_seconds = lap.seconds()
-            if check is not None:
-                result.corrupt_host_blocks = tiers.spoilt(check)
-            result.disk_events = tiers.news(wait=not plan.items)
+            if timer is not None:
+                result.load_seconds, result.compute_seconds = timer.seconds()
+            if verification is not None:
+                result.corrupt_host_blocks = tiers.corrupt_blocks(verification)
+            result.disk_events = tiers.collect_events(wait=not plan.items)
 
         handle.finish = finish
         return handle
 
-    def _launch(self, plan: Plan, lap: Lap | None = None) -> StepHandle:
-        """The step but for what leaves the device."""
-        graphs = self.graphs
-        items = plan.items
-        watched = (
-            [i for i, item in enumerate(items) if item.wants_attention_mass]
-            if self.rows.evicting
-            else []
-        )
-        if graphs is not None and not watched and graphs.decodes(plan):
-            if lap is not None:
-                lap.mark()
-            rows, logits, lengths, tokens = graphs.decode(plan)
-            return self._sample(plan, list(range(len(items))), rows, logits, lengths, [], tokens)
-        up = Upload()
-        copies = [up.ints([c[k] for c in plan.copies]) for k in range(2)]
-        shifts = up.ints([block for block, _ in plan.shifts])
-        changes = self.rows.stage(plan, up)
-        shape = graphs.mixed_shape(items) if graphs is not None and items and not watched else None
-        laid_out = up.ints(
-            lay_out(items) if graphs is None or shape is None else graphs.lay_out(items, shape)
-        )
-        sampled = [i for i, item in enumerate(items) if item.sample]
-        sampled_at = up.ints(sampled if shape is None else [])
-        watched_at = up.ints(watched)
-        shipped = up.ship(self.device)
+    def _launch_step(self, plan: Plan, timer: StepTimer | None = None) -> StepHandle:
+        """Launch everything of a step but its stores. Three ways: a decode graph, a mixed graph, or
+        the kernels one by one."""
+        watched: list[int] = []
+        if self.batch_slots.is_bounded:
+            watched = [index for index, item in enumerate(plan.items) if item.wants_attention_mass]
+        if self.graphs is not None and not watched and self.graphs.is_decode(plan):
+            if timer is not None:
+                timer.mark()
+            forward = self.graphs.replay_decode(plan)
+            return self._sample(plan, list(range(len(plan.items))), forward, [])
+        upload = Upload()
+        staged = self._stage(plan, watched, upload)
+        sent = upload.send(self.device)
+        self._apply(plan, staged, sent, timer)
+        if not plan.items:
+            return StepHandle()
+        if self.graphs is not None and staged.shape is not None:
+            layout = sent[staged.layout]
+            forward = self.graphs.replay_mixed(staged.shape, layout, len(plan.items))
+            if not staged.sampled:
+                return StepHandle(plan.items)
+            return self._sample(plan, staged.sampled, forward, [])
+        return self._run_eagerly(plan, staged, sent)
 
+    def _stage(self, plan: Plan, watched: list[int], upload: Upload) -> StagedStep:
+        """Collect what the host must tell the device."""
+        items = plan.items
+        shape = None
+        if self.graphs is not None and items and not watched:
+            shape = self.graphs.find_mixed_shape(items)
+        sampled = [index for index, item in enumerate(items) if item.sample]
+        copy_sources = upload.ints([source for source, _ in plan.copies])
+        copy_targets = upload.ints([target for _, target in plan.copies])
+        shifts = upload.ints([block for block, _ in plan.shifts])
+        slot_changes = self.batch_slots.stage(plan, upload)
+        if self.graphs is not None and shape is not None:
+            layout = upload.ints(self.graphs.lay_out(items, shape))
+        else:
+            layout = upload.ints(lay_out(items))
+        return StagedStep(
+            shape=shape,
+            sampled=sampled,
+            watched=watched,
+            copy_sources=copy_sources,
+            copy_targets=copy_targets,
+            shifts=shifts,
+            slot_changes=slot_changes,
+            layout=layout,
+            sampled_indices=upload.ints(sampled if shape is None else []),
+            watched_indices=upload.ints(watched),
+        )
+
+    def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
+        """Update blocks and slots before the forward pass, in the order of the plan's fields."""
         if plan.copies:
-            self.kv.copy(shipped[copies[0]].long(), shipped[copies[1]].long())
+            sources = sent[staged.copy_sources].long()
+            targets = sent[staged.copy_targets].long()
+            self.kv.copy(sources, targets)
         if plan.loads:
             assert self.tiers is not None
             self.tiers.load(plan.loads)
         if plan.shifts:
-            self._shift(shipped[shifts].long(), plan.shifts[0][1])
-        if lap is not None:
-            lap.mark()
-        self.rows.apply(changes, shipped)
+            self._shift(sent[staged.shifts].long(), plan.shifts[0][1])
+        if timer is not None:
+            timer.mark()
+        self.batch_slots.apply(staged.slot_changes, sent)
         if self.canary is not None:
-            self.canary.step(plan, self.rows)
-        if not items:
-            return StepHandle([], None, None, [])
-        prompt_logprobs: list[tuple[int, int, Download]] = []
-        chosen = None
-        if graphs is not None and shape is not None:
-            rows, logits, lengths, chosen = graphs.mixed(shape, shipped[laid_out], len(items))
-        else:
-            index = shipped[sampled_at].long()
-            spans = []
-            first = 0
-            for item in items:
-                spans.append(Span(first, item.num_tokens, item.max_kv_len))
-                first += item.num_tokens
-            batch = gather(shipped[laid_out], len(items), self.rows, self.kv.block_size, spans)
-            batch.logit_rows = batch.logit_rows[index]
-            asked = any(item.prompt_logprobs is not None for item in items)
-            if sampled and not asked and len(sampled) < first:
-                batch.last = only_last(batch, index, [spans[i] for i in sampled])
-            if watched:
-                width = -(-max(items[i].max_kv_len for i in watched) // self.kv.block_size)
-                batch.watched = watch(batch, shipped[watched_at].long(), self.rows, width)
-            # Between layers and head nothing is left to do: a CPU's threads would fall asleep over it.
-            rows = batch.rows[index]
-            lengths = batch.seq_lens[index]
-            self.rows.computed[batch.rows.long()] = batch.seq_lens
-            hidden = self.model(batch, self.kv.view)
-            if asked:
-                prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-                # else the model returned these alone: `last`, or all tokens are sampled
-                hidden = hidden[batch.logit_rows]
-            logits = self.model.logits(hidden) if sampled else hidden
-        if not sampled:
-            return StepHandle(items, None, None, prompt_logprobs)
-        handle = self._sample(plan, sampled, rows, logits, lengths, prompt_logprobs, chosen)
-        if watched:
-            assert batch.watched is not None
-            handle.mass = Download(batch.watched.mass / self.model.config.num_layers)
-        return handle
+            self.canary.check_step(plan, self.batch_slots)
 
-    def _shift(self, blocks: Tensor, by: int) -> None:
-        """Layers that are rotated alike stand together in a few runs: all of them, but for models with two kinds of layers."""
+    def _shift(self, blocks: Tensor, positions: int) -> None:
+        """Rotate the keys of blocks back by some positions. Consecutive layers with the same rotation
+        are shifted together: all of them, unless a model has two kinds of layers."""
         kv = self.kv.view
-        angles = [self.model.angles(i) for i in range(self.model.config.num_layers)]
         assert isinstance(kv, Tensor)
+        angles = [self.model.angles(layer) for layer in range(self.model.config.num_layers)]
         for _, run in groupby(enumerate(angles), key=lambda pair: id(pair[1])):
-            first, *rest = run
-            assert first[1] is not None
-            self.model.ops.shift(kv[:, first[0] : first[0] + 1 + len(rest)], blocks, by, first[1])
+            layers = [layer for layer, _ in run]
+            layer_angles = angles[layers[0]]
+            assert layer_angles is not None
+            layer_kv = kv[:, layers[0] : layers[-1] + 1]
+            self.model.ops.shift(layer_kv, blocks, positions, layer_angles)
+
+    # ---- forward and sample ------------------------------------------------------------------------
+
+    def _run_eagerly(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
+        """Run the forward pass kernel by kernel, and sample."""
+        items = plan.items
+        state = self.batch_slots
+        sampled = sent[staged.sampled_indices].long()
+        spans: list[Span] = []
+        num_tokens = 0
+        for item in items:
+            spans.append(Span(num_tokens, item.num_tokens, item.max_kv_len))
+            num_tokens += item.num_tokens
+        batch = gather(sent[staged.layout], len(items), state, self.kv.block_size, spans)
+        batch.logit_indices = batch.logit_indices[sampled]
+        wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
+        if staged.sampled and not wants_prompt_logprobs and len(staged.sampled) < num_tokens:
+            batch.last = last_tokens(batch, sampled, [spans[index] for index in staged.sampled])
+        if staged.watched:
+            longest = max(items[index].max_kv_len for index in staged.watched)
+            num_blocks = -(-longest // self.kv.block_size)
+            batch.watched = watch(batch, sent[staged.watched_indices].long(), state, num_blocks)
+        # Everything else is done before the forward pass: a CPU's threads would fall asleep if
+        # there were other work between the layers and the head.
+        slots = batch.slots[sampled]
+        lengths = batch.seq_lens[sampled]
+        state.computed[batch.slots.long()] = batch.seq_lens
+        hidden = self.model(batch, self.kv.view)
+        prompt_logprobs: list[PromptLogprobs] = []
+        if wants_prompt_logprobs:
+            prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
+            # Otherwise the model has returned only these: batch.last, or all tokens are sampled.
+            hidden = hidden[batch.logit_indices]
+        if not staged.sampled:
+            return StepHandle(items, prompt_logprobs=prompt_logprobs)
+        forward = ForwardResult(slots, self.model.logits(hidden), lengths)
+        handle = self._sample(plan, staged.sampled, forward, prompt_logprobs)
+        if batch.watched is not None:
+            handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
+        return handle
 
     def _sample(
         self,
         plan: Plan,
         sampled: list[int],
-        rows: Tensor,
-        logits: Tensor,
-        lengths: Tensor,
-        prompt_logprobs: list[tuple[int, int, Download]],
-        chosen: Tensor | None = None,
+        forward: ForwardResult,
+        prompt_logprobs: list[PromptLogprobs],
     ) -> StepHandle:
-        """Choose a token for each sampled item: rows, lengths [R] and logits [R, vocab] are theirs. Of a graph they are
-        those of all items, and `chosen` [R] what it has drawn already, going by temperature alone."""
-        items = plan.items
-        host_rows = [items[i].slot for i in sampled]
-        if not plan.token_masks and self.rows.special.isdisjoint(host_rows):
-            if chosen is None:
-                chosen = choose(logits, rows, lengths, self.rows, self.model.ops)
-            by = copy if self.graphs is None else self.graphs.tell
-            return StepHandle(items, Download(chosen, by=by), None, prompt_logprobs)
-        up = Upload()
-        masks = {k: plan.token_masks[i] for k, i in enumerate(sampled) if i in plan.token_masks}
-        job = SampleJob.stage(
-            host_rows, max(items[i].max_kv_len for i in sampled), self.rows, up, masks
+        """Choose a token for each sampled item. `forward` holds the sampled items or, from a graph,
+        all items."""
+        state = self.batch_slots
+        slots = [plan.items[index].slot for index in sampled]
+        if plan.token_masks or not state.special_slots.isdisjoint(slots):
+            return self._sample_special(plan, sampled, forward, prompt_logprobs)
+        tokens = forward.tokens
+        if tokens is None:
+            tokens = choose(forward, state, self.model.ops)
+        copy = copy_async if self.graphs is None else self.graphs.copy_to_host
+        return StepHandle(
+            items=plan.items,
+            tokens=Download(tokens, copy=copy),
+            prompt_logprobs=prompt_logprobs,
         )
-        asked = AskedLogprobs.of(host_rows, self.rows)
-        asked_at = up.ints(asked.rows)
-        named_at = up.ints(asked.padded())
-        sampled_at = up.ints(sampled)
-        shipped = up.ship(self.device)
-        if len(sampled) < len(rows):
-            index = shipped[sampled_at].long()
-            rows = rows[index]
-            logits = logits[index]
-            lengths = lengths[index]
-        which = shipped[asked_at].long()
-        raw = logits[which] if asked.rows else None  # as the model gave them
-        adjusted = adjust(logits.float(), rows, lengths, job, self.rows, shipped)
-        tokens = choose(adjusted, rows, lengths, self.rows, self.model.ops)
-        logprobs = None
-        if raw is not None:
-            named = shipped[named_at].long().view(len(asked.rows), -1)
-            parts = logprobs_of(raw, tokens[which], asked.most, named if any(asked.named) else None)
-            logprobs = ([sampled[k] for k in asked.rows], asked, Download(*parts))
-        return StepHandle(items, Download(tokens), logprobs, prompt_logprobs)
+
+    def _sample_special(
+        self,
+        plan: Plan,
+        sampled: list[int],
+        forward: ForwardResult,
+        prompt_logprobs: list[PromptLogprobs],
+    ) -> StepHandle:
+        """Choose tokens for items of which some need more than a temperature."""
+        items = plan.items
+        state = self.batch_slots
+        slots = [items[index].slot for index in sampled]
+        upload = Upload()
+        job = SampleJob.stage(
+            slots=slots,
+            max_len=max(items[index].max_kv_len for index in sampled),
+            state=state,
+            upload=upload,
+            masks={
+                position: plan.token_masks[index]
+                for position, index in enumerate(sampled)
+                if index in plan.token_masks
+            },
+        )
+        requested = RequestedLogprobs.of(slots, state)
+        requested_indices = upload.ints(requested.items)
+        named_tokens = upload.ints(requested.padded())
+        sampled_indices = upload.ints(sampled)
+        sent = upload.send(self.device)
+        if len(sampled) < len(forward.slots):
+            index = sent[sampled_indices].long()
+            forward = ForwardResult(
+                forward.slots[index], forward.logits[index], forward.lengths[index]
+            )
+        wanting = sent[requested_indices].long()
+        raw_logits = forward.logits[wanting] if requested.items else None  # before adjust()
+        forward = forward._replace(logits=forward.logits.float())
+        adjusted = forward._replace(logits=adjust(forward, job, state, sent))
+        tokens = choose(adjusted, state, self.model.ops)
+        handle = StepHandle(items, Download(tokens), prompt_logprobs=prompt_logprobs)
+        if raw_logits is not None:
+            named = None
+            if any(requested.named):
+                named = sent[named_tokens].long().view(len(requested.items), -1)
+            parts = logprobs_of(raw_logits, tokens[wanting], requested.max_count, named)
+            wanting_items = [sampled[position] for position in requested.items]
+            handle.logprobs = SampledLogprobs(wanting_items, requested, Download(*parts))
+        return handle
 
     def _prompt_logprobs(
         self, items: list[Item], batch: ForwardBatch, hidden: Tensor
-    ) -> list[tuple[int, int, Download]]:
-        """For each position of the items that asked: logprobs of the token that stands after it."""
-        out = []
-        for i, (item, span) in enumerate(zip(items, batch.spans, strict=True)):
-            if item.prompt_logprobs is None:
+    ) -> list[PromptLogprobs]:
+        """Compute the logprobs of the token after each position, for items that want them."""
+        computed: list[PromptLogprobs] = []
+        for index, (item, span) in enumerate(zip(items, batch.spans, strict=True)):
+            num_top = item.prompt_logprobs
+            if num_top is None:
                 continue
-            for first in range(span.first, span.first + span.num, LOGPROB_CHUNK):
-                part = slice(first, min(first + LOGPROB_CHUNK, span.first + span.num))
-                after = self.rows.tokens[item.slot, batch.positions[part] + 1]
-                logits = self.model.logits(hidden[part])
-                out.append(
-                    (
-                        i,
-                        item.prompt_logprobs,
-                        Download(*logprobs_of(logits, after, item.prompt_logprobs), after),
-                    )
-                )
-        return out
+            end = span.first + span.num
+            for first in range(span.first, end, LOGPROB_CHUNK):
+                part = slice(first, min(first + LOGPROB_CHUNK, end))
+                tokens = self.batch_slots.tokens[item.slot, batch.positions[part] + 1]
+                logprobs = logprobs_of(self.model.logits(hidden[part]), tokens, num_top)
+                computed.append(PromptLogprobs(index, num_top, Download(*logprobs, tokens)))
+        return computed

@@ -1,53 +1,66 @@
-"""The sizes that steps are captured in. Arithmetic alone: what they take of memory is planned before there is a device."""
+"""The sizes that a runner is built for, and the sizes in which it captures steps as CUDA graphs.
+Arithmetic alone, so that memory can be planned before there is a device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MIXED_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 512]  # tokens
-MIXED_ITEMS = 64  # that are not taken for decoding
-# tokens, in which products waste little on an H200: 640 take less than twice the time of 320
-BESIDE_SIZES = [192, 320, 640]
-BESIDE_ROWS = range(32, 257, 32)  # that decode
+# Token counts of graphs for any items.
+MIXED_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 512]
+MAX_PREFILL_ITEMS = 64  # items that the graph does not treat as decoding
+# Token counts of graphs in which prompts piggyback on decoding sequences. On an H200 matrix products
+# waste little in these: 640 tokens take less than twice the time of 320.
+PIGGYBACK_SIZES = [192, 320, 640]
+PIGGYBACK_DECODING = range(32, 257, 32)  # decoding sequences in such a graph
 
 
-class Shape(NamedTuple):
-    """Of a graph: all that varies between them."""
+class RunnerLimits(NamedTuple):
+    max_slots: int  # sequences that run at once
+    max_len: int  # tokens of a sequence
+    max_tokens: int  # tokens of a step
 
-    decoding: int  # items of one token, which come first
-    tokens: int  # of all items: as many, where the step only decodes
+
+class GraphShape(NamedTuple):
+    """All that varies between graphs."""
+
+    decoding: int  # items of one token each, which come first
+    tokens: int  # of all items; equal to `decoding` if the step only decodes
 
     @property
     def items(self) -> int:
-        return self.decoding + min(self.tokens - self.decoding, MIXED_ITEMS)
+        return self.decoding + min(self.tokens - self.decoding, MAX_PREFILL_ITEMS)
 
 
-def decode_sizes(most: int) -> list[int]:
-    """Rows a graph is captured for: at most an eighth of them is padding above 128 rows."""
+def decode_sizes(max_slots: int) -> list[int]:
+    """Return the sizes of decode graphs. Above 128 sequences at most an eighth of a graph is padding."""
     sizes = [1, 2, 4, 8, 16]
     size = 16
-    while size < most:
-        size += 16 if size < 256 else 32 if size < 512 else size // 8
+    while size < max_slots:
+        if size < 256:
+            size += 16
+        elif size < 512:
+            size += 32
+        else:
+            size += size // 8
         sizes.append(size)
-    return [s for s in sizes if s < most] + [most]
+    return [size for size in sizes if size < max_slots] + [max_slots]
 
 
-def mixed_shapes(max_rows: int, max_tokens: int) -> list[Shape]:
-    """The smallest first; of equals the one that takes most for decoding."""
-    shapes = [Shape(0, size) for size in MIXED_SIZES]
-    shapes += [
-        Shape(rows, size)
-        for size in BESIDE_SIZES
-        for rows in BESIDE_ROWS
-        if rows < min(size, max_rows + 1)
-    ]
-    return sorted(
-        (s for s in shapes if s.tokens <= max_tokens), key=lambda s: (s.tokens, -s.decoding)
-    )
+def mixed_shapes(max_slots: int, max_tokens: int) -> list[GraphShape]:
+    """Return the shapes of mixed graphs, smallest first; of equal sizes the one with the most decoding
+    items comes first."""
+    shapes = [GraphShape(0, size) for size in MIXED_SIZES]
+    for size in PIGGYBACK_SIZES:
+        for decoding in PIGGYBACK_DECODING:
+            if decoding < size and decoding <= max_slots:
+                shapes.append(GraphShape(decoding, size))
+    fitting = [shape for shape in shapes if shape.tokens <= max_tokens]
+    return sorted(fitting, key=lambda shape: (shape.tokens, -shape.decoding))
 
 
-def held_rows(max_rows: int, max_tokens: int) -> int:
-    """Rows of logits that stay in memory once all graphs are captured: each has its own."""
-    return sum(decode_sizes(max_rows)) + sum(
-        shape.items for shape in mixed_shapes(max_rows, max_tokens)
-    )
+def held_logits(max_slots: int, max_tokens: int) -> int:
+    """Return how many rows of logits stay in memory once all graphs are captured: each graph has its
+    own."""
+    decode_rows = sum(decode_sizes(max_slots))
+    mixed_rows = sum(shape.items for shape in mixed_shapes(max_slots, max_tokens))
+    return decode_rows + mixed_rows

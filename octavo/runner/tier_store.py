@@ -1,16 +1,19 @@
-"""The bytes of the tiers below the device: slots in host memory, and records on disk behind them.
+"""The bytes of the tiers below the device: blocks in host memory, and records on disk behind them.
 
-    plan.stores   block -> slot     before the step overwrites the block      } copies, in plan order
-    plan.loads    slot -> block     before the step reads it                  }
-    plan.saves    slot -> disk      by a thread, some time later, if the slot still holds the same
-    plan.fetches  disk -> slot      by threads; news says when it is there, or that it will not be
+    plan.stores   device block -> host block   before the step overwrites the block   } copies, in
+    plan.loads    host block -> device block   before the step reads it               } plan order
+    plan.saves    host block -> disk           by a thread, later, if the content is still the same
+    plan.fetches  disk -> host block           by threads; a DiskEvent reports success or failure
 
-On a GPU a store goes on after its step (staging.py). A slot changes owner with everything that comes into it, under the slot's
-lock; a thread touches a slot only under that lock and only if its owner is the one it was asked for. A slot's bytes lie in one
-row of host memory, and there are as many rows besides as readers: a record is read into one of those, which then changes places
-with the slot's, so nothing is copied, and a read that never returns keeps no slot. Threads never call CUDA, which would break a
-graph that is being captured: they are told of a slot once its store is over. On a GPU they do not add up what they read: loads
-do (checksums.py). Knows slots and hashes; who wants them, core knows.
+On a GPU a store continues after its step (staging.py). Each new content of a host block gets a new
+generation, under the block's lock. A thread touches a host block only under that lock, and only if
+its generation is the one the thread was asked for.
+
+Host memory has one buffer per host block, and one spare buffer per reader thread. A record is read
+into a spare buffer, which then changes places with the host block's own. Nothing is copied, and a
+read that never returns blocks no host block. Threads never call CUDA, which would break a graph that
+is being captured: they learn of a host block once its store is over. On a GPU the readers compute no
+checksums; loads do (checksums.py). This file knows host blocks and hashes; core knows who needs them.
 """
 
 from __future__ import annotations
@@ -25,347 +28,394 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from octavo.ops.huge_pages import area
-from octavo.runner.checksums import Check, Checksums
-from octavo.runner.disk import PAGE, Disk, Miss, Record
+from octavo.runner.checksums import Checksums, Verification
+from octavo.runner.disk import PAGE_BYTES, Disk, DiskMiss, Record
 from octavo.runner.kvstore import KVStore
-from octavo.runner.staging import Stage, page_lock, page_unlock
+from octavo.runner.staging import StoreStaging, page_lock, page_unlock
 from octavo.types import DiskEvent, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-READERS = 16  # threads at most
-# bytes of a record that a reader takes at a time: whole ones come in rounds, and the link waits
-# between those
-PART = 4 << 20
-# of the cores: with a reader on every one the engine's own thread hears late of what came, and
-# loads it late
-BUSY = 0.75
-PATIENCE = 2.0  # seconds without an answer from the disk, after which nobody waits for it
-# for a file to be opened: one that hangs keeps who opens it, and those with its other parts no
-# longer
-OPENING = PATIENCE / 10
-# seconds to gather news when there is nothing else to do: a step for each would take the readers'
-# interpreter
-LISTEN = 0.001
-SWEEP = 60.0  # seconds between looks at what others put into the directory
-PAUSE = 10.0  # seconds without writing after a write failed
-QUIET = 60.0  # seconds between two warnings of one kind
+MAX_READERS = 16  # threads
+# Bytes of a record that a reader takes at a time. If each reader took whole records, they would all
+# arrive together, and the link to the device would be idle in between.
+PART_BYTES = 4 << 20
+# Readers per core. With one on every core, the engine's thread learns late of what has arrived.
+READERS_PER_CORE = 0.75
+DISK_TIMEOUT = 2.0  # seconds without progress after which pending fetches are given up
+# Seconds that readers wait for another to open a file. A file that hangs blocks one reader, and those
+# with other parts of it no longer than this.
+OPEN_TIMEOUT = DISK_TIMEOUT / 10
+# Seconds to collect disk events when there is nothing else to do. A step for each event would take
+# the interpreter away from the readers.
+EVENT_WAIT = 0.001
+SWEEP_INTERVAL = 60.0  # seconds between two looks for records of other servers
+WRITE_PAUSE = 10.0  # seconds without writing after a write failed
+WARNING_INTERVAL = 60.0  # seconds between two warnings of one kind
 
 
-class Read:
-    """A record on its way into a row, in parts that any reader takes, in order: who takes the first opens it. So of all that are
-    under way at most one has parts that nobody has taken, and there are never more than readers."""
+class RecordRead:
+    """A record on its way into a buffer. Any reader takes the next part, in order, and the reader of
+    the first part opens the file. At most one record under way has parts that no reader has taken, so
+    there are never more of them than readers."""
 
-    def __init__(self, fetch: Fetch, owner: int, parts: int):
+    def __init__(self, fetch: Fetch, generation: int, num_parts: int):
         self.fetch = fetch
-        self.owner = owner
-        self.left = parts
+        self.generation = generation
+        self.parts_left = num_parts
         self.lock = threading.Lock()
         self.taken = False
         self.opened = threading.Event()
-        self.row = -1
+        self.buffer = -1
         self.record: Record | None = None
-        self.why = ""  # it is a miss
-        # when it was begun, and what readers took for it, each for itself
-        self.start = self.seconds = 0.0
+        self.miss_reason = ""  # set if it is a miss
+        self.started_at = 0.0
+        self.reader_seconds = 0.0  # sum over all readers
+
+
+class TimedEvent(NamedTuple):
+    """A disk event from a thread."""
+
+    time: float
+    event: DiskEvent
+    reader_seconds: float
+
+
+class PendingFetch(NamedTuple):
+    fetch: Fetch
+    generation: int
 
 
 class TierStore:
     def __init__(
         self,
         kv: KVStore,
-        slots: int,
+        num_host_blocks: int,
         disk: Disk | None = None,
-        staging: int = 0,
-        sealed: bool | None = None,
+        staging_bytes: int = 0,
+        verify_on_load: bool | None = None,
     ):
-        """`staging`: bytes of device memory for stores on their way; a block each way is the least. `sealed`: what comes from
-        the disk is checked when it is loaded, and not by who reads it; as a rule on a GPU."""
+        """`staging_bytes`: device memory for stores on their way; at least two blocks are allocated.
+        `verify_on_load`: records are verified when they are loaded, not when they are read; the
+        default on a GPU."""
         self.kv = kv.tensor
         self.disk = disk
-        self.slots = slots
+        self.num_host_blocks = num_host_blocks
         self.block_bytes = kv.tensor[0].nbytes
-        cuda = kv.tensor.is_cuda
-        readers = min(READERS, math.ceil(BUSY * (os.cpu_count() or 1))) if disk is not None else 0
-        plain = area((slots + readers) * self.block_bytes)
-        # [slots + readers, ...]: rows
-        self.host = plain.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])
-        if cuda:
-            page_lock(plain)
-        self._bytes = plain.view(-1, self.block_bytes).numpy()
-        self.row = list(range(slots))  # of each slot
-        self._spare = list(range(slots, slots + readers))
-        self._owner = [0] * slots
-        self._locks = [threading.Lock() for _ in range(slots)]
-        self._owners = 0
-        self._stage = Stage(self.kv, self.host, self.row, staging) if cuda else None
-        sealed = cuda if sealed is None else sealed
-        self.seals = Checksums(self.kv) if sealed and self.block_bytes % PAGE == 0 else None
-        self._check: Check | None = None  # of what was loaded last
-        # (when, what, readers' seconds), from the threads
-        self._news: deque[tuple[float, DiskEvent, float]] = deque()
-        self._bell = threading.Event()
-        # fetches that have no news yet, and who owns their slots
-        self._pending: dict[int, tuple[Fetch, int]] = {}
-        self._progress = 0.0  # when the disk last gave something, or was first asked
-        self.reading = 0.0  # seconds that readers took for what was fetched, each for itself
-        # from where on; or what to remove
-        self._reads: queue.SimpleQueue[tuple[Read, int] | bytes | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
-        # CUDA events, and what to do after each
-        self._held: deque[tuple[Any, Callable[[], None]]] = deque()
-        self.fetch_ids = itertools.count(1)  # of every scheduler that uses this store
-        self._warned: dict[str, float] = {}
+        on_gpu = kv.tensor.is_cuda
+        num_readers = 0
+        if disk is not None:
+            num_readers = min(MAX_READERS, math.ceil(READERS_PER_CORE * (os.cpu_count() or 1)))
+        num_buffers = num_host_blocks + num_readers
+        memory = area(num_buffers * self.block_bytes)
+        self.buffers = memory.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])
+        if on_gpu:
+            page_lock(memory)
+        self._bytes = memory.view(-1, self.block_bytes).numpy()
+        self.buffer_of = list(range(num_host_blocks))  # by host block
+        self._spare_buffers = list(range(num_host_blocks, num_buffers))
+        self._generations = [0] * num_host_blocks
+        self._locks = [threading.Lock() for _ in range(num_host_blocks)]
+        self._last_generation = 0
+        self._staging: StoreStaging | None = None
+        if on_gpu:
+            self._staging = StoreStaging(self.kv, self.buffers, self.buffer_of, staging_bytes)
+        if verify_on_load is None:
+            verify_on_load = on_gpu
+        self.checksums: Checksums | None = None
+        if verify_on_load and self.block_bytes % PAGE_BYTES == 0:
+            self.checksums = Checksums(self.kv)
+        self._verification: Verification | None = None  # of the last load
+        self._events: deque[TimedEvent] = deque()
+        self._event_arrived = threading.Event()
+        self._pending: dict[int, PendingFetch] = {}  # fetches without a disk event, by id
+        self._last_progress = 0.0  # when the disk last finished a fetch, or got the first one
+        self.read_seconds = 0.0  # of all fetches, summed over readers
+        self.fetch_ids = itertools.count(1)  # for every scheduler that uses this store
+        # A part of a record to read, from this byte on; or a record to remove; or None: end.
+        self._read_jobs: queue.SimpleQueue[tuple[RecordRead, int] | bytes | None]
+        self._read_jobs = queue.SimpleQueue()
+        self._save_jobs: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
+        # Work that waits for a CUDA event, in order.
+        self._deferred: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._last_warning: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         if disk is not None:
-            self._threads = [threading.Thread(target=self._save_all, daemon=True, name="kv-save")]
-            for _ in range(readers):
-                self._threads.append(
-                    threading.Thread(target=self._fetch_all, daemon=True, name="kv-fetch")
-                )
-            for thread in self._threads:
-                thread.start()
+            self._start_threads(num_readers)
+
+    def _start_threads(self, num_readers: int) -> None:
+        self._threads = [threading.Thread(target=self._save_loop, daemon=True, name="kv-save")]
+        for _ in range(num_readers):
+            reader = threading.Thread(target=self._read_loop, daemon=True, name="kv-fetch")
+            self._threads.append(reader)
+        for thread in self._threads:
+            thread.start()
 
     # ---- a step ------------------------------------------------------------------------------------
 
     def begin(self, plan: Plan) -> None:
-        """What leaves the device, and what the disk is asked. Before anything else of the step."""
-        for _, slot in plan.stores:
-            self._own(slot)
-        if self._stage is not None:
-            self._stage.store(plan.stores)
+        """Start the step's stores, saves and fetches. Runs before anything else of the step."""
+        for _, host_block in plan.stores:
+            self._new_generation(host_block)
+        if self._staging is not None:
+            self._staging.store(plan.stores)
         else:
-            for block, slot in plan.stores:
-                self.host[self.row[slot]].copy_(self.kv[block])
+            for block, host_block in plan.stores:
+                self.buffers[self.buffer_of[host_block]].copy_(self.kv[block])
         for save in plan.saves:
-            if self._saves.qsize() + len(self._held) < self.slots:
-                self._when_stored(
-                    save.host_block, partial(self._saves.put, (save, self._owner[save.host_block]))
-                )
-            else:  # it could not still be there when its turn comes
-                self._tell(DiskEvent("unsaved", save.hash, reason="behind"))
+            if self._save_jobs.qsize() + len(self._deferred) < self.num_host_blocks:
+                job = (save, self._generations[save.host_block])
+                self._when_stored(save.host_block, partial(self._save_jobs.put, job))
+            else:  # the content would be gone when its turn comes
+                self._report(DiskEvent("unsaved", save.hash, reason="behind"))
         if plan.fetches and not self._pending:
-            self._progress = time.monotonic()
+            self._last_progress = time.monotonic()
         for fetch in plan.fetches:
-            self._pending[fetch.fetch_id] = fetch, (owner := self._own(fetch.host_block))
-            self._when_stored(fetch.host_block, partial(self._ask, fetch, owner))
+            generation = self._new_generation(fetch.host_block)
+            self._pending[fetch.fetch_id] = PendingFetch(fetch, generation)
+            self._when_stored(fetch.host_block, partial(self._start_read, fetch, generation))
 
-    def _ask(self, fetch: Fetch, owner: int) -> None:
-        parts = range(0, self.block_bytes, PART)
-        read = Read(fetch, owner, len(parts))
-        for at in parts:
-            self._reads.put((read, at))
+    def _start_read(self, fetch: Fetch, generation: int) -> None:
+        starts = range(0, self.block_bytes, PART_BYTES)
+        read = RecordRead(fetch, generation, len(starts))
+        for start in starts:
+            self._read_jobs.put((read, start))
 
     def load(self, loads: list[tuple[int, int]]) -> None:
-        if self._stage is not None:
-            self._stage.await_stores([slot for slot, _ in loads])
-        # in one call: each gives up the interpreter, readers take it, and it is a while until
-        # they give it back
+        """Copy (host block, device block) pairs to the device."""
+        if self._staging is not None:
+            self._staging.wait_for_stores([host_block for host_block, _ in loads])
         if loads:
-            rows = [self.host[self.row[slot]] for slot, _ in loads]
-            blocks = [self.kv[block] for _, block in loads]
-            torch._foreach_copy_(blocks, rows, non_blocking=True)
-        if self.seals is not None:
-            self._check = self.seals.check(loads)
+            # In one call: each call releases the interpreter, and readers keep it for a while.
+            sources = [self.buffers[self.buffer_of[host_block]] for host_block, _ in loads]
+            targets = [self.kv[block] for _, block in loads]
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        if self.checksums is not None:
+            self._verification = self.checksums.verify(loads)
 
-    def take_check(self) -> Check | None:
-        """Of the step that was just launched, if it loaded what came from disk."""
-        check = self._check
-        self._check = None
-        return check
+    def take_verification(self) -> Verification | None:
+        """Return the verification of the step just launched, if it loaded records from disk."""
+        verification = self._verification
+        self._verification = None
+        return verification
 
-    def spoilt(self, check: Check) -> set[int]:
-        """Slots whose records were not what they once were. They are removed. The step must be over."""
-        found = check.spoilt()
-        for h in found.values():
+    def corrupt_blocks(self, verification: Verification) -> set[int]:
+        """Return the host blocks whose records were corrupt, and remove those records. The step must
+        be over."""
+        corrupt = verification.corrupt()
+        for content_hash in corrupt.values():
             self._warn("corrupt", "KV on disk: corrupt: checksum of KV")
-            self._reads.put(h)
-        return set(found)
+            self._read_jobs.put(content_hash)
+        return set(corrupt)
 
-    def news(self, wait: bool) -> list[DiskEvent]:
-        """What the disk did since the last call, each fetch once. `wait`: a moment, unless all that was asked is answered."""
-        while self._held and self._held[0][0].query():
-            self._held.popleft()[1]()
-        until = time.monotonic() + LISTEN
-        while wait and (left := until - time.monotonic()) > 0:
-            self._bell.clear()
-            if len(self._news) >= len(self._pending):
+    def collect_events(self, wait: bool) -> list[DiskEvent]:
+        """Return what the disk has done since the last call, each fetch once. `wait`: up to EVENT_WAIT
+        seconds, unless every fetch is answered."""
+        while self._deferred and self._deferred[0][0].query():
+            _, then = self._deferred.popleft()
+            then()
+        if wait:
+            self._wait_for_events()
+        events: list[DiskEvent] = []
+        while self._events:
+            finished_at, event, reader_seconds = self._events.popleft()
+            if event.fetch_id and self._pending.pop(event.fetch_id, None) is None:
+                continue  # it was given up
+            if event.kind == "fetched":
+                self.read_seconds += reader_seconds
+                # Fetches run beside each other: count what this one added to the total time.
+                started_at = max(self._last_progress, finished_at - event.seconds)
+                event = event._replace(seconds=max(finished_at - started_at, 1e-9))
+            if event.fetch_id:
+                self._last_progress = finished_at
+            events.append(event)
+        if self._pending and time.monotonic() - self._last_progress > DISK_TIMEOUT:
+            events += self._give_up()
+        return events
+
+    def _wait_for_events(self) -> None:
+        deadline = time.monotonic() + EVENT_WAIT
+        while (seconds_left := deadline - time.monotonic()) > 0:
+            self._event_arrived.clear()
+            if len(self._events) >= len(self._pending):
                 break
-            self._bell.wait(left)
-        out: list[DiskEvent] = []
-        while self._news:
-            when, news, seconds = self._news.popleft()
-            if news.fetch_id and self._pending.pop(news.fetch_id, None) is None:
-                continue  # it was late, and nobody waits any more
-            if news.kind == "fetched":
-                self.reading += seconds
-                # beside others: what it added to their time
-                news = news._replace(
-                    seconds=max(when - max(self._progress, when - news.seconds), 1e-9)
-                )
-            if news.fetch_id:
-                self._progress = when
-            out.append(news)
-        if self._pending and time.monotonic() - self._progress > PATIENCE:
-            self._warn(
-                "late",
-                f"the disk has not answered for {PATIENCE:g} s: {len(self._pending)} blocks are computed instead",
-            )
-            for fetch, owner in self._pending.values():
-                if self._owner[fetch.host_block] == owner:
-                    self._own(fetch.host_block)  # who has not begun to read it need not
-                out.append(DiskEvent("missed", fetch.hash, fetch.fetch_id, "late", PATIENCE))
-            self._pending.clear()
-        return out
+            self._event_arrived.wait(seconds_left)
 
-    def _when_stored(self, slot: int, then: Callable[[], None]) -> None:
-        """At once, or after the next step that finds the latest store into this slot done."""
-        event = self._stage.stored.get(slot) if self._stage is not None else None
+    def _give_up(self) -> list[DiskEvent]:
+        """Answer all pending fetches as late."""
+        self._warn(
+            "late",
+            f"the disk has not answered for {DISK_TIMEOUT:g} s: {len(self._pending)} blocks are "
+            "computed instead",
+        )
+        events = []
+        for fetch, generation in self._pending.values():
+            if self._generations[fetch.host_block] == generation:
+                self._new_generation(fetch.host_block)  # readers skip what they have not started
+            events.append(DiskEvent("missed", fetch.hash, fetch.fetch_id, "late", DISK_TIMEOUT))
+        self._pending.clear()
+        return events
+
+    def _when_stored(self, host_block: int, then: Callable[[], None]) -> None:
+        """Call `then` at once, or from collect_events() after the host block's last store is done."""
+        event = self._staging.stored.get(host_block) if self._staging is not None else None
         if event is None or event.query():
             then()
         else:
-            self._held.append((event, then))
+            self._deferred.append((event, then))
 
-    def _own(self, slot: int) -> int:
-        """Something new comes into the slot. Waits for a thread that is copying out of it: a millisecond."""
-        with self._locks[slot]:
-            if self.seals is not None:
-                self.seals.drop(slot)
-            self._owners += 1
-            self._owner[slot] = self._owners
-            return self._owners
+    def _new_generation(self, host_block: int) -> int:
+        """A new content comes into the host block. Waits for a thread that copies out of it: about a
+        millisecond."""
+        with self._locks[host_block]:
+            if self.checksums is not None:
+                self.checksums.forget(host_block)
+            self._last_generation += 1
+            self._generations[host_block] = self._last_generation
+            return self._last_generation
 
-    # ---- the disk's threads --------------------------------------------------------------------------
+    # ---- threads -----------------------------------------------------------------------------------
 
-    def _fetch_all(self) -> None:
+    def _read_loop(self) -> None:
         assert self.disk is not None
-        while (job := self._reads.get()) is not None:
+        while (job := self._read_jobs.get()) is not None:
             if isinstance(job, bytes):
                 self.disk.remove(job)
-                continue
-            read, at = job
-            start = time.monotonic()
-            with read.lock:
-                first = not read.taken
-                read.taken = True
-            if first:
-                self._open(read, start)
-            why = read.why or ("late" if not read.opened.wait(OPENING) else "")
-            why = (
-                why
-                or read.why
-                or ("overtaken" if self._owner[read.fetch.host_block] != read.owner else "")
-            )
-            if not why:
-                assert read.record is not None
-                why, _ = self._tried(
-                    read.record.read, self._bytes[read.row].data[at : at + PART], at
-                )
-            with read.lock:
-                read.why = read.why or why
-                read.seconds += time.monotonic() - start
-                read.left -= 1
-                last = not read.left
-            if last:
-                self._close(read)
+            else:
+                self._read_part(*job)
 
-    def _open(self, read: Read, start: float) -> None:
-        read.start = start
-        read.row = self._spare.pop()
-        why = "overtaken"
-        if self._owner[read.fetch.host_block] == read.owner:
-            why, read.record = self._tried(Record, self.disk, read.fetch.hash, read.fetch.tokens)
+    def _read_part(self, read: RecordRead, start: int) -> None:
+        started_at = time.monotonic()
         with read.lock:
-            read.why = read.why or why  # of the others some may have given up
+            is_first = not read.taken
+            read.taken = True
+        if is_first:
+            self._open(read, started_at)
+        reason = read.miss_reason
+        if not reason and not read.opened.wait(OPEN_TIMEOUT):
+            reason = "late"
+        reason = reason or read.miss_reason
+        if not reason and self._generations[read.fetch.host_block] != read.generation:
+            reason = "overtaken"
+        if not reason:
+            assert read.record is not None
+            target = self._bytes[read.buffer].data[start : start + PART_BYTES]
+            reason, _ = self._try(read.record.read, target, start)
+        with read.lock:
+            read.miss_reason = read.miss_reason or reason
+            read.reader_seconds += time.monotonic() - started_at
+            read.parts_left -= 1
+            is_last = not read.parts_left
+        if is_last:
+            self._finish_read(read)
+
+    def _open(self, read: RecordRead, started_at: float) -> None:
+        read.started_at = started_at
+        read.buffer = self._spare_buffers.pop()
+        reason = "overtaken"
+        if self._generations[read.fetch.host_block] == read.generation:
+            reason, read.record = self._try(Record, self.disk, read.fetch.hash, read.fetch.tokens)
+        with read.lock:
+            read.miss_reason = read.miss_reason or reason  # another reader may have given up
         read.opened.set()
 
-    def _close(self, read: Read) -> None:
-        """All of its parts are over."""
+    def _finish_read(self, read: RecordRead) -> None:
+        """All parts are read, or skipped after a miss."""
         fetch = read.fetch
-        row = read.row
+        buffer = read.buffer
         record = read.record
-        if not read.why and record is not None and self.seals is None:
-            read.why, _ = self._tried(record.compare, self._bytes[row].data)
-        if not read.why and record is not None:
+        if not read.miss_reason and record is not None and self.checksums is None:
+            read.miss_reason, _ = self._try(record.verify, self._bytes[buffer].data)
+        if not read.miss_reason and record is not None:
             with self._locks[fetch.host_block]:
-                if self._owner[fetch.host_block] == read.owner:
-                    self.row[fetch.host_block], row = row, self.row[fetch.host_block]
-                    if self.seals is not None:
-                        self.seals.put(fetch.host_block, fetch.hash, record.seal)
-        self._spare.append(row)
-        kind, seconds = ("missed", 0.0) if read.why else ("fetched", time.monotonic() - read.start)
-        self._tell(DiskEvent(kind, fetch.hash, fetch.fetch_id, read.why, seconds), read.seconds)
+                if self._generations[fetch.host_block] == read.generation:
+                    own_buffer = self.buffer_of[fetch.host_block]
+                    self.buffer_of[fetch.host_block], buffer = buffer, own_buffer
+                    if self.checksums is not None:
+                        self.checksums.expect(fetch.host_block, fetch.hash, record.kv_checksum)
+        self._spare_buffers.append(buffer)
+        if read.miss_reason:
+            event = DiskEvent("missed", fetch.hash, fetch.fetch_id, read.miss_reason)
+        else:
+            seconds = time.monotonic() - read.started_at
+            event = DiskEvent("fetched", fetch.hash, fetch.fetch_id, seconds=seconds)
+        self._report(event, read.reader_seconds)
         if record is not None:
-            record.close(used=not read.why)  # nobody waits for this
+            record.close(used=not read.miss_reason)  # after the report: nothing waits for it
 
-    def _save_all(self) -> None:
+    def _save_loop(self) -> None:
         assert self.disk is not None
         buffer = np.empty(self.block_bytes, dtype=np.uint8)
-        swept = time.monotonic()
-        paused = 0.0
-        while (job := self._saves.get()) is not None:
-            save, owner = job
+        last_sweep = time.monotonic()
+        paused_until = 0.0
+        while (job := self._save_jobs.get()) is not None:
+            save, generation = job
             now = time.monotonic()
-            if now - swept > SWEEP:
-                swept = now
-                self._tell(DiskEvent("listed", listed_hashes=self.disk.sweep()))
-            why = "paused" if now < paused else self._tried(self._save, save, owner, buffer)[0]
-            if why in ("full", "io", "error"):
-                paused = time.monotonic() + PAUSE
-            self._tell(DiskEvent("unsaved" if why else "saved", save.hash, reason=why))
+            if now - last_sweep > SWEEP_INTERVAL:
+                last_sweep = now
+                self._report(DiskEvent("listed", listed_hashes=self.disk.sweep()))
+            reason = "paused"
+            if now >= paused_until:
+                reason, _ = self._try(self._save, save, generation, buffer)
+            if reason in ("full", "io", "error"):
+                paused_until = time.monotonic() + WRITE_PAUSE
+            kind = "unsaved" if reason else "saved"
+            self._report(DiskEvent(kind, save.hash, reason=reason))
 
-    def _save(self, save: Save, owner: int, buffer: np.ndarray) -> None:
+    def _save(self, save: Save, generation: int, buffer: np.ndarray) -> None:
         assert self.disk is not None
         with self._locks[save.host_block]:
-            if self._owner[save.host_block] != owner:
-                raise Miss("overtaken")
-            buffer[:] = self._bytes[self.row[save.host_block]]
+            if self._generations[save.host_block] != generation:
+                raise DiskMiss("overtaken")
+            buffer[:] = self._bytes[self.buffer_of[save.host_block]]
         self.disk.write(save.hash, save.tokens, buffer.data)
 
-    def _tried(self, work: Callable[..., Any], *arguments: object) -> tuple[str, Any]:
-        """In a word why the work failed, empty if it did not; and what it gave."""
+    def _try(self, work: Callable[..., Any], *arguments: object) -> tuple[str, Any]:
+        """Return ("", result), or in one word why the work failed, and None."""
         try:
             return "", work(*arguments)
-        except Miss as miss:
-            # those happen where several servers share a directory, or a slow disk
-            if miss.why not in ("gone", "overtaken"):
-                self._warn(miss.why, f"KV on disk: {miss}")
-            return miss.why, None
+        except DiskMiss as miss:
+            # "gone" and "overtaken" are normal if several servers share a directory or a disk is
+            # slow.
+            if miss.reason not in ("gone", "overtaken"):
+                self._warn(miss.reason, f"KV on disk: {miss}")
+            return miss.reason, None
         except Exception as error:
             self._warn("error", f"KV on disk: {type(error).__name__}: {error}")
             return "error", None
 
-    def _tell(self, news: DiskEvent, seconds: float = 0.0) -> None:
-        """The engine's thread is not woken for each: every time it is, a reader waits for the interpreter."""
-        self._news.append((time.monotonic(), news, seconds))
-        if len(self._news) >= len(self._pending):
-            self._bell.set()
+    def _report(self, event: DiskEvent, reader_seconds: float = 0.0) -> None:
+        """Pass an event to the engine's thread. It is woken only when every fetch is answered: each
+        time it wakes, a reader waits for the interpreter."""
+        self._events.append(TimedEvent(time.monotonic(), event, reader_seconds))
+        if len(self._events) >= len(self._pending):
+            self._event_arrived.set()
 
     def _warn(self, kind: str, message: str) -> None:
         now = time.monotonic()
-        if now - self._warned.get(kind, -QUIET) >= QUIET:
-            self._warned[kind] = now
+        if now - self._last_warning.get(kind, -WARNING_INTERVAL) >= WARNING_INTERVAL:
+            self._last_warning[kind] = now
             log.warning("%s", message)
 
-    def close(self, patience: float = 10.0) -> None:
-        """Write what is waiting to be written, within reason, and end the threads."""
-        for event, then in self._held:
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what is waiting to be written, within the timeout, and end the threads."""
+        for event, then in self._deferred:
             event.synchronize()
             then()
-        self._held.clear()
+        self._deferred.clear()
         for _ in self._threads[1:]:
-            self._reads.put(None)
-        self._saves.put(None)
-        deadline = time.monotonic() + patience
+            self._read_jobs.put(None)
+        self._save_jobs.put(None)
+        deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._threads = []
-        if self._stage is not None and self.host.numel():
-            page_unlock(self.host)
-            self.host = self.host[:0]
+        if self._staging is not None and self.buffers.numel():
+            page_unlock(self.buffers)
+            self.buffers = self.buffers[:0]

@@ -1,7 +1,8 @@
-"""How host values reach the device and results come back, without ever waiting in between.
+"""How host values reach the device and results come back, without waiting in between.
 
-One copy each way a step. Pinned buffers come fresh from torch's caching host allocator, which reuses one only after the
-copy that reads it has run: the host can never overwrite what the device has yet to read.
+There is one copy each way per step. Pinned buffers come fresh from torch's caching host allocator,
+which reuses a buffer only after the copy that reads it has run: the host can never overwrite what
+the device has yet to read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 class Upload:
-    """Collects small arrays, ships them in one copy, hands out device views of its parts."""
+    """Collects small arrays, sends them in one copy and hands out device views of its parts."""
 
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int32]] = []
@@ -28,7 +29,7 @@ class Upload:
         return self._add(np.asarray(values, dtype=np.float32).reshape(-1).view(np.int32))
 
     def longs(self, values: ArrayLike) -> slice:
-        """On 8 bytes, as `.view(torch.int64)` wants it."""
+        """Add int64 values, aligned to 8 bytes as `.view(torch.int64)` requires."""
         if self._size % 2:
             self.ints([0])
         return self._add(np.asarray(values, dtype=np.int64).reshape(-1).view(np.int32))
@@ -38,27 +39,32 @@ class Upload:
         self._size += len(part)
         return slice(self._size - len(part), self._size)
 
-    def ship(self, device: torch.device) -> Tensor:
-        """All parts as one int32 tensor on the device; index it with the slices. Floats: `.view(torch.float32)`."""
+    def send(self, device: torch.device) -> Tensor:
+        """Return all parts as one int32 tensor on the device. Index it with the slices, and view
+        floats as `.view(torch.float32)`."""
         host = torch.empty(self._size, dtype=torch.int32, pin_memory=device.type == "cuda")
         if self._parts:
             np.concatenate(self._parts, out=host.numpy())
         return host.to(device, non_blocking=True)
 
 
-def copy(target: Tensor, source: Tensor) -> None:
+def copy_async(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
 class Download:
-    """Results on their way to the host; `wait` returns them once they are there. `by` copies (to, from), without waiting."""
+    """Results on their way to the host. `wait` returns them once they are there.
 
-    def __init__(self, *tensors: Tensor, by: Callable[[Tensor, Tensor], None] = copy):
+    `copy(target, source)` copies without waiting."""
+
+    def __init__(self, *tensors: Tensor, copy: Callable[[Tensor, Tensor], None] = copy_async):
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].is_cuda:
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            self._host = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors
+            ]
             for host, tensor in zip(self._host, tensors, strict=True):
-                by(host, tensor)
+                copy(host, tensor)
             self._event = torch.cuda.Event()
             self._event.record()
         else:

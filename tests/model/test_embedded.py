@@ -111,17 +111,17 @@ def our_logits(model: CausalLM, ids: list[int]) -> torch.Tensor:
     batch = ForwardBatch(
         ids=torch.tensor(ids),
         positions=positions,
-        kv_slots=positions + size,
+        kv_indices=positions + size,
         query_start=torch.tensor([0, count], dtype=torch.int32),
         seq_lens=torch.tensor([count], dtype=torch.int32),
         block_table=torch.arange(1, 1 + blocks, dtype=torch.int32)[None],
-        rows=torch.zeros(1, dtype=torch.int32),
-        logit_rows=positions,
+        slots=torch.zeros(1, dtype=torch.int32),
+        logit_indices=positions,
         spans=[Span(0, count, count)],
     )
     kv = torch.zeros(1 + blocks, c.num_layers, 2, c.num_kv_heads, size, c.head_dim)
     with torch.no_grad():
-        return model.logits(model(batch, kv)[batch.logit_rows])
+        return model.logits(model(batch, kv)[batch.logit_indices])
 
 
 def agree(ours: torch.Tensor, theirs: Any) -> None:

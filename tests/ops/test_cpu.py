@@ -24,7 +24,7 @@ from octavo.ops.cpu.thread_pool import Workers, workers
 from octavo.ops.cpu.weight_layout import PackedWeight
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
-from octavo.runner.batch import only_last
+from octavo.runner.batch import last_tokens
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.ops.test_reference import BATCHES, definition, draw, filled
 
@@ -187,15 +187,18 @@ def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_
     """Alone it is split among the threads, beside many it is not, in a prompt it is one of several rows."""
     batch, kv = filled([(40, 700 + 5 * i) for i in range(12)], 3, 32, "cpu")
     q = draw(len(batch.ids), 9, 32)
-    batch.logit_rows = batch.query_start[1:].long() - 1
-    expected = paged_attention(team, q, kv, batch, 0.3, window)[batch.logit_rows]
-    last = only_last(batch, torch.arange(12), batch.spans)
-    assert torch.equal(paged_attention(team, q[batch.logit_rows], kv, last, 0.3, window), expected)
+    batch.logit_indices = batch.query_start[1:].long() - 1
+    expected = paged_attention(team, q, kv, batch, 0.3, window)[batch.logit_indices]
+    last = last_tokens(batch, torch.arange(12), batch.spans)
+    assert torch.equal(
+        paged_attention(team, q[batch.logit_indices], kv, last, 0.3, window), expected
+    )
     for i in range(0, 12, 5):
-        batch.logit_rows = batch.query_start[i + 1 : i + 2].long() - 1
-        alone = only_last(batch, torch.tensor([i]), batch.spans[i : i + 1])
+        batch.logit_indices = batch.query_start[i + 1 : i + 2].long() - 1
+        alone = last_tokens(batch, torch.tensor([i]), batch.spans[i : i + 1])
         assert torch.equal(
-            paged_attention(team, q[batch.logit_rows], kv, alone, 0.3, window), expected[i : i + 1]
+            paged_attention(team, q[batch.logit_indices], kv, alone, 0.3, window),
+            expected[i : i + 1],
         )
 
 

@@ -183,7 +183,7 @@ def test_reference_writes_its_slots_and_no_other(codes: torch.dtype, dtype: torc
     got = REFERENCE.rope_and_cache(qkv, kv, batch, cos_sin)
     want = REFERENCE.rope_and_cache(qkv, plain, batch, cos_sin)
     assert torch.equal(got, want)
-    block, offset = batch.kv_slots // 8, batch.kv_slots % 8
+    block, offset = batch.kv_indices // 8, batch.kv_indices % 8
     written = QuantKV(*compress(plain[block, :, :, offset].to(dtype), codes))
     assert torch.equal(expand(kv)[block, :, :, offset], expand(written))
     plain[block, :, :, offset] = expand(written)

@@ -118,7 +118,7 @@ def test_rope_and_cache_writes_its_slots_and_no_other(device: str) -> None:
 
     parts = qkv.view(tokens, -1, dim)
     for t in range(tokens):
-        block, offset = divmod(int(batch.kv_slots[t]), B)
+        block, offset = divmod(int(batch.kv_indices[t]), B)
         for h in range(heads):
             torch.testing.assert_close(got[t, h], expected(parts[t, h], q_norm, t))
         for h in range(kv_heads):

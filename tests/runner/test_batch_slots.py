@@ -7,7 +7,7 @@ from array import array
 import torch
 
 from octavo.params import SamplingParams
-from octavo.runner.batch_slots import Rows
+from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 
@@ -27,22 +27,22 @@ def new_slot(row: int, tokens: list[int], table: list[int], **params: float) -> 
     )  # type: ignore[arg-type]
 
 
-def apply(state: Rows, plan: Plan) -> None:
+def apply(state: BatchSlots, plan: Plan) -> None:
     up = Upload()
     up.ints([7])  # something else, of odd size, is sent before
     staged = state.stage(plan, up)
-    state.apply(staged, up.ship(torch.device("cpu")))
+    state.apply(staged, up.send(torch.device("cpu")))
 
 
 def test_a_plan_changes_its_rows_and_no_others() -> None:
-    state = Rows(3, 30, 4, torch.device("cpu"))
+    state = BatchSlots(3, 30, 4, torch.device("cpu"))
     state.flat.fill_(-5)
     apply(
         state,
         Plan(1, new_slots=[new_slot(1, [11, 12, 13, 14, 15], [8, 9], temperature=0.5, top_p=0.25)]),
     )
     assert state.tokens[1, :6].tolist() == [11, 12, 13, 14, 15, -5]
-    assert state.table[1, :3].tolist() == [8, 9, -5]
+    assert state.block_table[1, :3].tolist() == [8, 9, -5]
     assert state.ints[1, :2].tolist() == [0, 5] and int(state.computed[1]) == 0
     assert state.floats[1, :2].tolist() == [0.5, 0.25]
     changed = state.flat.view(4, -1) != -5
@@ -51,7 +51,7 @@ def test_a_plan_changes_its_rows_and_no_others() -> None:
 
 
 def test_a_block_given_later_in_the_plan_replaces_the_one_a_new_row_came_with() -> None:
-    state = Rows(3, 30, 4, torch.device("cpu"))
+    state = BatchSlots(3, 30, 4, torch.device("cpu"))
     apply(
         state,
         Plan(
@@ -60,21 +60,26 @@ def test_a_block_given_later_in_the_plan_replaces_the_one_a_new_row_came_with() 
             block_appends=[(0, 1, 20), (0, 2, 21), (2, 0, 22)],
         ),
     )
-    assert state.table[0, :4].tolist() == [8, 20, 21, 0] and state.table[2, :2].tolist() == [22, 0]
+    assert state.block_table[0, :4].tolist() == [8, 20, 21, 0] and state.block_table[
+        2, :2
+    ].tolist() == [22, 0]
 
 
 def test_a_plan_without_changes_ships_nothing() -> None:
-    state, up = Rows(3, 30, 4, torch.device("cpu")), Upload()
+    state, up = BatchSlots(3, 30, 4, torch.device("cpu")), Upload()
     staged = state.stage(Plan(1), up)
-    assert len(up.ship(torch.device("cpu"))) == 0
+    assert len(up.send(torch.device("cpu"))) == 0
     state.apply(staged, torch.zeros(0, dtype=torch.int32))
     assert not state.flat.any()
 
 
 def test_every_part_begins_on_sixteen_bytes() -> None:
     for length in (1, 30, 33):
-        state = Rows(2, length, 4, torch.device("cpu"))
+        state = BatchSlots(2, length, 4, torch.device("cpu"))
         assert (
-            all(view.storage_offset() % 4 == 0 for view in (state.table, state.tokens, state.ints))
+            all(
+                view.storage_offset() % 4 == 0
+                for view in (state.block_table, state.tokens, state.ints)
+            )
             and state.columns % 4 == 0
         )

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.runner.disk import HEADER, PAGE, Disk, Miss, Record
+from octavo.runner.disk import HEADER, PAGE_BYTES, Disk, DiskMiss, Record
 
 BYTES = 512
 TOKENS = array("i", range(16))
 HASH, OTHER = b"h" * 16, b"o" * 16
-LENGTH = PAGE + BYTES  # the header and the tokens have a page of their own
+LENGTH = PAGE_BYTES + BYTES  # the header and the tokens have a page of their own
 
 
 def make(
@@ -38,9 +38,9 @@ def read(disk: Disk, h: bytes = HASH, tokens: array = TOKENS) -> bytes:
 
 
 def why(disk: Disk, h: bytes = HASH, tokens: array = TOKENS) -> str:
-    with pytest.raises(Miss) as caught:
+    with pytest.raises(DiskMiss) as caught:
         read(disk, h, tokens)
-    return caught.value.why
+    return caught.value.reason
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def path(disk: Disk, h: bytes = HASH) -> Path:
 def test_what_was_written_is_read(disk: Disk) -> None:
     assert read(disk) == bytes(content())
     assert path(disk).stat().st_size == LENGTH and path(disk).stat().st_mode & 0o777 == 0o600
-    assert make(disk.root).known == {HASH}, "a new server finds it"
+    assert make(disk.root).known_hashes == {HASH}, "a new server finds it"
 
 
 def test_what_is_not_there_is_gone(disk: Disk) -> None:
@@ -83,7 +83,7 @@ def test_every_truncation_is_noticed(disk: Disk) -> None:
         HEADER.size - 1,
         HEADER.size,
         HEADER.size + 64,
-        PAGE,
+        PAGE_BYTES,
         len(sound) - 1,
         len(sound) + 1,
     ):
@@ -96,20 +96,22 @@ def test_a_record_is_read_in_parts_in_any_order(disk: Disk) -> None:
     record, into = Record(disk, HASH, TOKENS), bytearray(BYTES)
     for at, end in ((300, BYTES), (0, 100), (100, 300)):
         record.read(memoryview(into)[at:end], at)
-    record.compare(memoryview(into))
+    record.verify(memoryview(into))
     record.close()
     assert into == content()
 
 
-@pytest.mark.parametrize("length", [PAGE - 1, PAGE + 99, PAGE + 299, LENGTH - 1, LENGTH + 1])
+@pytest.mark.parametrize(
+    "length", [PAGE_BYTES - 1, PAGE_BYTES + 99, PAGE_BYTES + 299, LENGTH - 1, LENGTH + 1]
+)
 def test_a_part_that_is_not_whole_is_noticed(disk: Disk, length: int) -> None:
     path(disk).write_bytes((path(disk).read_bytes() + b"x")[:length])
     record, misses = Record(disk, HASH, TOKENS), []
     for at, end in ((0, 100), (100, 300), (300, BYTES)):
         try:
             record.read(memoryview(bytearray(end - at)), at)
-        except Miss as miss:
-            misses.append(miss.why)
+        except DiskMiss as miss:
+            misses.append(miss.reason)
     record.close()
     assert misses and set(misses) == {"corrupt"} and not path(disk).exists()
 
@@ -121,7 +123,7 @@ def test_a_read_that_the_system_cuts_short_goes_on(
 
     def short(file: int, views: list[memoryview], at: int) -> int:
         first = next(view for view in views if len(view))
-        return real(file, [first if len(first) == PAGE else memoryview(first)[:7]], at)
+        return real(file, [first if len(first) == PAGE_BYTES else memoryview(first)[:7]], at)
 
     monkeypatch.setattr(os, "preadv", short)
     assert read(disk) == bytes(content())
@@ -165,7 +167,7 @@ def test_an_error_of_the_system_is_a_miss(disk: Disk, monkeypatch: pytest.Monkey
     os.close(record.file)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", broken)
-        with pytest.raises(Miss, match="io"):
+        with pytest.raises(DiskMiss, match="io"):
             disk.write(OTHER, TOKENS, content())
     assert [p.name for p in disk.folder.iterdir()] == [path(disk).name], (
         "nothing half-written stays"
@@ -181,7 +183,7 @@ def test_a_full_disk_is_a_miss(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> N
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", full)
-        with pytest.raises(Miss, match="full"):
+        with pytest.raises(DiskMiss, match="full"):
             disk.write(OTHER, TOKENS, content())
     assert why(disk, OTHER) == "gone" and read(disk) == bytes(content())
 
@@ -206,7 +208,7 @@ def test_the_records_unused_for_longest_give_way(tmp_path: Path) -> None:
     for i, h in enumerate(hashes[10:], 10):
         disk.write(h, TOKENS, content(i))
     left = disk.sweep()
-    assert len(left) * LENGTH <= 10 * LENGTH and disk.used == len(left) * LENGTH
+    assert len(left) * LENGTH <= 10 * LENGTH and disk.used_bytes == len(left) * LENGTH
     assert hashes[0] in left and hashes[1] not in left and {*hashes[10:]} <= left
 
 
@@ -259,7 +261,7 @@ def test_two_processes_share_a_directory(tmp_path: Path) -> None:
 import sys, random
 from array import array
 from pathlib import Path
-from octavo.runner.disk import Disk, Miss
+from octavo.runner.disk import Disk, DiskMiss
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 disk = Disk(root, {20 * LENGTH}, b"f" * 16, "float32 2x2", {BYTES})
 g, hits, misses, into = random.Random(seed), 0, set(), bytearray({BYTES})
@@ -274,8 +276,8 @@ for _ in range(1500):
             disk.read(h, tokens, memoryview(into))
             assert bytes(into) == data
             hits += 1
-    except Miss as miss:
-        misses.add(miss.why)
+    except DiskMiss as miss:
+        misses.add(miss.reason)
 print(hits, sorted(misses - {{"gone", "io"}}))
 """
     children = [
@@ -291,4 +293,4 @@ print(hits, sorted(misses - {{"gone", "io"}}))
         assert child.returncode == 0
         hits, odd = out.split(" ", 1)
         assert int(hits) > 100 and odd.strip() == "[]"
-    assert make(tmp_path, limit=20 * LENGTH).used <= 21 * LENGTH
+    assert make(tmp_path, limit=20 * LENGTH).used_bytes <= 21 * LENGTH

@@ -12,6 +12,7 @@ from octavo.config import CacheConfig
 from octavo.model import build, registry
 from octavo.model.load import dummy_weights
 from octavo.params import SamplingParams
+from octavo.runner.batch import ForwardResult
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.tier_store import TierStore
@@ -22,14 +23,16 @@ from tests.conftest import DEVICE
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
 from octavo.runner import shapes
-from octavo.runner.graphs import Captured, StepGraphs
-from octavo.runner.shapes import Shape, decode_sizes, held_rows
+from octavo.runner.graphs import StepGraph, StepGraphs
+from octavo.runner.shapes import GraphShape, RunnerLimits, decode_sizes, held_logits
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
+LIMITS = RunnerLimits(max_slots=4, max_len=64, max_tokens=64)
+LARGE_LIMITS = RunnerLimits(max_slots=100, max_len=4096, max_tokens=8192)
 
 
-def make_runner(graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
+def make_runner(use_graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
     hf = tiny.hf_model("qwen3").config.to_dict()
     hf["architectures"] = ["Qwen3ForCausalLM"]
     config = registry.parse(hf)
@@ -37,12 +40,12 @@ def make_runner(graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
     dummy_weights(model, seed=1)
     kv = KVStore(config, CacheConfig(BLOCK, 40), kv_dtype, torch.device(DEVICE))
     kv.tensor.zero_()
-    return Runner(model, kv, 4, 64, 64, torch.device(DEVICE), graphs)
+    return Runner(model, kv, LIMITS, use_graphs=use_graphs)
 
 
 def plans() -> list[Plan]:
-    """Two prompts and the beginning of a third, whose end comes with the others' first decoding; then all decode. Each row
-    crosses into a new block at another step."""
+    """Two prompts and the beginning of a third, whose end comes with the others' first decode step;
+    then all decode. Each slot crosses into a new block at another step."""
     prompts, tables = (
         {0: [5, 6, 7], 2: [9, 8, 7, 6, 5, 4], 1: [4, 3, 2, 9, 7]},
         {0: [3], 2: [7, 5], 1: [8, 9]},
@@ -73,16 +76,13 @@ def plans() -> list[Plan]:
 class WithoutCapture(StepGraphs):
     """Runs the steps that a graph would hold, directly."""
 
-    def _capture(self, shape: Shape) -> Captured:
-        captured = Captured(
-            None, self.nobody(shape), torch.zeros(0), torch.zeros(0), torch.zeros(0)
-        )  # type: ignore[arg-type]
+    def _capture(self, shape: GraphShape) -> StepGraph:
+        nothing = ForwardResult(torch.zeros(0), torch.zeros(0), torch.zeros(0))
+        captured = StepGraph(None, self.padding_inputs(shape), nothing)  # type: ignore[arg-type]
 
         class Replay:
             def replay(_) -> None:
-                captured.logits, captured.lengths, captured.tokens = self._step(
-                    captured.inputs, shape
-                )
+                captured.result = self._run(captured.inputs, shape)
 
         captured.graph = Replay()  # type: ignore[assignment]
         return captured
@@ -94,29 +94,31 @@ class WithoutCapture(StepGraphs):
     ids=["plain KV", "compressed KV"],
 )
 @pytest.mark.parametrize(
-    "beside", [[], [2], [1]], ids=["any items", "all decode beside it", "one decodes beside it"]
+    "decoding", [[], [2], [1]], ids=["any items", "all decode beside it", "one decodes beside it"]
 )
-def test_what_graphs_hold_equals_the_general_path(
-    beside: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_graphs_compute_the_same_as_eager_steps(
+    decoding: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "BESIDE_ROWS", beside)
-    monkeypatch.setattr(shapes, "BESIDE_SIZES", [7])
+    monkeypatch.setattr(shapes, "PIGGYBACK_DECODING", decoding)
+    monkeypatch.setattr(shapes, "PIGGYBACK_SIZES", [7])
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
     general, special = make_runner(False, kv_dtype), make_runner(False, kv_dtype)
-    special.graphs = WithoutCapture(special.model, special.kv, special.rows, 4, 64, 64)
+    special.graphs = WithoutCapture(special.model, special.kv, special.batch_slots, LIMITS)
     for plan in plans():
         want = general.launch(plan).wait().tokens
         got = special.launch(plan).wait().tokens
         assert got == want, plan.step
-    mixed = {shape for shape in special.graphs.captured if shape.decoding < shape.tokens}
-    assert mixed == ({Shape(0, 16)} | {Shape(rows, 7) for rows in beside}) and len(
-        special.graphs.captured
-    ) > len(mixed)
-    assert int(special.rows.computed[special.rows.padding]) == 0
-    for name in ("tokens", "table", "ints"):
-        torch.testing.assert_close(getattr(special.rows, name)[:4], getattr(general.rows, name)[:4])
+    captured = special.graphs.graphs
+    mixed = {shape for shape in captured if shape.decoding < shape.tokens}
+    assert mixed == {GraphShape(0, 16)} | {GraphShape(count, 7) for count in decoding}
+    assert len(captured) > len(mixed)
+    assert int(special.batch_slots.computed[special.batch_slots.padding_slot]) == 0
+    for name in ("tokens", "block_table", "ints"):
+        got_state = getattr(special.batch_slots, name)
+        want_state = getattr(general.batch_slots, name)
+        torch.testing.assert_close(got_state[:4], want_state[:4])
 
 
 def test_stores_are_done_before_a_graph_overwrites_the_block(
@@ -126,7 +128,9 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
     runners = [make_runner(False), make_runner(False)]
-    runners[1].graphs = WithoutCapture(runners[1].model, runners[1].kv, runners[1].rows, 4, 64, 64)
+    runners[1].graphs = WithoutCapture(
+        runners[1].model, runners[1].kv, runners[1].batch_slots, LIMITS
+    )
     for runner in runners:
         runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
         runner.tiers = TierStore(runner.kv, 2)
@@ -137,58 +141,53 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
     for plan in (first, second, third):
         results = [runner.launch(plan).wait() for runner in runners]
         assert results[0].tokens == results[1].tokens
-    assert Shape(4, 4) in runners[1].graphs.captured
+    assert GraphShape(4, 4) in runners[1].graphs.graphs
     for runner in runners:
         assert runner.tiers is not None
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        assert runner.tiers.host[1].unique().tolist() == [7.0]
+        assert runner.tiers.buffers[1].unique().tolist() == [7.0]
         assert not (runner.kv.tensor[10] == 7.0).all(), "the step was meant to write to it"
         runner.tiers.close()
 
 
-def test_a_step_that_loads_is_no_decode_graph_s() -> None:
+def test_a_step_that_loads_does_not_use_a_decode_graph() -> None:
     runner = make_runner(False)
-    graphs = WithoutCapture(runner.model, runner.kv, runner.rows, 4, 64, 64)
+    graphs = WithoutCapture(runner.model, runner.kv, runner.batch_slots, LIMITS)
     items = [Item(0, 0, 0, None, 1, True, 4)]
-    assert graphs.decodes(Plan(1, items=items)) and graphs.decodes(
-        Plan(1, items=items, stores=[(1, 1)])
-    )
-    assert not graphs.decodes(Plan(1, items=items, loads=[(1, 1)]))
+    assert graphs.is_decode(Plan(1, items=items))
+    assert graphs.is_decode(Plan(1, items=items, stores=[(1, 1)]))
+    assert not graphs.is_decode(Plan(1, items=items, loads=[(1, 1)]))
 
 
-def test_the_smallest_graph_is_taken_and_as_much_of_it_for_decoding_as_there_is() -> None:
+def test_a_step_takes_the_smallest_graph_with_the_most_decoding_items() -> None:
     made = make_runner(False)
-    graphs = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
+    graphs = StepGraphs(made.model, made.kv, made.batch_slots, LARGE_LIMITS)
 
-    def shape(decoding: int, *prompts: int) -> Shape | None:
+    def shape(decoding: int, *prompts: int) -> GraphShape | None:
         items = [Item(i, 0, i, None, 1, True, 9) for i in range(decoding)]
-        return graphs.mixed_shape(
+        return graphs.find_mixed_shape(
             items + [Item(200 + i, 0, 0, 0, num, True, num) for i, num in enumerate(prompts)]
         )
 
     assert (
-        shape(3, 10) == Shape(0, 16)
-        and shape(3, 13) == Shape(0, 16)
-        and shape(3, 14) == Shape(0, 32)
+        shape(3, 10) == GraphShape(0, 16)
+        and shape(3, 13) == GraphShape(0, 16)
+        and shape(3, 14) == GraphShape(0, 32)
     )
-    # of 64 items one is what is left over
-    assert shape(62, 50) == Shape(0, 128) and shape(63, 50) == Shape(32, 192)
+    # One of the 64 items is padding.
+    assert shape(62, 50) == GraphShape(0, 128) and shape(63, 50) == GraphShape(32, 192)
     assert (
-        shape(99, 50) == Shape(96, 192)
-        and shape(99, 93) == Shape(96, 192)
-        and shape(99, 94) == Shape(96, 320)
+        shape(99, 50) == GraphShape(96, 192)
+        and shape(99, 93) == GraphShape(96, 192)
+        and shape(99, 94) == GraphShape(96, 320)
     )
     assert shape(31, 300, 300) is None
-    assert shape(40, 600) == Shape(32, 640) and shape(40, 601) is None
-    assert shape(96, *[2] * 63) == Shape(96, 320) and shape(96, *[2] * 64) is None
+    assert shape(40, 600) == GraphShape(32, 640) and shape(40, 601) is None
+    assert shape(96, *[2] * 63) == GraphShape(96, 320) and shape(96, *[2] * 64) is None
     assert all(s.items <= s.tokens and s.decoding <= 100 for s in graphs.mixed_shapes)
-    assert (
-        StepGraphs(made.model, made.kv, made.rows, 4, 64, 8).mixed_shape(
-            [Item(0, 0, 0, 0, 2, True, 2)]
-        )
-        is None
-    )
+    no_mixed = StepGraphs(made.model, made.kv, made.batch_slots, RunnerLimits(4, 64, 8))
+    assert no_mixed.find_mixed_shape([Item(0, 0, 0, 0, 2, True, 2)]) is None
 
 
 def test_sizes_cover_every_count() -> None:
@@ -198,11 +197,11 @@ def test_sizes_cover_every_count() -> None:
     assert all(b - a <= max(16, b // 8) for a, b in pairwise(sizes))
 
 
-def test_what_graphs_hold_is_counted() -> None:
+def test_the_logits_that_graphs_hold_are_counted() -> None:
     made = make_runner(False)
-    graphs = StepGraphs(made.model, made.kv, made.rows, 100, 4096, 8192)
-    sizes = [Shape(n, n) for n in graphs.decode_sizes] + graphs.mixed_shapes
-    assert held_rows(100, 8192) == sum(s.items for s in sizes) > held_rows(8, 8192)
+    graphs = StepGraphs(made.model, made.kv, made.batch_slots, LARGE_LIMITS)
+    sizes = [GraphShape(n, n) for n in graphs.decode_sizes] + graphs.mixed_shapes
+    assert held_logits(100, 8192) == sum(s.items for s in sizes) > held_logits(8, 8192)
 
 
 @pytest.mark.gpu

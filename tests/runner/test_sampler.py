@@ -13,7 +13,8 @@ from transformers.generation import logits_process as hf
 from octavo.ops.reference import ReferenceOps, gumbel
 from octavo.params import SamplingParams
 from octavo.runner import sampler
-from octavo.runner.batch_slots import Rows
+from octavo.runner.batch import ForwardResult
+from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 from tests.toy_guide import pack
@@ -31,35 +32,36 @@ def choose(
     stop_ids: frozenset[int] = frozenset(),
     masks: dict[int, list[int]] | None = None,
 ) -> list[int]:
-    """Sample one token a row through the same staging that the runner uses."""
+    """Sample one token per slot through the same staging that the runner uses."""
     n = len(params)
     tokens = tokens or [[1, 2, 3]] * n
     prompt_lens = prompt_lens or [len(t) for t in tokens]
     seeds = seeds or [p.seed or 0 for p in params]
-    state = Rows(n, 64, 16, torch.device("cpu"))
-    rows = [
+    state = BatchSlots(n, 64, 16, torch.device("cpu"))
+    new_slots = [
         NewSlot(
             i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]
         )
         for i in range(n)
     ]
-    up = Upload()
-    changes = state.stage(Plan(1, new_slots=rows), up)
+    upload = Upload()
+    changes = state.stage(Plan(1, new_slots=new_slots), upload)
     job = sampler.SampleJob.stage(
-        list(range(n)),
-        max(map(len, tokens)),
-        state,
-        up,
-        {i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()},
+        slots=list(range(n)),
+        max_len=max(map(len, tokens)),
+        state=state,
+        upload=upload,
+        masks={i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()},
     )
-    shipped = up.ship(torch.device("cpu"))
-    state.apply(changes, shipped)
-    lengths, index = (
-        torch.tensor([len(t) for t in tokens], dtype=torch.int32),
-        torch.arange(n, dtype=torch.int32),
+    sent = upload.send(torch.device("cpu"))
+    state.apply(changes, sent)
+    forward = ForwardResult(
+        slots=torch.arange(n, dtype=torch.int32),
+        logits=logits.float().clone(),
+        lengths=torch.tensor([len(t) for t in tokens], dtype=torch.int32),
     )
-    adjusted = sampler.adjust(logits.float().clone(), index, lengths, job, state, shipped)
-    return sampler.choose(adjusted, index, lengths, state, OPS).tolist()
+    adjusted = forward._replace(logits=sampler.adjust(forward, job, state, sent))
+    return sampler.choose(adjusted, state, OPS).tolist()
 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -269,7 +271,7 @@ def test_stop_ids_wait_for_min_tokens() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_masked_row_says_only_what_it_may(options: dict) -> None:
-    n = 2 * sampler.FILTER_ROWS + 5
+    n = 2 * sampler.FILTER_CHUNK + 5
     logits = random_logits(n, seed=5, scale=20)
     allowed = {i: [2, 31, 96] for i in range(0, n, 2)}
     params = [SamplingParams(**{"seed": i, "temperature": 5.0, **options}) for i in range(n)]

@@ -18,9 +18,9 @@ import torch
 
 from octavo.config import CacheConfig, ModelConfig
 from octavo.runner import tier_store as module
-from octavo.runner.disk import PAGE, Disk, Miss, Record
+from octavo.runner.disk import PAGE_BYTES, Disk, DiskMiss, Record
 from octavo.runner.kvstore import KVStore
-from octavo.runner.staging import Lap
+from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.types import DiskEvent, Fetch, Plan, Save
 from tests.conftest import DEVICE
@@ -67,12 +67,12 @@ def make(kv: KVStore, tmp_path: Path) -> Iterator[Make]:
     def build(slots: int = 4, disk: bool = True, limit: int = 2**20) -> TierStore:
         record = kv.tensor[0].nbytes
         opened = Disk(tmp_path / "kv", limit, b"f" * 16, "test", record) if disk else None
-        made.append(TierStore(kv, slots, opened, staging=4 * record))
+        made.append(TierStore(kv, slots, opened, staging_bytes=4 * record))
         return made[-1]
 
     yield build
     for tiers in made:
-        tiers.close(patience=0.2)
+        tiers.close(timeout=0.2)
 
 
 def until(tiers: TierStore, count: int, seconds: float = 10.0) -> list[DiskEvent]:
@@ -80,7 +80,7 @@ def until(tiers: TierStore, count: int, seconds: float = 10.0) -> list[DiskEvent
     found: list[DiskEvent] = []
     deadline = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < deadline:
-        found += tiers.news(wait=True)
+        found += tiers.collect_events(wait=True)
         time.sleep(0.001)
     assert len(found) == count, found
     return found
@@ -121,7 +121,7 @@ def test_what_is_saved_can_be_fetched_by_another_server(kv: KVStore, make: Make)
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     assert until(tiers, 1) == [DiskEvent("saved", name(3))]
     other = make()
-    assert other.disk is not None and other.disk.known == {name(3)}
+    assert other.disk is not None and other.disk.known_hashes == {name(3)}
     other.begin(Plan(1, fetches=[Fetch(7, 2, name(3), tokens(3))]))
     (news,) = until(other, 1)
     assert (news.kind, news.fetch_id) == ("fetched", 7) and news.seconds > 0
@@ -130,7 +130,7 @@ def test_what_is_saved_can_be_fetched_by_another_server(kv: KVStore, make: Make)
     assert value(kv, 8) == 3
 
 
-def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
+def test_records_are_verified_when_they_are_loaded(tmp_path: Path) -> None:
     kv = KVStore(MODEL, CacheConfig(128, BLOCKS), DTYPE, torch.device(DEVICE))  # two pages a block
     disk = Disk(tmp_path, 2**20, b"f" * 16, "test", kv.tensor[0].nbytes)
     for i in (3, 4, 5):
@@ -142,24 +142,25 @@ def test_what_is_sealed_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
     data = bytearray(record.read_bytes())
     data[-5000] ^= 1
     record.write_bytes(data)
-    tiers = TierStore(kv, 4, disk, sealed=True)
+    tiers = TierStore(kv, 4, disk, verify_on_load=True)
     tiers.begin(Plan(1, fetches=[Fetch(i, i - 3, name(i), tokens(i)) for i in (3, 4, 5)]))
     assert {news.kind for news in until(tiers, 3)} == {"fetched"}
     tiers.load([(0, 6), (2, 1), (1, 7)])  # two side by side, and one elsewhere
-    check = tiers.take_check()
-    assert (
-        check is not None and tiers.spoilt(check) == {1} and (value(kv, 6), value(kv, 1)) == (3, 5)
-    )
+    verification = tiers.take_verification()
+    assert verification is not None
+    assert tiers.corrupt_blocks(verification) == {1}
+    assert (value(kv, 6), value(kv, 1)) == (3, 5)
     tiers.load([(0, 6)])
-    assert tiers.take_check() is None, "once is enough"
+    assert tiers.take_verification() is None, "once is enough"
     tiers.begin(Plan(2, stores=[(6, 2)]))
     tiers.load([(2, 8)])
-    assert tiers.take_check() is None and value(kv, 8) == 3, "what the device stored needs none"
+    assert tiers.take_verification() is None, "a block that the device stored needs none"
+    assert value(kv, 8) == 3
     deadline = time.monotonic() + 10
     while record.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not record.exists()
-    tiers.close(patience=0.2)
+    tiers.close(timeout=0.2)
 
 
 def test_a_save_of_a_slot_that_holds_something_else_by_now_is_not_done(
@@ -195,7 +196,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it brings after that reaches no slot: by then something else is there."""
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "DISK_TIMEOUT", 0.05)
     tiers, gate = make(), threading.Event()
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
@@ -210,13 +211,13 @@ def test_a_disk_that_does_not_answer_is_given_up(
     tiers.begin(Plan(3, stores=[(5, 1)]))
     gate.set()
     time.sleep(0.1)
-    assert tiers.news(wait=True) == [], "news comes once"
+    assert tiers.collect_events(wait=True) == [], "news comes once"
     tiers.load([(1, 8)])
     synchronize()
     assert value(kv, 8) == 5
 
 
-@pytest.mark.parametrize("error", [Miss("corrupt"), OSError("odd"), RuntimeError("a bug")])
+@pytest.mark.parametrize("error", [DiskMiss("corrupt"), OSError("odd"), RuntimeError("a bug")])
 def test_whatever_goes_wrong_is_a_miss(
     make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -226,7 +227,7 @@ def test_whatever_goes_wrong_is_a_miss(
     monkeypatch.setattr(Record, "__init__", broken)
     monkeypatch.setattr(Disk, "write", broken)
     tiers = make()
-    why = error.why if isinstance(error, Miss) else "error"
+    why = error.reason if isinstance(error, DiskMiss) else "error"
     for step in range(3):
         tiers.begin(Plan(step, fetches=[Fetch(step + 1, 1, name(1), tokens(1))]))
         assert until(tiers, 1) == [DiskEvent("missed", name(1), step + 1, why)], (
@@ -243,7 +244,7 @@ def test_a_disk_that_failed_is_left_alone_for_a_while(
 
     def full(*_: Any) -> None:
         tries.append(1)
-        raise Miss("full")
+        raise DiskMiss("full")
 
     monkeypatch.setattr(Disk, "write", full)
     tiers = make()
@@ -274,7 +275,7 @@ def test_a_fetch_that_was_overtaken_is_answered(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be awaited, and what came into its slot meanwhile be given up with it."""
-    monkeypatch.setattr(module, "READERS", 1)
+    monkeypatch.setattr(module, "MAX_READERS", 1)
     tiers, gate, real = make(), threading.Event(), Record.read
     tiers.begin(Plan(1, stores=[(3, 0)], saves=[Save(0, name(3), tokens(3))]))
     until(tiers, 1)
@@ -302,7 +303,7 @@ def test_a_directory_removed_under_way_is_a_miss_and_then_used_again(
 
 
 def test_what_others_write_becomes_known(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SWEEP", 0.0)
+    monkeypatch.setattr(module, "SWEEP_INTERVAL", 0.0)
     one, other = make(), make()
     other.begin(Plan(1, stores=[(1, 0)], saves=[Save(0, name(1), tokens(1))]))
     until(other, 2)
@@ -330,7 +331,7 @@ def test_records_are_read_in_parts_by_several_readers(
 ) -> None:
     """Which bring what is not whole to nobody, and say so once."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(module, "PART", 64)
+    monkeypatch.setattr(module, "PART_BYTES", 64)
     tiers = make(slots=BLOCKS)
     for block in range(1, BLOCKS + 1):
         kv.tensor[block].view(-1).copy_(torch.arange(kv.tensor[block].numel()) + block)
@@ -342,10 +343,10 @@ def test_records_are_read_in_parts_by_several_readers(
     assert tiers.disk is not None
     short = Path(tiers.disk.path(name(4)))
     # the second of its parts is not whole, others are not there
-    short.write_bytes(short.read_bytes()[: PAGE + 70])
+    short.write_bytes(short.read_bytes()[: PAGE_BYTES + 70])
     Path(tiers.disk.path(name(5))).unlink()
     # the first part is odd, and the others are not; or all of KV is, and no part
-    for b, at in ((6, PAGE - 1), (7, PAGE + 200)):
+    for b, at in ((6, PAGE_BYTES - 1), (7, PAGE_BYTES + 200)):
         record = Path(tiers.disk.path(name(b)))
         data = bytearray(record.read_bytes())
         data[at] ^= 1
@@ -369,17 +370,17 @@ def test_records_are_read_in_parts_by_several_readers(
         tiers.load([(b - 1, b)])
         synchronize()
         assert torch.equal(kv.tensor[b], want[b])
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
-        "a row is lost, or used twice"
+    assert sorted(tiers.buffer_of + tiers._spare_buffers) == list(range(len(tiers.buffers))), (
+        "a buffer is lost, or used twice"
     )
 
 
 @pytest.mark.parametrize("part", [64, 2**20])
-def test_slots_change_hands_under_load(
+def test_host_blocks_change_contents_under_load(
     part: int, kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stores, saves and fetches of few slots at once: what is fetched is what its name says, or is not loaded."""
-    monkeypatch.setattr(module, "PART", part)
+    monkeypatch.setattr(module, "PART_BYTES", part)
     tiers, g = make(slots=2), random.Random(1)
     holds: dict[int, int] = {}  # slot -> content that is ready
     pending: dict[int, tuple[int, int]] = {}  # ticket -> slot, content
@@ -401,7 +402,7 @@ def test_slots_change_hands_under_load(
                 pending[step] = slot, i
         tiers.begin(plan)
         fill(kv, 1, 77)
-        for news in tiers.news(wait=g.random() < 0.5):
+        for news in tiers.collect_events(wait=g.random() < 0.5):
             if news.fetch_id:
                 at, i = pending.pop(news.fetch_id)
                 if news.kind == "fetched":
@@ -413,18 +414,18 @@ def test_slots_change_hands_under_load(
             loaded += 1
     assert loaded > 500
     while tiers._pending:  # what is late is a miss, so this ends; news of saves comes in between
-        tiers.news(wait=True)
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
-        "a row is lost, or used twice"
+        tiers.collect_events(wait=True)
+    assert sorted(tiers.buffer_of + tiers._spare_buffers) == list(range(len(tiers.buffers))), (
+        "a buffer is lost, or used twice"
     )
 
 
-def test_a_lap_tells_loads_from_the_rest() -> None:
-    lap = Lap(torch.device(DEVICE))
+def test_a_step_timer_separates_loads_from_the_rest() -> None:
+    timer = StepTimer(torch.device(DEVICE))
     time.sleep(0.01)
-    lap.mark()
-    lap.mark()
-    loads, rest = lap.seconds()
+    timer.mark()
+    timer.mark()
+    loads, rest = timer.seconds()
     assert loads >= 0 and rest >= 0 and (DEVICE == "cuda" or loads > 0.009)
 
 
@@ -432,7 +433,7 @@ def test_a_lap_tells_loads_from_the_rest() -> None:
 def test_page_locked_memory_is_given_back(kv: KVStore, make: Make) -> None:
     for _ in range(3):
         tiers = make(disk=False)
-        assert tiers.host.is_pinned()
+        assert tiers.buffers.is_pinned()
         tiers.close()
 
 
@@ -440,8 +441,8 @@ def test_a_record_that_cannot_be_opened_holds_up_no_other(
     kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)  # three readers
-    monkeypatch.setattr(module, "PART", 16)
-    monkeypatch.setattr(module, "OPENING", 0.05)
+    monkeypatch.setattr(module, "PART_BYTES", 16)
+    monkeypatch.setattr(module, "OPEN_TIMEOUT", 0.05)
     tiers = make(slots=BLOCKS)
     tiers.begin(
         Plan(
@@ -467,6 +468,6 @@ def test_a_record_that_cannot_be_opened_holds_up_no_other(
     }
     gate.set()
     assert [(n.kind, n.reason) for n in until(tiers, 1)] == [("missed", "late")]
-    assert sorted(tiers.row + tiers._spare) == list(range(len(tiers.host))), (
-        "a row is lost, or used twice"
+    assert sorted(tiers.buffer_of + tiers._spare_buffers) == list(range(len(tiers.buffers))), (
+        "a buffer is lost, or used twice"
     )

@@ -11,32 +11,34 @@ from typing import Any
 import torch
 
 from octavo.runner.runner import Runner
+from octavo.runner.staging import StepTimer
 from octavo.serve import engine_process
 from octavo.types import Plan
 
-launch, begin = Runner.launch, Runner._begin
-short: set[int] = set()  # rows for which memory is never enough
+launch = Runner.launch
+launch_step = Runner._launch_step
+short: set[int] = set()  # batch slots for which memory is never enough
 
 
 def faulty(self: Runner, plan: Plan) -> Any:
-    for row in plan.new_slots:
-        if list(row.tokens[:2]) == [13, 13]:
+    for new in plan.new_slots:
+        if list(new.tokens[:2]) == [13, 13]:
             time.sleep(3600)
-        if list(row.tokens[:2]) == [14, 14]:
+        if list(new.tokens[:2]) == [14, 14]:
             raise RuntimeError("a secret: /etc/passwd")
-        if list(row.tokens[:2]) == [15, 15]:
+        if list(new.tokens[:2]) == [15, 15]:
             os._exit(9)
     return launch(self, plan)
 
 
-def lacking(self: Runner, plan: Plan) -> Any:
-    for row in plan.new_slots:
-        (short.add if list(row.tokens[:2]) == [16, 16] else short.discard)(row.slot)
+def lacking(self: Runner, plan: Plan, timer: StepTimer | None = None) -> Any:
+    for new in plan.new_slots:
+        (short.add if list(new.tokens[:2]) == [16, 16] else short.discard)(new.slot)
     if any(item.slot in short for item in plan.items):
         raise torch.OutOfMemoryError("CUDA out of memory at 0x7f0000000000, see /etc/passwd")
-    return begin(self, plan)
+    return launch_step(self, plan, timer)
 
 
-Runner._begin = lacking  # type: ignore[method-assign]
+Runner._launch_step = lacking  # type: ignore[method-assign]
 Runner.launch = faulty  # type: ignore[method-assign]
 sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))

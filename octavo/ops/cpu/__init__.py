@@ -238,7 +238,7 @@ def padded_pages(
     copies: for KV that the kernels cannot read in place."""
     block_size = kv.shape[-2]
     widths = [-(-span.end // block_size) for span in batch.spans]
-    rows = batch.rows.tolist()
+    rows = batch.slots.tolist()
     blocks = [batch.block_table[row, :width] for row, width in zip(rows, widths, strict=True)]
     pages = F.pad(gathered(kv, torch.cat(blocks)).float(), padding)
     table = torch.zeros(len(rows), max(widths), dtype=torch.int32)
@@ -247,7 +247,7 @@ def padded_pages(
         table[i, :width] = torch.arange(first, first + width, dtype=torch.int32)
         first += width
     numbers = torch.arange(len(rows), dtype=torch.int32)
-    return pages, replace(batch, block_table=table, rows=numbers)
+    return pages, replace(batch, block_table=table, slots=numbers)
 
 
 def activated(x: Tensor, gelu: bool, gated: bool = True) -> Tensor:

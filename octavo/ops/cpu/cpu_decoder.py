@@ -83,7 +83,7 @@ def attention_record(
     record[a.SEQUENCES] = len(batch.seq_lens)
     record[a.QUERY_START] = batch.query_start.data_ptr()
     record[a.SEQ_LENS] = batch.seq_lens.data_ptr()
-    record[a.ROW] = batch.rows.data_ptr()
+    record[a.ROW] = batch.slots.data_ptr()
     record[a.TABLE] = batch.block_table.data_ptr()
     record[a.TABLE_WIDTH] = batch.block_table.stride(0)
     write_float(record, a.SCALE, scale)
@@ -184,7 +184,7 @@ class FusedDecoder:
         step = self.workers.step
         rows = len(x)
         wide = spec.num_heads * spec.head_dim
-        last = None if batch.last is None else batch.logit_rows
+        last = None if batch.last is None else batch.logit_indices
         out = torch.empty(rows if last is None else len(last), self.hidden)
         watched = (
             None if batch.watched is None else numbered(batch, batch.watched, spec.num_kv_heads)
@@ -205,7 +205,7 @@ class FusedDecoder:
             job[step.BATCH] = record.ctypes.data
             job[step.LAST_NORM] = spec.norm.data_ptr()
             job[step.POSITIONS] = batch.positions.data_ptr()
-            job[step.SLOTS] = batch.kv_slots.data_ptr()
+            job[step.SLOTS] = batch.kv_indices.data_ptr()
             job[step.LAST] = address(last)
             job[step.LAST_COUNT] = len(out)
             write_float(job, step.EPS, spec.norm_eps)

@@ -216,7 +216,7 @@ class DecodeMegakernel:
             parts,
             kv,
         )
-        lists = (batch.rows, batch.seq_lens, batch.kv_slots, batch.positions, barrier_count)
+        lists = (batch.slots, batch.seq_lens, batch.kv_indices, batch.positions, barrier_count)
         argument = Batch(
             *(tensor.data_ptr() for tensor in tensors),
             *kv.stride()[:4],
@@ -235,7 +235,7 @@ class DecodeMegakernel:
             self._disable(rows, kv.shape[4], error)
             return None
         if batch.last is not None:
-            return last[batch.logit_rows]
+            return last[batch.logit_indices]
         return (last, logits) if self.vocab else last
 
     def kernel(self, rows: int, block: int) -> Kernel | None:

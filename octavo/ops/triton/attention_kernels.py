@@ -527,7 +527,7 @@ def _decode(
         tile["num_stages"] = 6  # as the compiler counts
     parts = _parts(q[:count], splits)
     decode_kernel[count, kv_heads, splits](
-        q, *tensors, batch.block_table, batch.rows, batch.seq_lens, out, *parts, scale * LOG2E,
+        q, *tensors, batch.block_table, batch.slots, batch.seq_lens, out, *parts, scale * LOG2E,
         *strides, batch.block_table.stride(0),
         GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, WORDS=words, BESIDE=beside,
         num_warps=1 if words and shape["DP"] < 128 else 2, **tile, **shape, **LAUNCH,
@@ -552,7 +552,7 @@ def _prefill(
     parts = _parts(q, splits)
     first = skip >= BESIDE and splits == 1
     prefill_kernel[tiles, kv_heads, splits](
-        q, *tensors, batch.block_table, batch.rows[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, *parts,
+        q, *tensors, batch.block_table, batch.slots[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, *parts,
         scale * LOG2E, items, *strides, batch.block_table.stride(0),
         GP=group, M=rows, SPLITS=splits, WINDOW=window, FIRST=first, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
     )  # fmt: skip

@@ -251,7 +251,7 @@ def rope_and_cache(
     size = triton.next_power_of_2
     tensors, strides = arguments(kv)
     rope_cache_kernel[tokens,](
-        qkv, q, *tensors, batch.kv_slots, batch.positions, cos_sin, q_norm, k_norm, eps, *strides,
+        qkv, q, *tensors, batch.kv_indices, batch.positions, cos_sin, q_norm, k_norm, eps, *strides,
         heads, kv_heads, size(heads), size(kv_heads), dim, size(dim // 2), block,
         q_norm is not None, k_norm is not None, cos_sin is not None, LARGEST.get(kv.dtype, 0.0), num_warps=4, **LAUNCH,
     )  # fmt: skip

@@ -56,7 +56,7 @@ def advance(
     padding: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For items of rows [S] (int32), one token each: (ids, positions, kv_slots [S] int64, seq_lens [S] int32).
+    """For items of rows [S] (int32), one token each: (ids, positions, kv_indices [S] int64, seq_lens [S] int32).
 
     fresh [S]: the block that the position goes to where it is the row's new one, else 0; it is entered in table [rows, W].
     computed [rows] is moved on."""
