@@ -122,8 +122,6 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/serve/suspects.py": {"acquit", "guilty", "suspects"},
     "octavo/serve/view.py": {"said"},
     "octavo/serve/watch.py": {"beat", "look"},
-    "octavo/text/tool_prompt.py": {"said"},
-    "octavo/text/tools.py": {"said"},
 }
 
 

@@ -74,14 +74,14 @@ class ToolParser:
         self._rest = ""  # of the text, to be read again
         self._ending = False  # no more text comes
         self._out: list[str | CallDelta] = []
-        self._said = False  # there was content
+        self._has_content = False  # there was content
         self._space: list[str] = []  # white space that is content if a word follows it
         self._unclosed = False  # a closing tag is still to come, and is not content
         self._quiet = False  # there was no content since the call
         self._begin()
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """What the text makes certain, in order: content, and news of calls."""
+        """What the text makes certain, in order: content, and deltas of calls."""
         text = self._rest + text
         pos = 0
         while pos < len(text) and not self.over:
@@ -170,9 +170,9 @@ class ToolParser:
         words = text.rstrip()
         if words:
             whole = "".join(self._space) + words
-            self._out.append(whole.lstrip() if self.calls and not self._said else whole)
+            self._out.append(whole.lstrip() if self.calls and not self._has_content else whole)
             self._space = []
-            self._said = True
+            self._has_content = True
             self._quiet = False
         if len(words) < len(text):
             self._space.append(text[len(words) :])
@@ -216,7 +216,7 @@ class ToolParser:
 
     def _open(self, name: str) -> None:
         self._begun = True
-        if not self._said:
+        if not self._has_content:
             self._space = []
         self.calls += 1
         self._out.append(CallDelta(self.calls - 1, name, ""))

@@ -83,14 +83,15 @@ def read_call(format: ToolFormat, text: str) -> tuple[str, Any] | None:
     if format.start:
         text = _LEADING_TAGS.sub("", text)
     parser = make_parser(format, {NAME: SCHEMA})
-    news = [new for new in parser.push(text) + parser.finish() if isinstance(new, CallDelta)]
+    events = parser.push(text) + parser.finish()
+    deltas = [event for event in events if isinstance(event, CallDelta)]
     if parser.calls != 1:
         return None
     try:
-        arguments = json.loads("".join(new.arguments for new in news))
+        arguments = json.loads("".join(delta.arguments for delta in deltas))
     except ValueError:
         return None
-    return next(new.name for new in news if new.name is not None), arguments
+    return next(delta.name for delta in deltas if delta.name is not None), arguments
 
 
 def _most_mentioned(source: str) -> ToolFormat | None:

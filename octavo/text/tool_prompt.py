@@ -84,5 +84,5 @@ def _introduce(
 
 def _written(call: dict[str, Any]) -> str:
     function = call.get("function", call)
-    said = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return HERMES.call.replace("{json}", json.dumps(said, ensure_ascii=False))
+    content = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return HERMES.call.replace("{json}", json.dumps(content, ensure_ascii=False))
