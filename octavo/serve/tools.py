@@ -1,4 +1,5 @@
-"""What a request says of tools, judged: which there are, whether one must be called, and how calls are found in the reply."""
+"""Checks the tools of a request, and decides which calls the model may or must make and how the
+server finds them in the reply."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_calls import CallDelta, ToolParser
 from octavo.text.tool_detect import detect_format, guess_format
 from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
-from octavo.text.tool_grammar import call_grammar, has_grammar, may_be_free
+from octavo.text.tool_grammar import allows_free_text, call_grammar, has_grammar
 from octavo.text.tool_patterns import make_parser
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ..
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a request, which the model may call or must call."""
+    """The tools of a request that the model may call or must call."""
 
     tools: list[dict[str, Any]]  # for the chat template
     format: ToolFormat
     parallel: bool
-    grammar: str | None  # the reply must match it
-    shown: bool  # tags of the format are special tokens, which the parser must see
+    grammar: str | None  # the grammar of the whole reply
+    shown: bool  # the parser needs special tokens in the text, because they are tags of the format
     ignored: tuple[str, ...] = ()  # fields without effect
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
@@ -55,7 +56,7 @@ class ToolUse:
         return params
 
     def note(self, headers: dict[str, str]) -> None:
-        """Say in the reply's headers what the client cannot expect."""
+        """Add headers that name fields without effect and say that calls are not parsed."""
         ignore(headers, *self.ignored)
         if self.format is NO_FORMAT:
             headers["x-tool-calls"] = "not-parsed"
@@ -66,7 +67,8 @@ class ToolUse:
         return make_parser(self.format, schemas, self.parallel)
 
     def first_call(self) -> Callable[[str], bool]:
-        """Says of a text, as it comes, whether its first call is complete."""
+        """Return a function that takes a text piece by piece and returns whether it contains a
+        complete call."""
         parser = self.parser()
 
         def over(text: str) -> bool:
@@ -76,17 +78,17 @@ class ToolUse:
         return over
 
     def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-        """The content of a whole reply, and its calls."""
+        """Return the content and the calls of a whole reply."""
         parser = self.parser()
         content: list[str] = []
         calls: list[tuple[str, list[str]]] = []
-        for new in parser.push(text) + parser.finish():
-            if not isinstance(new, CallDelta):
-                content.append(new)
-            elif new.name is not None:
-                calls.append((new.name, []))
+        for delta in parser.push(text) + parser.finish():
+            if not isinstance(delta, CallDelta):
+                content.append(delta)
+            elif delta.name is not None:
+                calls.append((delta.name, []))
             else:
-                calls[new.call][1].append(new.arguments)
+                calls[delta.call][1].append(delta.arguments)
         found = [whole_call(name, "".join(parts)) for name, parts in calls]
         return "".join(content) or (None if calls else ""), found
 
@@ -102,8 +104,8 @@ def whole_call(name: str, arguments: str) -> dict[str, Any]:
 def read_tools(
     front: Front, body: ChatRequest, answer: StructuredOutputs | None = None
 ) -> ToolUse | None:
-    """The tools of a request. None if there are none, or if the model is not to call any. `answer`
-    is the structure of a reply without calls."""
+    """Return the tools of a request, or None if the model may not call any. `answer` is the
+    structure of a reply without calls."""
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
             raise bad("tool_choice", "tool_choice is for requests with tools")
@@ -117,7 +119,7 @@ def read_tools(
     parallel = body.parallel_tool_calls is not False
     forced = choice != "auto" or answer is not None
     if forced and not has_grammar(format):
-        format = HERMES  # any form does for calls that a grammar spells out
+        format = HERMES  # a grammar can force calls in any format
     specials = special_tags(front.tokenizer, format)
     grammar = None
     ignored: tuple[str, ...] = ()
@@ -130,7 +132,7 @@ def read_tools(
         schema = answer_schema(body, answer)
         grammar = call_grammar(format, tools, parallel, specials, schema)
     elif any(tool["function"].get("strict") for tool in tools):
-        if may_be_free(format):
+        if allows_free_text(format):
             grammar = call_grammar(format, tools, parallel, specials, free=True)
         else:
             ignored = ("tools.function.strict",)
@@ -138,7 +140,7 @@ def read_tools(
 
 
 def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
-    """How the model writes calls. A template that came with the request is not run here."""
+    """Return the format of the model's calls. A request's own template is never rendered here."""
     setting = front.config.tool_parser
     if setting != "auto":
         return FORMATS.get(setting, NO_FORMAT)
@@ -148,7 +150,7 @@ def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
 
 
 def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
-    """The JSON schema of an answer that may come instead of calls."""
+    """Return the JSON schema of an answer that may replace calls."""
     if answer.json is not None:
         return str(answer.json)
     if answer.json_object:
@@ -161,7 +163,7 @@ def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
 
 @lru_cache(maxsize=16)
 def special_tags(tokenizer: Tokenizer, format: ToolFormat) -> dict[str, int]:
-    """The special tokens in what the format says literally, with their ids."""
+    """Return the special tokens in the format's literal texts, with their ids."""
     tokens = {tokenizer.token_str(id): id for id in tokenizer.special_ids}
     return {
         token: id for token, id in tokens.items() if any(token in text for text in format.texts)
@@ -212,13 +214,15 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
 
 
 def check_parameters(schema: Any, where: str) -> None:
-    """The outside of it: what a schema may say within is known when a grammar is made of it, which only forced calls need."""
+    """Check the outer level of a schema. The rest is checked when a grammar is made of it, which
+    only forced calls need."""
     if schema is None:
         return
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise bad(
             where,
-            f'{where} must be a JSON schema of an object: {{"type": "object", "properties": {{...}}}}',
+            f"{where} must be a JSON schema of an object: "
+            '{"type": "object", "properties": {...}}',
         )
     properties = schema.get("properties", {})
     if not isinstance(properties, dict) or not all(

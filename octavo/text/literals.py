@@ -1,6 +1,6 @@
-"""Values that models write as something other than JSON, as JSON: Python's literals, Gemma's notation, plain text in tags.
+"""Converts values that are not JSON to JSON: Python's literals, Gemma's notation, text in tags.
 
-Nothing here runs code. Time is linear in the text, and nesting is bounded.
+Nothing here runs code. The time is linear in the text, and nesting is bounded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class NotALiteral(ValueError):
 
 
 class LiteralReader:
-    """Reads values from a text. `quote` replaces Python's quotation marks; then the keys of objects have none."""
+    """Reads values from a text. `quote` replaces Python's quotation marks. The keys of objects then
+    have no quotation marks."""
 
     def __init__(self, text: str, quote: str = ""):
         self._text = text
@@ -44,17 +45,17 @@ class LiteralReader:
         self._pos = 0
 
     def value(self) -> Any:
-        """The whole text as one value."""
+        """Read the whole text as one value."""
         found = self._value(0)
         self._end()
         return found
 
     def members(self, between: str) -> dict[str, Any]:
-        """The whole text as names and values: `name=value, ...` or `name: value, ...`. A value that
-        is not a literal is taken for a text without quotation marks."""
+        """Read the whole text as names and values: `name=value, ...` or `name: value, ...`. A value
+        that is not a literal is a string without quotation marks."""
         return self._members(between, "", 0)
 
-    # ---- pieces -----------------------------------------------------------------------------------
+    # ---- pieces ----
 
     def _peek(self) -> str:
         found = _SPACE.match(self._text, self._pos)
@@ -86,7 +87,7 @@ class LiteralReader:
         return found
 
     def _value_or_text(self) -> Any:
-        """A value up to a comma or the end."""
+        """Read a value up to a comma or the end."""
         begin = self._pos
         try:
             value = self._value(1)
@@ -107,7 +108,7 @@ class LiteralReader:
         return found
 
     def _closed(self, close: str, keep: bool = False) -> bool:
-        """Whether the closing mark, or the end of the text where there is none, comes next."""
+        """Whether the closing mark comes next. Without a mark, the end of the text closes."""
         if self._peek() != close:
             return False
         if not keep:
@@ -144,7 +145,7 @@ class LiteralReader:
         return found[0]
 
     def _string(self) -> str | None:
-        """A quoted text, if one comes next."""
+        """Read a quoted string, if one comes next."""
         self._peek()
         if self._quote:
             if not self._text.startswith(self._quote, self._pos):
@@ -160,7 +161,7 @@ class LiteralReader:
             return None
         self._pos = found.end()
         text = next(group for group in found.groups() if group is not None)
-        return _whole(_ESCAPE.sub(_unescaped, text))
+        return _with_whole_characters(_ESCAPE.sub(_unescaped, text))
 
 
 def _number(text: str) -> int | float:
@@ -180,16 +181,17 @@ def _unescaped(found: re.Match[str]) -> str:
     return ESCAPES.get(found[4], found[4] if found[4] in "\\'\"" else found[0])
 
 
-# ---- as JSON ---------------------------------------------------------------------------------------
+# ---- as JSON ----
 
 
 def keywords_as_json(text: str) -> str | None:
-    """Python's keyword arguments as an object in JSON; None if the text is something else."""
+    """Convert Python's keyword arguments to a JSON object. Return None for any other text."""
     return _object(text, "", "=")
 
 
 def members_as_json(text: str, quote: str) -> str | None:
-    """Members of an object, whose strings stand between `quote`s, as an object in JSON; None if the text is something else."""
+    """Convert the members of an object, whose strings are between two `quote`s, to a JSON object.
+    Return None for any other text."""
     return _object(text, quote, ":")
 
 
@@ -202,22 +204,22 @@ def _object(text: str, quote: str, between: str) -> str | None:
 
 
 def to_json(value: Any) -> str:
-    """JSON that can be sent: half a character becomes U+FFFD."""
-    return _whole(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    """Return JSON that can be sent. A lone surrogate becomes U+FFFD."""
+    return _with_whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-def _whole(text: str) -> str:
-    """The text with each pair of surrogates as the character it stands for."""
+def _with_whole_characters(text: str) -> str:
+    """Replace each pair of surrogates by its character."""
     if not _SURROGATE.search(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def text_as_json(text: str, schema: Any) -> str:
-    """A parameter that a model wrote as plain text, as JSON of the type that the schema says. Without one, whatever reads as
-    JSON or as Python's literal is taken for that, and the rest for a text."""
+    """Convert a parameter in plain text to JSON of the type in the schema. Without a schema, a text
+    that is JSON or a Python literal becomes that value, and any other text becomes a string."""
     types = _types(schema)
-    if string_alone(schema):
+    if is_string_schema(schema):
         return to_json(text)
     for read in (_read_json, _read_python):
         try:
@@ -230,8 +232,8 @@ def text_as_json(text: str, schema: Any) -> str:
 
 
 def parameters_of(schema: Any) -> dict[str, Any]:
-    """The schemas of an object's properties, by name. A reference to a definition is replaced by
-    that definition."""
+    """Return the schemas of an object's properties by name. A definition replaces each reference to
+    it."""
     found = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(found, dict):
         return {}
@@ -251,7 +253,7 @@ def _dereferenced(schema: Any, root: dict[str, Any]) -> Any:
     return schema
 
 
-def string_alone(schema: Any) -> bool:
+def is_string_schema(schema: Any) -> bool:
     """Whether a schema allows nothing but strings."""
     return _types(schema) == {"string"}
 
@@ -277,7 +279,7 @@ def _is_any(value: Any, types: set[str]) -> bool:
 
 
 def _types(schema: Any, depth: int = 0) -> set[str]:
-    """The types that a schema allows; none if it does not say."""
+    """Return the types that a schema allows. The set is empty if the schema names no type."""
     if not isinstance(schema, dict) or depth > 5:
         return set()
     given = schema.get("type")

@@ -1,17 +1,19 @@
-"""Finds the calls of tools in what a model writes, piece by piece, in time linear in the text.
+"""Finds tool calls in the text that a model writes, as it comes, in time linear in the text.
 
-octavo.text.tool_formats says how models write calls. What a call is, exactly:
-- A call begins once its name is known and its arguments begin. Until then its text is held back, and if it turns out not to be
-  a call, it is content as it stands.
-- Arguments in JSON are the text that the model wrote, passed on as it comes and never corrected: where it is not JSON, the client
-  gets it as it is. A closing tag within a JSON string does not end a call; one outside a string does.
-- Arguments in another notation become JSON once they are complete. Those that cannot be read are passed on as they are.
-- Other text within a call is content.
-- Without an opening tag the name must be one of the tools', for nothing else tells a call from other text.
+octavo.text.tool_formats describes how models write calls. These are the rules of all formats:
+- A call begins once its name is known and its arguments begin. Until then its text is held back. If
+  it turns out not to be a call, the text is content.
+- Arguments in JSON are passed on as the model writes them and are never corrected. If they are not
+  valid JSON, the client gets them unchanged. A closing tag ends a call, except in a JSON string.
+- Arguments in another notation become JSON once they are complete. If they cannot be read, the
+  client gets them unchanged.
+- Other text in a call is content.
+- Without an opening tag, a call must have the name of a tool. Nothing else distinguishes it from
+  other text.
 - White space around calls is not content, except between two words.
-- Where only one call is wanted, the first call ends the reply.
+- If only one call is wanted, the first call ends the reply.
 
-Knows text alone: no tokens, no requests, no transport.
+This module works on text alone. It does not know tokens, requests or transport.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from octavo.text.tool_formats import ToolFormat
 
 
 class CallDelta(NamedTuple):
-    """News of one call: its name, once, then its arguments."""
+    """A new part of one call: first the name alone, then parts of the arguments."""
 
-    call: int  # the call's place in the reply
+    call: int  # index of the call in the reply
     name: str | None
     arguments: str
 
@@ -39,7 +41,7 @@ _BEFORE_CALL = re.compile(r"[ \t\r\n\[]*+")
 _BETWEEN_MEMBERS = re.compile(r"[ \t\r\n,]*+")
 _IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _NOT_STRUCTURE = re.compile(r'[^"{}\[\],<]*+')
-# The members of a call in JSON, by the names that models give them.
+# Names that models give to the members of a call in JSON -> what the member is.
 _MEMBERS = {
     "name": "name",
     "tool_name": "name",
@@ -52,99 +54,105 @@ _MEMBERS = {
 
 
 class ToolParser:
-    """Reads one reply. The results of `push` and `finish` join to the same whatever pieces the text comes in.
+    """Reads one reply. The joined results of `push` and `finish` do not depend on how the text is
+    split.
 
-    A state is a method that gets the text and a position in it, and returns how far it came. A state that neither moves nor
-    changes waits for more text, which is never for more than a short header: the text from there on is read again with it.
-    Subclasses read the calls; what is common to them is here.
+    A state is a method that gets the text and a position in it, and returns the position up to
+    which it has read. A state that neither moves nor changes waits for more text. It then reads the text
+    from that position again, which is never longer than a short header. Subclasses read the calls.
     """
 
     def __init__(self, format: ToolFormat, tools: Mapping[str, Any], parallel: bool = True):
-        """`tools` are the JSON schemas of the tools' parameters, by name. Without `parallel` the first call ends the reply,
-        and what follows is left out."""
+        """`tools` has the JSON schema of each tool's parameters by the tool's name. Without
+        `parallel`, the first call ends the reply, and the parser drops the text after it."""
         self._format = format
         self._tools = tools
         self._parallel = parallel
         self.calls = 0
-        self.over = False  # nothing that follows matters
+        self.over = False  # the rest of the reply is dropped
         tags = {*format.opening, *format.closing, *format.silent}
         self._tags = sorted(tags, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, self._tags)) or "(?!)")
-        self._state: Callable[[str, int], int] = self._bare if format.start else self._content
-        self._rest = ""  # of the text, to be read again
-        self._ending = False  # no more text comes
-        self._out: list[str | CallDelta] = []
-        self._has_content = False  # there was content
-        self._space: list[str] = []  # white space that is content if a word follows it
-        self._unclosed = False  # a closing tag is still to come, and is not content
-        self._quiet = False  # there was no content since the call
+        self._state: Callable[[str, int], int] = self._untagged if format.start else self._content
+        self._unread = ""  # the end of the text, which is read again with the next piece
+        self._ending = False  # the text is complete
+        self._deltas: list[str | CallDelta] = []
+        self._has_content = False
+        self._pending_space: list[str] = []  # white space that is content if a word follows it
+        self._unclosed = False  # a closing tag may follow, which is not content
+        self._no_content_since = False  # no content followed the last call
         self._begin()
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """What the text makes certain, in order: content, and deltas of calls."""
-        text = self._rest + text
+        """Return the content and the parts of calls that the text completes, in order."""
+        text = self._unread + text
         pos = 0
         while pos < len(text) and not self.over:
             before = self._state, pos
             pos = self._state(text, pos)
             if (self._state, pos) == before:
                 break
-        self._rest = "" if self.over else text[pos:]
-        out = self._out
-        self._out = []
-        return _joined(out) if len(out) > 1 else out
+        self._unread = "" if self.over else text[pos:]
+        deltas = self._deltas
+        self._deltas = []
+        return _joined(deltas) if len(deltas) > 1 else deltas
 
     def finish(self) -> list[str | CallDelta]:
-        """The rest, when no more text comes. Half a tag is content after all, and so is the text of a call that had not begun.
-        A call that is cut keeps the arguments that it has."""
+        """Return the rest once the text is complete. Half a tag is content, and so is the text of a
+        call that has not begun. A call that is cut off keeps the arguments that it has."""
         self._ending = True
-        out = self.push("")
+        deltas = self.push("")
         if self._state != self._content and not self._begun:
-            self._held.append(self._rest)
+            self._held.append(self._unread)
             self._give_up()
         elif self._begun:
             self._cut()
         if not self.calls:
-            self._out += self._space
-        out += self._out
-        return _joined(out)
+            self._deltas += self._pending_space
+        deltas += self._deltas
+        return _joined(deltas)
 
-    # ---- for subclasses ---------------------------------------------------------------------------
+    # ---- for subclasses ----
 
-    def _bare(self, text: str, pos: int) -> int:
-        """The state at the start of a reply that may begin with a call without a tag."""
+    def _untagged(self, text: str, pos: int) -> int:
+        """Read the start of a reply that may begin with a call without a tag (a state)."""
         raise NotImplementedError
 
     def _opened(self, tag: str) -> None:
-        """An opening tag was found: set the state for what follows."""
+        """Set the state that reads the text after an opening tag."""
         raise NotImplementedError
 
     def _between(self, text: str, pos: int) -> int:
-        """The state after a call."""
+        """Read the text after a call (a state)."""
         raise NotImplementedError
 
     def _value_over(self, cut: bool) -> None:
-        """A value in JSON was read, or was cut by a closing tag: set the state for what follows."""
+        """Set the state that follows a value in JSON, which may be cut off by a closing tag."""
         raise NotImplementedError
 
     def _cut(self) -> None:
-        """The reply ends within a call, or after one."""
+        """Handle a reply that ends in a call or after one."""
 
-    # ---- content ----------------------------------------------------------------------------------
+    # ---- content ----
 
     def _content(self, text: str, pos: int) -> int:
         found = self._tag.search(text, pos)
         if found is None:
             end = len(text)
             rest = text[pos:]
-            if self._ending and self._unclosed and self._quiet and self._starts_closing(rest):
+            if (
+                self._ending
+                and self._unclosed
+                and self._no_content_since
+                and self._starts_closing(rest)
+            ):
                 return end
             if not self._ending:
                 end = self._undecided(text, pos)
-            self._say(text[pos:end])
+            self._add_content(text[pos:end])
             return end
         tag = found[0]
-        self._say(text[pos : found.start()])
+        self._add_content(text[pos : found.start()])
         if tag in self._format.opening:
             self._begin(tag)
             self._unclosed = False
@@ -152,44 +160,45 @@ class ToolParser:
         elif tag in self._format.closing and self._unclosed:
             self._unclosed = False
         elif tag not in self._format.silent:
-            self._say(tag)
+            self._add_content(tag)
         return found.end()
 
     def _starts_closing(self, text: str) -> bool:
         return any(tag.startswith(text) for tag in self._format.closing)
 
     def _undecided(self, text: str, pos: int) -> int:
-        """Where a tag may begin that the text does not hold whole."""
+        """Return the position at which an incomplete tag may begin."""
         longest = len(self._tags[0]) if self._tags else 1
         for at in range(max(pos, len(text) - longest + 1), len(text)):
             if any(tag.startswith(text[at:]) for tag in self._tags):
                 return at
         return len(text)
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         words = text.rstrip()
         if words:
-            whole = "".join(self._space) + words
-            self._out.append(whole.lstrip() if self.calls and not self._has_content else whole)
-            self._space = []
+            whole = "".join(self._pending_space) + words
+            self._deltas.append(whole.lstrip() if self.calls and not self._has_content else whole)
+            self._pending_space = []
             self._has_content = True
-            self._quiet = False
+            self._no_content_since = False
         if len(words) < len(text):
-            self._space.append(text[len(words) :])
+            self._pending_space.append(text[len(words) :])
 
-    # ---- a call -----------------------------------------------------------------------------------
+    # ---- a call ----
 
     def _begin(self, held: str = "") -> None:
-        self._held = [held]  # what is content if this is not a call
+        self._held = [held]  # the text that is content if this is not a call
         self._begun = False  # the name is known
-        self._tagged = bool(held)  # an opening tag makes it a call, whatever the name
-        self._argued = False  # there were arguments
+        self._tagged = bool(held)  # with an opening tag, any name makes a call
+        self._has_arguments = False
 
     def _give_up(self) -> None:
-        """This is not a call, or the call is over."""
-        self._say("".join(self._held))
+        """Go back to content, because this is not a call or the call is over."""
+        self._add_content("".join(self._held))
         self._held = []
-        self._unclosed = self._quiet = self._begun and bool(self._format.closing)
+        self._unclosed = self._begun and bool(self._format.closing)
+        self._no_content_since = self._unclosed
         self._state = self._content
 
     def _hold(self, run: re.Pattern[str], text: str, pos: int) -> int:
@@ -199,8 +208,8 @@ class ToolParser:
         return found.end()
 
     def _after_call(self, text: str, pos: int) -> tuple[int, bool]:
-        """Read what may stand after a call, up to a closing tag. The second value tells whether
-        another call or content follows."""
+        """Read white space, separators and a closing tag after a call. The second value says
+        whether another call or content follows."""
         pos = self._hold(BETWEEN_CALLS, text, pos)
         if pos == len(text):
             return pos, False
@@ -214,25 +223,25 @@ class ToolParser:
             self._held = ["".join(self._held).rpartition("]")[2]]
         return pos, True
 
-    def _open(self, name: str) -> None:
+    def _start_call(self, name: str) -> None:
         self._begun = True
         if not self._has_content:
-            self._space = []
+            self._pending_space = []
         self.calls += 1
-        self._out.append(CallDelta(self.calls - 1, name, ""))
+        self._deltas.append(CallDelta(self.calls - 1, name, ""))
 
-    def _end(self) -> None:
+    def _end_call(self) -> None:
         self._held = []
         self._state = self._between
         self.over = not self._parallel
 
-    def _argue(self, text: str) -> None:
-        """Pass on arguments of a call that has begun."""
+    def _add_arguments(self, text: str) -> None:
+        """Add a part of the arguments of a call that has begun."""
         if text:
-            self._argued = True
-            self._out.append(CallDelta(self.calls - 1, None, text))
+            self._has_arguments = True
+            self._deltas.append(CallDelta(self.calls - 1, None, text))
 
-    # ---- a value in JSON --------------------------------------------------------------------------
+    # ---- a value in JSON ----
 
     def _begin_value(self) -> None:
         self._depth = 0
@@ -240,7 +249,7 @@ class ToolParser:
         self._state = self._value_text
 
     def _value_text(self, text: str, pos: int) -> int:
-        """A value of any kind: up to the bracket or the quotation mark that closes it, or to what cannot belong to a word."""
+        """Read a value up to its closing bracket or quotation mark, or to the end of a word."""
         start = pos
         over = False
         cut = False
@@ -253,7 +262,7 @@ class ToolParser:
             char = text[pos]
             if self._in_string:
                 if char == "\\" and not self._ending:
-                    break  # the escaped character is still to come
+                    break  # the escaped character has not arrived
                 self._in_string = char == "\\"
                 over = self._depth == 0 and not self._in_string
             elif char == '"':
@@ -271,14 +280,14 @@ class ToolParser:
                 self._depth -= 1
                 over = self._depth == 0
             pos += 1
-        self._argue(text[start:pos])
+        self._add_arguments(text[start:pos])
         if over or cut:
             self._value_over(cut)
         return pos
 
     @property
     def _cutters(self) -> tuple[str, ...]:
-        """The tags that end a value in JSON, wherever it is."""
+        """Return the tags that end a value in JSON at any depth."""
         return self._format.closing
 
     def _starts_cutter(self, text: str) -> bool:
@@ -286,23 +295,23 @@ class ToolParser:
 
 
 class JsonParser(ToolParser):
-    """Reads calls that are objects in JSON, alone or in a list. Their members may come in any order."""
+    """Reads calls that are JSON objects, alone or in a list. Their members may be in any order."""
 
     def _begin(self, held: str = "") -> None:
         super()._begin(held)
-        self._seen: set[str] = set()  # members
-        self._early: list[str] = []  # arguments that came before the name
+        self._seen: set[str] = set()  # the members so far
+        self._early_arguments: list[str] = []  # arguments that came before the name
 
     def _opened(self, tag: str) -> None:
-        self._state = self._before
+        self._state = self._before_object
 
-    def _before(self, text: str, pos: int) -> int:
+    def _before_object(self, text: str, pos: int) -> int:
         pos, found = self._expect(_BEFORE_CALL, "{", text, pos)
         if found:
             self._state = self._member
         return pos
 
-    def _bare(self, text: str, pos: int) -> int:
+    def _untagged(self, text: str, pos: int) -> int:
         run = _BEFORE_CALL if self._format.start.startswith("[") else BLANK
         return self._call_without_tag(run, text, pos)
 
@@ -311,7 +320,7 @@ class JsonParser(ToolParser):
         return self._call_without_tag(BLANK, text, pos) if goes_on else pos
 
     def _call_without_tag(self, run: re.Pattern[str], text: str, pos: int) -> int:
-        """What may be a call, after one or at the start of a reply."""
+        """Read text that may be a call, after a call or at the start of a reply."""
         pos = self._hold(run, text, pos)
         if pos == len(text):
             return pos
@@ -320,13 +329,14 @@ class JsonParser(ToolParser):
             held = "".join(self._held)
             self._begin(held)
             self._tagged = tagged
-            self._state = self._before
+            self._state = self._before_object
         else:
             self._give_up()
         return pos
 
     def _expect(self, run: re.Pattern[str], char: str, text: str, pos: int) -> tuple[int, bool]:
-        """After a run, one character, and whether it is there. If another character is there, this is not a call."""
+        """Read a run and one character, and return whether the character was there. If another
+        character is there, this is not a call."""
         pos = self._hold(run, text, pos)
         if pos == len(text):
             return pos, False
@@ -339,9 +349,9 @@ class JsonParser(ToolParser):
     def _member(self, text: str, pos: int) -> int:
         pos = self._hold(_BETWEEN_MEMBERS, text, pos)
         if pos < len(text) and text[pos] == "}" and self._begun:
-            if not self._argued:
-                self._argue("{}")
-            self._end()
+            if not self._has_arguments:
+                self._add_arguments("{}")
+            self._end_call()
             return pos + 1
         pos, found = self._expect(BLANK, '"', text, pos)
         if found:
@@ -350,7 +360,7 @@ class JsonParser(ToolParser):
         return pos
 
     def _quoted(self, text: str, pos: int) -> tuple[int, str | None]:
-        """The rest of a string, and all of the string once it is complete, as it was written."""
+        """Read the rest of a string. Return the whole string, unparsed, once it is complete."""
         found = _IN_STRING.match(text, pos)
         assert found is not None
         end = found.end()
@@ -400,7 +410,7 @@ class JsonParser(ToolParser):
         return pos
 
     def _word(self, text: str, pos: int) -> int:
-        """The value of name, type or id."""
+        """Read the value of name, type or id."""
         pos, word = self._quoted(text, pos)
         if word is None:
             return pos
@@ -415,31 +425,33 @@ class JsonParser(ToolParser):
         if not NAME.fullmatch(name) or not (self._tagged or name in self._tools):
             self._give_up()
             return
-        self._open(name)
-        self._argue("".join(self._early))
+        self._start_call(name)
+        self._add_arguments("".join(self._early_arguments))
 
     def _value_over(self, cut: bool) -> None:
         if not cut:
             self._state = self._member
         elif self._begun:
-            self._end()
+            self._end_call()
         else:
             self._give_up()
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         if self._begun:
-            super()._argue(text)
+            super()._add_arguments(text)
         else:
             self._held.append(text)
-            self._early.append(text)
+            self._early_arguments.append(text)
 
 
-def _joined(out: list[str | CallDelta]) -> list[str | CallDelta]:
-    """As few pieces as say the same; a name comes alone."""
+def _call_and_name(delta: str | CallDelta) -> tuple[int | None, str | None]:
+    return (None, None) if isinstance(delta, str) else delta[:2]
+
+
+def _joined(deltas: list[str | CallDelta]) -> list[str | CallDelta]:
+    """Join neighbouring deltas that continue each other. A name stays alone."""
     joined: list[str | CallDelta] = []
-    for (call, name), group in groupby(
-        out, lambda piece: (None, None) if isinstance(piece, str) else piece[:2]
-    ):
+    for (call, name), group in groupby(deltas, _call_and_name):
         text = "".join(piece if isinstance(piece, str) else piece.arguments for piece in group)
         joined.append(text if call is None else CallDelta(call, name, text))
     return joined

@@ -1,8 +1,8 @@
-"""Finds out how a model writes calls of tools.
+"""Finds the format in which a model writes tool calls, from its chat template.
 
-The chat template knows: it writes the calls of earlier turns as the model writes them. So the
-format is the one whose parser reads back a call that the template has written. Where a template
-leaves calls out, the tags that it mentions tell, and then the tokens of the tokenizer.
+A template renders the calls of earlier turns as the model writes them. So the format is the one
+whose parser reads back a call that the template has rendered. If a template leaves calls out, the
+tags in its text decide, and then the tokens of the tokenizer.
 """
 
 from __future__ import annotations
@@ -19,101 +19,115 @@ from octavo.text.tool_calls import CallDelta
 from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
 from octavo.text.tool_patterns import make_parser
 
-NAME = "get_weather"
-ARGUMENTS = {"city": "Paris"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "description": "A city."}},
-    "required": ["city"],
-}
-TOOL = {
+PROBE_USER = {"role": "user", "content": "How is the weather?"}
+PROBE_TOOL = {
     "type": "function",
-    "function": {"name": NAME, "description": "Tells the weather.", "parameters": SCHEMA},
+    "function": {
+        "name": "get_weather",
+        "description": "Returns the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "A city."}},
+            "required": ["city"],
+        },
+    },
 }
-# Some templates insist on nine letters and digits, others write the id in place of the name.
-IDS = ("call00001", f"functions.{NAME}:0")
-_BREAK = re.compile(r".*[\s>\]]", re.DOTALL)
+PROBE_ARGUMENTS = {"city": "Paris"}
+# Some templates need an id of nine letters and digits. Others write the id in place of the name.
+CALL_IDS = ("call00001", "functions.{name}:0")
+_UP_TO_BREAK = re.compile(r".*[\s>\]]", re.DOTALL)
 _LEADING_TAGS = re.compile(r"^(?:\s|<[^<>\s]+>)*")
 _TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
-USER = {"role": "user", "content": "How is the weather?"}
 
 
 @lru_cache(maxsize=16)
 def detect_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat:
-    """The format of a model with this template. A template that shows no tools is told of them in
-    words (octavo.text.tool_prompt), which ask for the hermes form."""
+    """Return the format of a model with this template. A template that does not show tools gets
+    them in words (octavo.text.tool_prompt), which ask for the hermes format."""
     if not template.knows_tools:
         return HERMES
-    for id in IDS:
-        text = written_call(template, id)
+    for call_id in CALL_IDS:
+        text = written_call(template, PROBE_TOOL, PROBE_ARGUMENTS, call_id)
         for format in FORMATS.values():
-            if read_call(format, text) == (NAME, ARGUMENTS):
+            if read_call(format, text, PROBE_TOOL) == ("get_weather", PROBE_ARGUMENTS):
                 return format
-    return (
-        _most_mentioned(template.source)
-        or next((f for f in FORMATS.values() if _has_tags(f, tokenizer)), None)
-        or NO_FORMAT
-    )
+    return _format_by_tags(template.source) or _format_by_tokens(tokenizer) or NO_FORMAT
 
 
 def guess_format(source: str) -> ToolFormat:
-    """The format of a template that must not be run here, by its text alone."""
-    return _most_mentioned(source) or (NO_FORMAT if "tools" in source else HERMES)
+    """Return the format of a template that must not be rendered here, from its text alone."""
+    return _format_by_tags(source) or (NO_FORMAT if "tools" in source else HERMES)
 
 
-def written_call(template: ChatTemplate, id: str) -> str:
-    """What the template writes for a call, after the opening of the assistant's turn."""
-    call = {"id": id, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+def written_call(
+    template: ChatTemplate, tool: dict[str, Any], arguments: dict[str, Any], call_id: str
+) -> str:
+    """Return what the template renders for a call, after the opening of the assistant's turn. The
+    text is empty if the template cannot render a call."""
+    name = tool["function"]["name"]
+    call = {
+        "id": call_id.format(name=name),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        before = template.render([USER], [TOOL])
-        text = template.render([USER, called], [TOOL], add_generation_prompt=False)
+        prompt = template.render([PROBE_USER], [tool])
+        text = template.render([PROBE_USER, turn], [tool], add_generation_prompt=False)
     except InvalidRequest:
         return ""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before)
-    )
-    # not from within a tag that only begins alike
-    found = _BREAK.match(text, 0, same)
+    common = _common_length(prompt, text)
+    # The texts may have the beginning of a tag in common, which belongs to the call.
+    found = _UP_TO_BREAK.match(text, 0, common)
     return text[found.end() if found else 0 :]
 
 
-def read_call(format: ToolFormat, text: str) -> tuple[str, Any] | None:
-    """The name and the arguments of the one call in a text."""
+def _common_length(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at the start."""
+    length = min(len(first), len(second))
+    return next((at for at in range(length) if first[at] != second[at]), length)
+
+
+def read_call(format: ToolFormat, text: str, tool: dict[str, Any]) -> tuple[str, Any] | None:
+    """Return the name and the arguments of the only call in a text."""
     if format.start:
         text = _LEADING_TAGS.sub("", text)
-    parser = make_parser(format, {NAME: SCHEMA})
-    events = parser.push(text) + parser.finish()
-    deltas = [event for event in events if isinstance(event, CallDelta)]
+    function = tool["function"]
+    parser = make_parser(format, {function["name"]: function["parameters"]})
+    deltas = parser.push(text) + parser.finish()
+    parts = [delta for delta in deltas if isinstance(delta, CallDelta)]
     if parser.calls != 1:
         return None
     try:
-        arguments = json.loads("".join(delta.arguments for delta in deltas))
+        arguments = json.loads("".join(part.arguments for part in parts))
     except ValueError:
         return None
-    return next(delta.name for delta in deltas if delta.name is not None), arguments
+    return str(parts[0].name), arguments
 
 
-def _most_mentioned(source: str) -> ToolFormat | None:
-    """The format all of whose tags are in the template's text, and the most of them."""
+def _format_by_tags(source: str) -> ToolFormat | None:
+    """Return the format whose tags are all in the template's text. Of several formats, the one with
+    the longest tags is returned."""
     best: ToolFormat | None = None
-    most = 0
+    best_length = 0
     for format in FORMATS.values():
-        tags = _tags(format)
-        if tags and all(tag in source for tag in tags) and sum(map(len, tags)) > most:
+        tags = _tags_of_every_call(format)
+        length = sum(map(len, tags))
+        if length > best_length and all(tag in source for tag in tags):
             best = format
-            most = sum(map(len, tags))
+            best_length = length
     return best
 
 
-def _tags(format: ToolFormat) -> list[str]:
-    """The tags that every call in this format has."""
+def _tags_of_every_call(format: ToolFormat) -> list[str]:
     texts = [part for text in format.call_texts for part in _TAG.findall(text) or [text]]
     return [text for text in texts if len(text.strip("[](){} ")) > 3]
 
 
-def _has_tags(format: ToolFormat, tokenizer: Tokenizer) -> bool:
-    """Whether the tag that opens a call is a token."""
-    if format.start:
-        return False
-    return any(tokenizer.backend.token_to_id(tag) is not None for tag in format.opening)
+def _format_by_tokens(tokenizer: Tokenizer) -> ToolFormat | None:
+    """Return the first format whose opening tag is a token."""
+    for format in FORMATS.values():
+        tags = () if format.start else format.opening
+        if any(tokenizer.backend.token_to_id(tag) is not None for tag in tags):
+            return format
+    return None

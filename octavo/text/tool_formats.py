@@ -1,18 +1,20 @@
-"""How families of models write calls of tools: one table, which the parsers and the grammars follow.
+"""One table of the formats in which models write tool calls. Parsers and grammars follow it.
 
-A format is described by patterns of text with places in braces:
+Patterns of text with places in braces describe a format:
 
     {name}        the tool's name
-    {json}        an object in JSON with the name and the arguments, in any order
-    {arguments}   the arguments as an object in JSON
-    {parameters}  the arguments one after the other, each as the pattern `parameter` says
+    {json}        a JSON object with the name and the arguments, in any order
+    {arguments}   the arguments as a JSON object
+    {parameters}  the arguments one after the other, each in the pattern `parameter`
     {python}      the arguments as Python's keyword arguments
     {gemma}       the arguments as members without quotation marks around their names
-    {key}, {value}, {kind}  in `parameter`: the name, the value as text, and whether the value is a string
-    {id}          a word without meaning
-    {skip}        a short text without meaning
+    {key}         in `parameter`: the name
+    {value}       in `parameter`: the value as text
+    {kind}        in `parameter`: "true" if the value is a string
+    {id}          a word that is ignored
+    {skip}        a short text that is ignored
 
-White space in a pattern stands for any white space, also for none.
+White space in a pattern matches any white space, or none.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _PLACE = re.compile(
 
 
 class PatternStep(NamedTuple):
-    """A part of a pattern: "text", "space", or one of the places above."""
+    """A part of a pattern. Its kind is "text", "space" or the name of a place."""
 
     kind: str
     text: str = ""
 
 
 def steps_of(pattern: str) -> tuple[PatternStep, ...]:
-    """The parts of a pattern, in order."""
+    """Return the parts of a pattern, in order."""
     found: list[PatternStep] = []
     at = 0
     for place in _PLACE.finditer(pattern):
@@ -50,22 +52,22 @@ def steps_of(pattern: str) -> tuple[PatternStep, ...]:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """The format in which a family of models writes calls."""
 
     name: str
     call: str = ""  # the pattern of one call
-    before: str = ""  # what stands before the first call
-    between: str = ""  # what stands between two calls
-    after: str = ""  # what stands after the last call
+    before: str = ""  # the pattern before the first call
+    between: str = ""  # the text between two calls
+    after: str = ""  # the text after the last call
     parameter: str = ""  # the pattern of one of the {parameters}
-    start: str = ""  # how a reply may begin with a call that has no opening tag
+    start: str = ""  # the pattern of a reply that begins with a call without an opening tag
     openers: tuple[str, ...] = ()  # further tags that may open a call
     closers: tuple[str, ...] = ()  # further tags that may close it
-    silent: tuple[str, ...] = ()  # tags in the text that are not for readers
-    members: tuple[str, str] = ("name", "arguments")  # of the object in JSON
-    keyed: bool = False  # the object in JSON has one member: the name, with the arguments
-    plain: str = ""  # a name that opens an answer instead of a call
-    quote: str = ""  # what stands around a text in {gemma}
+    silent: tuple[str, ...] = ()  # tags that are removed from the content
+    members: tuple[str, str] = ("name", "arguments")  # the keys of {json}
+    keyed: bool = False  # {json} has one member: its key is the name, its value the arguments
+    plain: str = ""  # a name that marks an answer instead of a call
+    quote: str = ""  # the quotation mark of strings in {gemma}
 
     @cached_property
     def is_json(self) -> bool:
@@ -73,12 +75,14 @@ class ToolFormat:
 
     @cached_property
     def start_mark(self) -> str:
-        """The character that a call without an opening tag always begins with."""
-        return "{" if self.start == "{json}" else self.start[: self.start.startswith("[")]
+        """The character that a call without an opening tag always begins with, or nothing."""
+        if self.start == "{json}":
+            return "{"
+        return "[" if self.start.startswith("[") else ""
 
     @cached_property
     def opening(self) -> tuple[str, ...]:
-        """The tags that open calls within a text."""
+        """The tags that open a call in a text."""
         found = [*self.openers]
         if not self.start:
             found.append(_first_tag(self.before))
@@ -95,23 +99,24 @@ class ToolFormat:
 
     @cached_property
     def call_texts(self) -> tuple[str, ...]:
-        """What every call says literally."""
+        """The literal texts of every call."""
         patterns = (self.before, self.call, self.after, self.parameter)
-        return tuple(step.text for p in patterns for step in steps_of(p) if step.kind == "text")
+        steps = [step for pattern in patterns for step in steps_of(pattern)]
+        return tuple(step.text for step in steps if step.kind == "text")
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """What a reply may say literally: the parser must see the special tokens in it."""
+        """The literal texts of a reply. The parser needs the special tokens in them."""
         return (*self.call_texts, self.between, *self.openers, *self.closers, *self.silent)
 
 
 def _first_tag(pattern: str) -> str:
-    """The text that a pattern begins with, without the bracket of a list."""
+    """Return the text that a pattern begins with, without the bracket of a list."""
     steps = steps_of(pattern)
     return steps[0].text.rstrip("[") if steps and steps[0].kind == "text" else ""
 
 
-NO_FORMAT = ToolFormat("none")  # calls are not looked for
+NO_FORMAT = ToolFormat("none")  # the parser finds no calls
 HERMES = ToolFormat("hermes", "<tool_call>\n{json}\n</tool_call>", between="\n")
 LLAMA_JSON = ToolFormat(
     "llama_json",
@@ -128,7 +133,7 @@ _DSML = "｜DSML｜"
 _TABLE = (
     HERMES,
     LLAMA_JSON,
-    # objects in JSON
+    # Calls that are JSON objects.
     ToolFormat("mistral_json", "{json}", "[TOOL_CALLS][", ", ", "]"),
     ToolFormat("granite", "{json}", "<|tool_call|>[", ", ", "]", openers=("<tool_call>",)),
     ToolFormat("granite_20b", "<function_call> {json}", between="\n"),
@@ -153,11 +158,12 @@ _TABLE = (
     ToolFormat("gigachat", "<|function_call|>{json}", openers=("function call<|role_sep|>",)),
     ToolFormat("apertus", "{json}", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>", keyed=True),
     ToolFormat("xlam", "{json}", "[", ", ", "]", start="[{json}"),
-    # a name, then arguments in JSON
+    # A name, then arguments in JSON.
     ToolFormat("mistral", "[TOOL_CALLS]{name}{skip}[ARGS]{arguments}"),
     ToolFormat(
         "deepseek_v3",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n"
+        "```json\n{arguments}\n```<｜tool▁call▁end｜>",
         DEEPSEEK_BEGIN,
         "\n",
         DEEPSEEK_END,
@@ -171,7 +177,8 @@ _TABLE = (
     ),
     ToolFormat(
         "kimi_k2",
-        "<|tool_call_begin|>functions.{name}:{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.{name}:{id}"
+        "<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
         "<|tool_calls_section_begin|>",
         "",
         "<|tool_calls_section_end|>",
@@ -183,15 +190,18 @@ _TABLE = (
     ToolFormat("glm4", "{name}\n{arguments}", between="\n", start="{name}\n{arguments}"),
     ToolFormat(
         "solar",
-        "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>",
+        "<|tool_call:begin|>{id}<|tool_call:name|>{name}"
+        "<|tool_call:args|>{arguments}<|tool_call:end|>",
         "<|tool_calls|>",
     ),
     ToolFormat(
         "harmony",
         "to=functions.{name}{skip}<|message|>{arguments}<|call|>",
-        silent=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>"),
+        silent=(
+            "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
+        ),
     ),
-    # a name, then parameters in tags
+    # A name, then parameters in tags.
     ToolFormat(
         "qwen3_coder",
         "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
@@ -242,7 +252,7 @@ _TABLE = (
         between="\n",
         parameter='<param name="{key}">{value}</param>',
     ),
-    # a call as in Python, or nearly so
+    # Calls in the notation of Python or of Gemma.
     ToolFormat(
         "lfm2", "{name}({python})", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"
     ),

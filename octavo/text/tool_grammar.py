@@ -1,6 +1,6 @@
-"""The grammar of a reply that must call tools, or that must call them properly if it does.
+"""Makes the grammar of a reply that must call tools, or that must call strict tools properly.
 
-Grammars are in llguidance's dialect of Lark, and follow the patterns of octavo.text.tool_formats.
+Grammars are in llguidance's dialect of Lark. They follow the patterns of octavo.text.tool_formats.
 """
 
 from __future__ import annotations
@@ -8,24 +8,26 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from octavo.text.literals import parameters_of, string_alone
+from octavo.text.literals import is_string_schema, parameters_of
 from octavo.text.tool_formats import PatternStep, ToolFormat, steps_of
 
-# keywords by which a schema names an object's properties
-DESCRIBING = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
-STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+# The keywords by which a schema names an object's properties.
+DESCRIBING_KEYWORDS = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+ANY_TEXT = r"/(.|\n)*/"
+SINGLE_QUOTED = r"/'[^'\\]*'/"
 
 
 def has_grammar(format: ToolFormat) -> bool:
-    """Whether calls in this format can be forced. Those that cannot are forced in another."""
+    """Whether calls can be forced in this format. If not, they are forced in another format."""
     return bool(format.call) and "{gemma}" not in format.call
 
 
-def may_be_free(format: ToolFormat) -> bool:
-    """Whether such calls can be told from other text as soon as they begin, and so be held to a
-    grammar amid free text."""
+def allows_free_text(format: ToolFormat) -> bool:
+    """Whether a call differs from other text as soon as it begins. Only then can a grammar
+    constrain the calls and leave the text around them free."""
     return has_grammar(format) and bool(format.start_mark if format.start else format.opening)
 
 
@@ -37,221 +39,265 @@ def call_grammar(
     answer: str | None = None,
     free: bool = False,
 ) -> str:
-    """A grammar for calls of these tools: one, or with `parallel` one or more. Instead of calls
-    there may be an `answer` that matches a JSON schema; or, with `free`, any text around them, and
-    perhaps no call at all: then only tools that are `strict` are held to their parameters.
+    """Return a grammar for calls of these tools: one call, or with `parallel` one or more.
 
-    `special_ids`: the special tokens in the format's texts, which must be named by id. Each tool's
-    parameters stand as a schema of their own, so that references within them (#/$defs/...) mean
-    what they meant.
+    `answer` is a JSON schema: the reply may match it instead of being calls. With `free`, the reply
+    is any text with any number of calls in it, and only `strict` tools must get arguments that
+    match their schema. `special_ids` are the special tokens in the format's texts, which a grammar
+    must name by id. Each tool's parameters are a schema of their own, so that references in them
+    (#/$defs/...) keep their meaning.
     """
-    return _Grammar(format, tools, special_ids, free).text(parallel, answer)
+    return _GrammarWriter(format, tools, special_ids, free).write(parallel, answer)
+
+
+class _Parameter(NamedTuple):
+    """One parameter of a tool."""
+
+    name: str
+    schema: Any
+    required: bool
 
 
 @dataclass
-class _Grammar:
+class _GrammarWriter:
     format: ToolFormat
     tools: list[dict[str, Any]]
     special_ids: dict[str, int]
     free: bool
     rules: list[str] = field(default_factory=list)
-    needs_text: bool = False  # the rule TEXT is used
+    uses_text: bool = False  # a rule refers to TEXT
 
-    def text(self, parallel: bool, answer: str | None) -> str:
-        format = self.format
-        call = steps_of(format.call)
-        opener, rest = self._split_opener(call)
-        self._add("call", f"{opener} rest" if opener else "rest")
-        self._add_choices("rest", rest)
-        first = "call"
-        head = ""
-        if format.start:
-            self._add_choices("first", steps_of(format.start))
-            first = "first"
-        elif format.before:
-            head, before = self._split_opener(steps_of(format.before))
-            first = " ".join(filter(None, (self._sequence(before), "call")))
-        more = f"({self._sequence(steps_of(format.between))} call)*" if parallel else ""
-        after = self._sequence(steps_of(format.after))
-        calls = " ".join(filter(None, (first, more, after)))
-        self._add("calls", f"{head} inner" if head else calls)
-        if head:
-            self._add("inner", calls)
+    def write(self, parallel: bool, answer: str | None) -> str:
+        """Return the whole grammar."""
+        call_opener, call_rest = self._split_opener(steps_of(self.format.call))
+        self._add("call", _sequence_of(call_opener, "rest"))
+        self._add_choices("rest", call_rest)
+        section_opener = self._add_calls(parallel)
         if answer is not None:
             self._add("start", "calls | answer")
             self._add("answer", f"%json {_as_literal(json.loads(answer))}")
         elif not self.free:
             self._add("start", "calls")
-        elif format.start:
+        elif self.format.start:
             self._add("start", "calls | text")
             self._add("text", "OTHER?")
-            self._add("OTHER", rf"/[^{re.escape(format.start_mark)}](.|\n)*/")
+            self._add("OTHER", rf"/[^{re.escape(self.format.start_mark)}](.|\n)*/")
         else:
-            self._add("start", "called* text")
-            self._add("called", f"opening {'inner' if head else 'rest'}")
-            self._add_lazy("opening", head or opener)
-            self._add("text", "TEXT")
-            self.needs_text = True
-        if self.needs_text:
-            self._add("TEXT", r"/(.|\n)*/")
+            self._add_free_text(section_opener, call_opener)
+        if self.uses_text:
+            self._add("TEXT", ANY_TEXT)
         return "\n".join(self.rules)
+
+    def _add_calls(self, parallel: bool) -> str:
+        """Add the rule `calls`. Return the text that opens a section of calls, if the format has
+        one: what follows it is then the rule `inner`."""
+        format = self.format
+        first = "call"
+        opener = ""
+        if format.start:
+            self._add_choices("first", steps_of(format.start))
+            first = "first"
+        elif format.before:
+            opener, before = self._split_opener(steps_of(format.before))
+            first = _sequence_of(self._literals(before), "call")
+        more = f"({self._literals(steps_of(format.between))} call)*" if parallel else ""
+        calls = _sequence_of(first, more, self._literals(steps_of(format.after)))
+        if opener:
+            self._add("calls", f"{opener} inner")
+            self._add("inner", calls)
+        else:
+            self._add("calls", calls)
+        return opener
+
+    def _add_free_text(self, section_opener: str, call_opener: str) -> None:
+        """Add the rules for a reply with calls in free text."""
+        self._add("start", "called* text")
+        self._add("called", "opening inner" if section_opener else "opening rest")
+        self._add_text_up_to("opening", section_opener or call_opener)
+        self._add("text", "TEXT")
 
     def _add(self, name: str, body: str) -> None:
         self.rules.append(f"{name}: {body}")
 
-    def _add_lazy(self, name: str, end: str) -> None:
-        """A rule for any text up to this end, which is the first there is. A special token is no
-        text, and so ends it anyway."""
+    def _add_text_up_to(self, name: str, end: str) -> None:
+        """Add a rule for any text up to the first occurrence of this end. A special token is never
+        part of a text, so the rule needs no lazy match if the end has one."""
         lazy = "" if "<[" in end else "[lazy]"
         self._add(name + lazy, f"TEXT {end}")
+        self.uses_text = True
 
     def _add_choices(self, name: str, steps: tuple[PatternStep, ...]) -> None:
-        """A rule with a choice for each tool."""
-        names = [f"{name}{i}" for i in range(len(self.tools))]
-        self._add(name, " | ".join(names))
-        for own_name, tool in zip(names, self.tools, strict=True):
-            terms = [self._term(step, own_name, tool["function"]) for step in steps]
-            self._add(own_name, " ".join(filter(None, terms)))
+        """Add a rule with one choice for each tool."""
+        choices = [f"{name}{index}" for index in range(len(self.tools))]
+        self._add(name, " | ".join(choices))
+        for choice, tool in zip(choices, self.tools, strict=True):
+            terms = [self._term(step, choice, tool["function"]) for step in steps]
+            self._add(choice, _sequence_of(*terms))
 
-    # ---- the parts of a pattern -------------------------------------------------------------------
+    # ---- the parts of a pattern ----
 
     def _split_opener(self, steps: tuple[PatternStep, ...]) -> tuple[str, tuple[PatternStep, ...]]:
-        """The text that a pattern begins with, and the rest of the pattern."""
+        """Return the text that a pattern begins with, and the rest of the pattern."""
         if not steps or steps[0].kind != "text":
             return "", steps
         return self._literal(steps[0].text), steps[1:]
 
-    def _sequence(self, steps: tuple[PatternStep, ...]) -> str:
-        """Texts one by one: of two texts none may begin with the other where both may come."""
+    def _literals(self, steps: tuple[PatternStep, ...]) -> str:
+        """Return one literal for each step. A single literal for all would not do: where two
+        literals may follow, neither may be the beginning of the other."""
         return " ".join(self._literal(step.text) for step in steps)
 
     def _literal(self, text: str) -> str:
-        """A text as a sequence of strings and special tokens."""
+        """Return a text as a sequence of strings and special tokens."""
         if not text:
             return ""
-        special = "|".join(map(re.escape, sorted(self.special_ids, key=len, reverse=True)))
+        longest_first = sorted(self.special_ids, key=len, reverse=True)
+        special = "|".join(map(re.escape, longest_first))
         parts = re.split(f"({special})", text) if special else [text]
-        return " ".join(
-            f"<[{self.special_ids[part]}]>" if part in self.special_ids else json.dumps(part)
-            for part in parts
-            if part
-        )
+        return " ".join(self._token_or_string(part) for part in parts if part)
+
+    def _token_or_string(self, part: str) -> str:
+        if part in self.special_ids:
+            return f"<[{self.special_ids[part]}]>"
+        return json.dumps(part)
 
     def _term(self, step: PatternStep, rule: str, function: dict[str, Any]) -> str:
+        """Return what one step of a pattern allows for one tool."""
         schema = function.get("parameters")
         if self.free and not function.get("strict"):
             schema = {"additionalProperties": True}
-        if step.kind in ("text", "space"):
-            return self._literal(step.text)
-        if step.kind == "name":
-            return self._literal(function["name"])
-        if step.kind == "id":
-            return r"/[0-9]{1,4}/"
-        if step.kind == "json":
-            name, arguments = self.format.members
-            head = f'{{"{name}": {json.dumps(function["name"])}, "{arguments}": '
-            if self.format.keyed:
-                head = f"{{{json.dumps(function['name'])}: "
-            return f'{json.dumps(head)} {_json(_closed(schema))} "}}"'
-        if step.kind == "arguments":
-            return _json(_closed(schema))
-        if step.kind == "parameters":
-            return self._parameters(rule, schema)
-        if step.kind == "python":
-            return self._keywords(rule, schema)
-        return ""  # {skip}
+        match step.kind:
+            case "text" | "space":
+                return self._literal(step.text)
+            case "name":
+                return self._literal(function["name"])
+            case "id":
+                return r"/[0-9]{1,4}/"
+            case "json":
+                head = json.dumps(self._json_head(function["name"]))
+                return f'{head} {_json_rule(_closed(schema))} "}}"'
+            case "arguments":
+                return _json_rule(_closed(schema))
+            case "parameters":
+                return self._parameters(rule, schema)
+            case "python":
+                return self._keywords(rule, schema)
+        return ""  # {skip} may be empty
 
-    # ---- arguments one by one ---------------------------------------------------------------------
+    def _json_head(self, name: str) -> str:
+        """Return the text of a call in JSON up to the arguments."""
+        quoted = json.dumps(name)
+        if self.format.keyed:
+            return f"{{{quoted}: "
+        name_key, arguments_key = self.format.members
+        return f'{{"{name_key}": {quoted}, "{arguments_key}": '
+
+    # ---- arguments one by one ----
 
     def _parameters(self, rule: str, schema: Any) -> str:
-        """Every parameter that the schema names, in its order."""
-        if self._is_loose(schema):
+        """Return a sequence of the parameters that the schema names, in its order."""
+        if _leaves_parameters_open(schema):
             self._add_parameter(f"{rule}_any", None, {})
             return f"{rule}_any*"
-        terms = []
-        for i, (key, own, needed) in enumerate(_described(schema)):
-            self._add_parameter(f"{rule}_{i}", key, own)
-            terms.append(f"{rule}_{i}" if needed else f"{rule}_{i}?")
+        terms: list[str] = []
+        for index, parameter in enumerate(_listed_parameters(schema)):
+            own_rule = f"{rule}_{index}"
+            self._add_parameter(own_rule, parameter.name, parameter.schema)
+            terms.append(own_rule if parameter.required else f"{own_rule}?")
         return " ".join(terms)
 
     def _add_parameter(self, rule: str, key: str | None, schema: Any) -> None:
-        """A rule for one parameter; without a key for any parameter."""
-        pattern = self.format.parameter
-        head, _, tail = pattern.partition("{value}")
-        is_text = key is None or string_alone(schema)
+        """Add a rule for one parameter in tags. Without a key, the rule allows any parameter."""
+        is_text = key is None or is_string_schema(schema)
+        head, _, tail = self.format.parameter.partition("{value}")
         head = head.replace("{kind}", "true" if is_text else "false")
-        before, _, after = head.partition("{key}")
-        name = self._literal(key) if key is not None else '/[^<>"]+/'
+        before_key, _, after_key = head.partition("{key}")
+        name = '/[^<>"]+/' if key is None else self._literal(key)
         end = self._literal(tail)
-        values = schema.get("enum") if isinstance(schema, dict) else None
-        if is_text and values:
-            value = " | ".join(self._literal(value) for value in values)
-            self._add(f"{rule}_value", value)
-            body = f"{rule}_value {end}"
+        choices = schema.get("enum") if isinstance(schema, dict) else None
+        if is_text and choices:
+            self._add(f"{rule}_value", " | ".join(self._literal(choice) for choice in choices))
+            value = f"{rule}_value {end}"
         elif is_text:
-            self._add_lazy(f"{rule}_value", end)
-            self.needs_text = True
-            body = f"{rule}_value"
+            self._add_text_up_to(f"{rule}_value", end)
+            value = f"{rule}_value"
         else:
-            body = f"{_json(schema)} {end}"
-        self._add(rule, f"{self._literal(before)} {name} {self._literal(after)} {body}")
+            value = f"{_json_rule(schema)} {end}"
+        opening = _sequence_of(self._literal(before_key), name, self._literal(after_key))
+        self._add(rule, f"{opening} {value}")
 
     def _keywords(self, rule: str, schema: Any) -> str:
-        """Keyword arguments: those that are needed, in their order, then others."""
-        if self._is_loose(schema):
-            self._add(f"{rule}_any", f'/[a-zA-Z_]\\w*/ "=" {_json({})}')
+        """Return Python's keyword arguments: the required ones in their order, then any others."""
+        if _leaves_parameters_open(schema):
+            self._add(f"{rule}_any", f'/[a-zA-Z_]\\w*/ "=" {_json_rule({})}')
             return f'({rule}_any (", " {rule}_any)*)?'
-        needed: list[str] = []
-        others: list[str] = []
-        for i, (key, own, must) in enumerate(_described(schema)):
-            value = _json(own)
-            if string_alone(own) and "enum" not in own:  # models use either quotation mark
-                value = f"({value} | /'[^'\\\\]*'/)"
-            self._add(f"{rule}_{i}", f"{self._literal(f'{key}=')} {value}")
-            (needed if must else others).append(f"{rule}_{i}")
-        if others:
-            self._add(f"{rule}_other", " | ".join(others))
-        terms = ' ", " '.join(needed)
-        if needed and others:
+        required: list[str] = []
+        optional: list[str] = []
+        for index, parameter in enumerate(_listed_parameters(schema)):
+            own_rule = f"{rule}_{index}"
+            head = self._literal(f"{parameter.name}=")
+            self._add(own_rule, f"{head} {_keyword_value(parameter.schema)}")
+            group = required if parameter.required else optional
+            group.append(own_rule)
+        if optional:
+            self._add(f"{rule}_other", " | ".join(optional))
+        terms = ' ", " '.join(required)
+        if required and optional:
             return f'{terms} (", " {rule}_other)*'
-        if others:
+        if optional:
             return f'({rule}_other (", " {rule}_other)*)?'
         return terms
 
-    def _is_loose(self, schema: Any) -> bool:
-        """Whether the schema does not list the parameters."""
-        if not isinstance(schema, dict) or isinstance(schema.get("properties"), dict):
-            return False
-        return any(key in schema for key in (*DESCRIBING, "additionalProperties"))
+
+def _sequence_of(*terms: str) -> str:
+    return " ".join(filter(None, terms))
 
 
-def _described(schema: Any) -> list[tuple[str, Any, bool]]:
-    """The parameters: the name, the schema, and whether it is needed."""
+def _leaves_parameters_open(schema: Any) -> bool:
+    """Whether the schema allows parameters that it does not list."""
+    if not isinstance(schema, dict) or isinstance(schema.get("properties"), dict):
+        return False
+    return any(key in schema for key in (*DESCRIBING_KEYWORDS, "additionalProperties"))
+
+
+def _listed_parameters(schema: Any) -> list[_Parameter]:
+    """Return the parameters that a schema lists. Each gets the definitions of the whole schema."""
     if not isinstance(schema, dict):
         return []
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    needed = schema.get("required") or []
-    return [
-        (key, {**own, **shared} if isinstance(own, dict) else own, key in needed)
-        for key, own in parameters_of(schema).items()
-    ]
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = schema.get("required") or []
+    found: list[_Parameter] = []
+    for name, own_schema in parameters_of(schema).items():
+        if isinstance(own_schema, dict):
+            own_schema = {**own_schema, **definitions}
+        found.append(_Parameter(name, own_schema, name in required))
+    return found
 
 
-def _json(schema: Any) -> str:
+def _keyword_value(schema: Any) -> str:
+    """Return the rule for the value of a keyword argument. Models put a string between either kind
+    of quotation marks."""
+    value = _json_rule(schema)
+    if is_string_schema(schema) and "enum" not in schema:
+        return f"({value} | {SINGLE_QUOTED})"
+    return value
+
+
+def _json_rule(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": STYLE}
+        schema = {**schema, "x-guidance": JSON_STYLE}
     return f"%json {_as_literal(schema)}"
 
 
 def _as_literal(schema: Any) -> str:
-    """JSON in which there is no %json but the grammar's own."""
+    """Return a schema as JSON without percent signs, which would begin a keyword of the grammar."""
     return json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments. A tool that describes no parameters has none. Objects whose
-    properties it names are closed when the schema is compiled (octavo/text/schema.py)."""
+    """Return the schema of a tool's arguments. A tool that describes no parameters has none.
+    octavo/text/schema.py closes objects whose properties the schema names."""
     schema = {"type": "object", **(parameters or {})}
-    if not any(key in schema for key in DESCRIBING):
+    if not any(key in schema for key in DESCRIBING_KEYWORDS):
         schema.setdefault("additionalProperties", False)
     return schema

@@ -1,6 +1,7 @@
-"""Reads calls that are not objects in JSON: a name in a header, then arguments in JSON, in tags or in another notation.
+"""Reads calls that are not JSON objects: a header with the name, then arguments in any notation.
 
-The parser follows the steps of a format's patterns (octavo.text.tool_formats). The rules are those of octavo.text.tool_calls.
+The parser follows the patterns of a format (octavo.text.tool_formats) and the rules of
+octavo.text.tool_calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from octavo.text.literals import (
 from octavo.text.tool_calls import BLANK, NAME, JsonParser, ToolParser
 from octavo.text.tool_formats import PatternStep, ToolFormat, steps_of
 
-MAX_SKIP = 200  # characters of a word or a text in a header
+MAX_SKIP = 200  # maximum number of characters of {name}, {id}, {skip} or {key}
 _WORD = re.compile(r"[\w.-]*+", re.ASCII)
 _PAYLOADS = ("arguments", "parameters", "python", "gemma")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -34,15 +35,16 @@ _IN_QUOTES = {
 
 
 def make_parser(format: ToolFormat, tools: Mapping[str, Any], parallel: bool = True) -> ToolParser:
-    """The parser for replies in this format. `tools` are the schemas of the tools' parameters, by name."""
-    kind = JsonParser if format.is_json else PatternParser
-    return kind(format, tools, parallel)
+    """Return the parser for a reply in this format. `tools` has the schema of each tool's
+    parameters by the tool's name."""
+    parser_class = JsonParser if format.is_json else PatternParser
+    return parser_class(format, tools, parallel)
 
 
 def split_at(
     steps: tuple[PatternStep, ...], kinds: tuple[str, ...]
 ) -> tuple[tuple[PatternStep, ...], str, tuple[PatternStep, ...]]:
-    """The steps before the first of these kinds, its kind, and the steps after it."""
+    """Split at the first step of these kinds. Return the steps before, its kind, and the rest."""
     for at, step in enumerate(steps):
         if step.kind in kinds:
             return steps[:at], step.kind, steps[at + 1 :]
@@ -50,6 +52,8 @@ def split_at(
 
 
 class PatternParser(ToolParser):
+    """Reads calls by following the steps of a pattern."""
+
     def __init__(self, format: ToolFormat, tools: Mapping[str, Any], parallel: bool = True):
         before = steps_of(format.before)
         call = steps_of(format.call)
@@ -65,23 +69,23 @@ class PatternParser(ToolParser):
         head, _, rest_of_parameter = split_at(steps_of(format.parameter), ("value",))
         texts = [step.text for step in rest_of_parameter if step.kind == "text"]
         self._value_end = texts[0] if texts else ""
-        # white space around the value that is not part of it
+        # The pattern has white space around the value, which is not part of it.
         self._padded = bool(head) and head[-1].kind == "space"
         self._parameter = head[:-1] if self._padded else head
         tail_texts = [step.text for step in self._tail if step.kind == "text"]
-        self._call_end = tail_texts[0] if tail_texts else ""
+        self._closing_text = tail_texts[0] if tail_texts else ""
         super().__init__(format, tools, parallel)
 
     @property
     def _cutters(self) -> tuple[str, ...]:
-        return (self._call_end,) if self._call_end.startswith("<") else ()
+        return (self._closing_text,) if self._closing_text.startswith("<") else ()
 
-    # ---- where a call begins ----------------------------------------------------------------------
+    # ---- where a call begins ----
 
     def _opened(self, tag: str) -> None:
         self._follow(self._headers[tag], self._begin_payload)
 
-    def _bare(self, text: str, pos: int) -> int:
+    def _untagged(self, text: str, pos: int) -> int:
         pos = self._hold(BLANK, text, pos)
         if pos < len(text):
             steps, _, _ = split_at(steps_of(self._format.start), _PAYLOADS)
@@ -93,7 +97,7 @@ class PatternParser(ToolParser):
         if not goes_on:
             return pos
         if self._header[0].kind == "text":
-            self._give_up()  # the call's opening tag is found in the content
+            self._give_up()  # the opening tag of a call is found in the content
         else:
             tagged = self._tagged
             self._begin("".join(self._held))
@@ -101,10 +105,10 @@ class PatternParser(ToolParser):
             self._follow(self._header, self._begin_payload)
         return pos
 
-    # ---- headers ----------------------------------------------------------------------------------
+    # ---- headers ----
 
     def _follow(self, steps: tuple[PatternStep, ...], then: Callable[[], None]) -> None:
-        """Set the state that follows these steps, and calls `then` after the last."""
+        """Set the state that reads these steps and calls `then` after the last."""
         self._steps = steps
         self._at = 0
         self._then = then
@@ -134,7 +138,8 @@ class PatternParser(ToolParser):
         return pos
 
     def _match(self, step: PatternStep, text: str, pos: int) -> int | None:
-        """Where the step ends in the text. None if more text must come to tell, -1 if the text is something else."""
+        """Return the position at which the step ends: None if it depends on text that has not
+        arrived, -1 if the text does not match."""
         wait = not self._ending
         if step.kind == "text":
             if text.startswith(step.text, pos):
@@ -154,7 +159,8 @@ class PatternParser(ToolParser):
         return end if end - pos <= MAX_SKIP else -1
 
     def _begin_payload(self) -> None:
-        """The header is complete: this is a call, unless it has no tag and its name is none of the tools'."""
+        """Begin the arguments after a complete header. Without a tag, a header whose name is not
+        the name of a tool is content."""
         name = self._words["name"]
         if self._format.plain and name == self._format.plain:
             self._held = []
@@ -162,7 +168,7 @@ class PatternParser(ToolParser):
         elif not self._tagged and name not in self._tools:
             self._give_up()
         else:
-            self._open(name)
+            self._start_call(name)
             self._held = []
             self._schemas = parameters_of(self._tools.get(name))
             self._parts: list[str] = []
@@ -177,20 +183,20 @@ class PatternParser(ToolParser):
                 self._state = self._literal
 
     def _end_payload(self) -> None:
-        """The arguments are complete: the rest of the pattern follows."""
+        """Go on with the rest of the pattern after complete arguments."""
         self._held = []
-        self._follow(self._tail, self._end)
+        self._follow(self._tail, self._end_call)
         if not self._tail:
-            self._end()
+            self._end_call()
 
     def _cut(self) -> None:
         if self._state == self._parameter_value:
-            text = "".join(self._parts) + self._rest
-            self._argue(to_json(text)[:-1])
+            text = "".join(self._parts) + self._unread
+            self._add_arguments(to_json(text)[:-1])
         elif self._state == self._literal:
-            self._argue("".join(self._parts) + self._rest)
+            self._add_arguments("".join(self._parts) + self._unread)
 
-    # ---- arguments in JSON ------------------------------------------------------------------------
+    # ---- arguments in JSON ----
 
     def _before_value(self, text: str, pos: int) -> int:
         pos = self._hold(BLANK, text, pos)
@@ -202,7 +208,7 @@ class PatternParser(ToolParser):
     def _value_over(self, cut: bool) -> None:
         self._end_payload()
 
-    # ---- parameters in tags -----------------------------------------------------------------------
+    # ---- parameters in tags ----
 
     def _between_parameters(self, text: str, pos: int) -> int:
         pos = self._hold(BLANK, text, pos)
@@ -212,11 +218,11 @@ class PatternParser(ToolParser):
         if text.startswith(opening, pos):
             self._held = []
             self._follow(self._parameter, self._begin_parameter)
-        elif text.startswith(self._call_end, pos):
-            self._argue("{}" if self._separator == "{" else "}")
+        elif text.startswith(self._closing_text, pos):
+            self._add_arguments("{}" if self._separator == "{" else "}")
             self._end_payload()
         elif self._ending or not (
-            opening.startswith(text[pos:]) or self._call_end.startswith(text[pos:])
+            opening.startswith(text[pos:]) or self._closing_text.startswith(text[pos:])
         ):
             self._give_up()
         return pos
@@ -226,7 +232,7 @@ class PatternParser(ToolParser):
         self._kind = self._words.get("kind")
         self._parts = []
         self._held = []
-        self._argue(f"{self._separator}{to_json(self._key)}: ")
+        self._add_arguments(f"{self._separator}{to_json(self._key)}: ")
         self._separator = ", "
         self._state = self._parameter_value
 
@@ -241,14 +247,14 @@ class PatternParser(ToolParser):
         if self._padded:
             value = value.removeprefix("\n").removesuffix("\n")
         schema = {"type": "string"} if self._kind == "true" else self._schemas.get(self._key)
-        self._argue(text_as_json(value, schema))
+        self._add_arguments(text_as_json(value, schema))
         self._state = self._between_parameters
         return end + len(self._value_end)
 
-    # ---- arguments in another notation ------------------------------------------------------------
+    # ---- arguments in another notation ----
 
     def _literal(self, text: str, pos: int) -> int:
-        """Arguments up to the bracket that closes them. Brackets within quotation marks do not count."""
+        """Read arguments up to their closing bracket. Brackets in quotation marks do not count."""
         start = pos
         closed = False
         while pos < len(text) and not closed:
@@ -281,12 +287,13 @@ class PatternParser(ToolParser):
                 pos += 1
         self._parts.append(text[start:pos])
         if closed:
-            self._argue(self._as_json("".join(self._parts)))
+            self._add_arguments(self._as_json("".join(self._parts)))
             self._end_payload()
         return pos
 
     def _end_of_quoted(self, text: str, pos: int) -> int:
-        """The position after the closing quotation mark; or -1 - the position up to which the text is certainly quoted."""
+        """Return the position after the closing quotation mark. If the mark has not arrived, return
+        -1 - position, up to which the text is certainly quoted."""
         if self._format.quote:
             end = text.find(self._quoting, pos)
             if end >= 0:
@@ -300,7 +307,7 @@ class PatternParser(ToolParser):
         return -1 - (len(text) if self._ending else end)
 
     def _as_json(self, text: str) -> str:
-        """The arguments in JSON, or as they are if they cannot be read."""
+        """Return the arguments in JSON, or unchanged if they cannot be read."""
         if self._payload == "python":
             found = keywords_as_json(text)
         else:
@@ -309,7 +316,7 @@ class PatternParser(ToolParser):
 
 
 def _partial(text: str, pos: int, tag: str) -> int:
-    """Where a tag may begin that the text does not hold whole."""
+    """Return the position at which an incomplete tag may begin."""
     for at in range(max(pos, len(text) - len(tag) + 1), len(text)):
         if tag.startswith(text[at:]):
             return at

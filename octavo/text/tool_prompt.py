@@ -84,5 +84,5 @@ def _introduce(
 
 def _written(call: dict[str, Any]) -> str:
     function = call.get("function", call)
-    content = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return HERMES.call.replace("{json}", json.dumps(content, ensure_ascii=False))
+    call_object = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return HERMES.call.replace("{json}", json.dumps(call_object, ensure_ascii=False))

@@ -194,3 +194,14 @@ def test_a_chat_template_that_cannot_be_used_is_told_of_at_the_start(
         (tmp_path / "t.jinja").write_text(template)
     result = octavo("serve", "--chat-template", tmp_path / "t.jinja")
     assert result.exit_code == 2 and "--chat-template" in result.stderr and says in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--tool-parser", "--tool-call-parser"])
+def test_an_unknown_format_of_tool_calls_is_refused_with_the_known_ones(
+    octavo: Octavo, option: str
+) -> None:
+    """The second name and --enable-auto-tool-choice are vLLM's."""
+    result = octavo("serve", option, "llama4", "--enable-auto-tool-choice")
+    assert result.exit_code == 2
+    for word in ("--tool-parser", "auto", "none", "hermes", "pythonic"):
+        assert word in result.stderr

@@ -1,5 +1,5 @@
-"""Public chat templates render as transformers renders them. `make templates` runs this; it
-downloads the templates."""
+"""Public chat templates render as transformers renders them, and tool calls that they render are
+read back. `make templates` runs this; it downloads the templates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from octavo.text import ChatTemplate, Tokenizer
 from octavo.text.chat import render_marked
 from octavo.text.conversation import argument_forms, check_messages
 from octavo.text.gguf_tokenizer import LLAMA3
+from octavo.text.tool_detect import CALL_IDS, detect_format, read_call, written_call
 from octavo.text.tool_prompt import mentions_tools, spell_out
 from tests.text.builders import byte_level
 from tests.text.templates import collect_templates
@@ -168,3 +169,78 @@ def test_templates_render_as_transformers_renders_them(
     assert not wrong, "\n".join(wrong)
     assert {line.partition(": ")[0] for line in refused["plain"]} == NEVER.keys()
     assert all(count >= 103 for count in equal.values())
+
+
+FORECAST = {
+    "type": "function",
+    "function": {
+        "name": "get_forecast",
+        "description": "Returns a forecast.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "The name of a city."},
+                "days": {"type": "integer", "description": "The number of days."},
+                "hourly": {"type": "boolean", "description": "One entry for each hour."},
+                "fields": {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "description": "The fields of an entry.",
+                },
+            },
+            "required": ["city"],
+        },
+    },
+}
+FORECAST_ARGUMENTS = {
+    "city": "São Paulo",
+    "days": 3,
+    "hourly": True,
+    "fields": ["rain", "wind"],
+}
+# Templates that show tools and whose calls are not read back, and why.
+NOT_READ_BACK = {
+    "llama-cpp-python:CohereForAI-c4ai-command-r-plus-tool_use": "a format that is not known",
+    "llama-cpp-python:Kimi-K2-Instruct": "changes a list, which the sandbox forbids",
+    "llama-cpp-python:Kimi-K2-Thinking": "changes a list, which the sandbox forbids",
+    "llama-cpp-python:Kimi-K3": "a format that is not known",
+    "llama-cpp-python:LFM2-8B-A1B": "leaves calls out",
+    "llama-cpp-python:LFM2.5-Instruct": "leaves calls out",
+    "llama-cpp-python:MiniMax-M3": "a format that is not known",
+    "llama-cpp-python:ibm-granite-granite-3.3-2B-Instruct": "leaves calls out",
+    "llama-cpp-python:tencent-Hy3": "a format that is not known",
+    "vllm:tool_chat_template_functiongemma": "writes every value as a string",
+    "vllm:tool_chat_template_gemma3_pythonic": "writes no commas between arguments",
+    "vllm:tool_chat_template_glm4": "leaves calls out",
+    "vllm:tool_chat_template_llama4_pythonic": "writes every value as a string",
+    "vllm:tool_chat_template_phi4_mini": "writes Python's literals in JSON",
+    "trl:lfm2": "leaves calls out",
+    "trl:lfm2_training": "leaves calls out",
+    "axolotl:falcon_h1": "leaves calls out",
+    "xinference:deepseek-v3": "writes Python's literals in JSON",
+    "xinference:glm4-0414": "leaves calls out",
+    "xinference:qwen1.5-chat": "leaves out a quotation mark",
+}
+
+
+def test_calls_that_templates_render_are_read_back(
+    templates: dict[str, str], ours: Tokenizer
+) -> None:
+    formats: Counter[str] = Counter()
+    wrong: list[str] = []
+    for name, source in templates.items():
+        template = ChatTemplate(source, SPECIALS)
+        if not template.knows_tools:
+            continue
+        format = detect_format(template, ours)
+        texts = [
+            written_call(template, FORECAST, FORECAST_ARGUMENTS, call_id) for call_id in CALL_IDS
+        ]
+        read = [read_call(format, text, FORECAST) for text in texts]
+        if ("get_forecast", FORECAST_ARGUMENTS) in read:
+            formats[format.name] += 1
+        else:
+            wrong.append(name)
+    print(f"read back: {sum(formats.values())} of {len(templates)}, {dict(formats)}")
+    assert sorted(wrong) == sorted(NOT_READ_BACK)
+    assert len(formats) >= 29

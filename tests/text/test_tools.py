@@ -28,7 +28,7 @@ from octavo.text.tool_formats import (
     ToolFormat,
     steps_of,
 )
-from octavo.text.tool_grammar import call_grammar, has_grammar, may_be_free
+from octavo.text.tool_grammar import allows_free_text, call_grammar, has_grammar
 from octavo.text.tool_patterns import make_parser
 from octavo.text.tool_prompt import spell_out
 from tests.text.builders import byte_level
@@ -868,7 +868,9 @@ def test_calls_can_be_forced_in_each_format(format: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    "format", [format for format in forcible if may_be_free(format)], ids=lambda format: format.name
+    "format",
+    [format for format in forcible if allows_free_text(format)],
+    ids=lambda format: format.name,
 )
 def test_strict_tools_are_held_to_their_parameters_in_each_format(format: ToolFormat) -> None:
     grammar = call_grammar(format, [FULL, CLOCK], True, {}, free=True)
