@@ -20,58 +20,30 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, Unpack
 
-import torch
-
+from octavo.assemble import (
+    DeviceFacts,
+    ModelFacts,
+    ModelSource,
+    Progress,
+    build_engine,
+    build_runner,
+    load,
+    resolve,
+    torch_dtype,
+)
 from octavo.collect import Collector
-from octavo.config import CacheConfig, ModelConfig, ScheduleConfig
-from octavo.core.batching import check_batching
-from octavo.core.bounded_kv import check_kv_eviction, max_kv_positions
+from octavo.config import ModelConfig, ScheduleConfig
+from octavo.core.bounded_kv import max_kv_positions
 from octavo.core.engine import Engine
-from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import Recorder
-from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory, OctavoError
-from octavo.memory import (
-    BLOCK_SIZE,
-    DISK_GIB,
-    KV_BUDGET,
-    STAGING,
-    MemoryPlan,
-    activation_bytes,
-    available_memory,
-    check_disk,
-    default_piggyback_tokens,
-    graph_bytes,
-    kv_memory,
-    parameter_count,
-    parse_kv_dtype,
-    size_pool,
-    size_tiers,
-    step_tokens,
-    weight_bytes,
-)
-from octavo.model.base import CausalLM
+from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
+from octavo.errors import InvalidRequest, ModelError, OctavoError
 from octavo.model.checkpoint import Checkpoint, read_json
-from octavo.model.fingerprint import fingerprint
-from octavo.model.load import LoadOptions, load_model
-from octavo.ops import select
-from octavo.ops.kv import LARGEST, dtype_name
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-from octavo.params import (
-    BeamSearchParams,
-    SamplingParams,
-    check_real,
-    check_whole,
-    recommended_sampling,
-)
-from octavo.runner.canary import Canary
-from octavo.runner.disk import Disk
-from octavo.runner.kvstore import KVStore
-from octavo.runner.runner import Runner
-from octavo.runner.shapes import RunnerLimits, held_logits
-from octavo.runner.tier_store import TierStore
+from octavo.params import BeamSearchParams, SamplingParams, recommended_sampling
 from octavo.text.chat import check_options, encode_chat, select_template
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
@@ -91,14 +63,6 @@ Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Read: TypeAlias = tuple[str | None, list[int], str]
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "parse_special"}  # of a dictionary
-# Options of vLLM's class that ask for nothing this engine would do otherwise; others are refused by name.
-HARMLESS = {
-    "trust_remote_code", "cpu_offload_gb", "disable_log_stats", "enable_chunked_prefill", "max_seq_len_to_capture",
-    "disable_custom_all_reduce", "tokenizer_mode", "disable_async_output_proc", "use_v2_block_manager", "compilation_config",
-    "async_scheduling", "hf_token", "max_logprobs",
-}  # fmt: skip
-# Others are taken at the value that changes nothing.
-DEFAULTS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
 # Tokens of prompts that warm_up computes, as far as they fit: steps of such sizes may take kernels of their own.
 WARM_UP = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
 
@@ -125,289 +89,69 @@ def mends(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM,
 class LLM:
     def __init__(
         self,
-        model: str | Path | dict[str, Any] | None = None,
+        model: ModelSource = None,
         *,
-        tokenizer: str | Path | None = None,
-        skip_tokenizer_init: bool = False,
-        parse_special: bool = True,
-        generation_config: str | Path = "auto",
-        override_generation_config: dict[str, Any] | None = None,
-        dtype: str = "auto",
-        seed: int = 0,
-        revision: str | None = None,
-        load_format: str = "auto",
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        block_size: int | None = None,
-        num_gpu_blocks_override: int | None = None,
-        enable_prefix_caching: bool = True,
-        swap_space: float | None = None,
-        kv_disk_path: str | Path | None = None,
-        kv_disk_gib: float = DISK_GIB,
-        kv_eviction: str = "none",
-        kv_budget: int | None = None,
-        kv_sinks: int = 1,
-        enforce_eager: bool = False,
-        depth: int | None = None,
-        scheduling_policy: str = "fcfs",
-        batching: str = "continuous",
-        max_batch: int = 8,
-        window_ms: float = 20.0,
-        target_ms: float = 50.0,
-        short_prompt_share: float = 0.25,
-        piggyback_tokens: int | None = None,
-        record_trace: str | Path | None = None,
-        kv_canary: bool = False,
-        progress: bool | Callable[[float], None] = True,
-        **options: Any,
+        progress: Progress = True,
+        **options: Unpack[EngineKeywords],
     ):
-        unknown = sorted(
-            k
-            for k, v in options.items()
-            if k not in HARMLESS and (k not in DEFAULTS or v != DEFAULTS[k])
-        )
-        if unknown:
-            raise InvalidRequest(
-                f"LLM does not know how to honour: {', '.join(unknown)}. Leave them out", unknown[0]
-            )
-        if options:
-            log.info("options without effect here: %s", ", ".join(sorted(options)))
-        check_whole("depth", 1 if depth is None else depth, 1, 3)  # steps in flight
-        check_whole("max_num_seqs", max_num_seqs, 1)
-        policy = find_policy(scheduling_policy)
-        check_batching([batching], max_batch, window_ms, target_ms)
-        check_real("short_prompt_share", short_prompt_share, 0, 1)
-        check_whole("piggyback_tokens", piggyback_tokens or 0, 0)
-        if piggyback_tokens and (batching != "continuous" or scheduling_policy != "fcfs"):
-            raise InvalidRequest(
-                "piggyback_tokens has no effect here: it needs batching continuous and "
-                "scheduling_policy fcfs. Leave it out",
-                "piggyback_tokens",
-            )
-        check_whole("seed", seed, -(2**63), 2**63 - 1)
-        check_real("gpu_memory_utilization", gpu_memory_utilization, 0, 1, open_low=True)
-        check_real("swap_space", 0 if swap_space is None else swap_space, 0, 2**20)
-        check_disk(kv_disk_path, kv_disk_gib)
-        if not enable_prefix_caching and (swap_space or kv_disk_path is not None):
-            raise InvalidRequest(
-                "swap_space and kv_disk_path keep what the prefix cache has: leave it enabled",
-                "swap_space",
-            )
-        if kv_canary and (swap_space or kv_disk_path is not None or kv_eviction != "none"):
-            raise InvalidRequest(
-                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, kv_eviction",
-                "kv_canary",
-            )
-        sizes = {
-            "max_model_len": max_model_len,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-        }
-        for name, value in {**sizes, "num_gpu_blocks_override": num_gpu_blocks_override}.items():
-            if value is not None:
-                check_whole(name, value, 2 if name == "max_model_len" else 1)
-        recommended = _read_generation_config(generation_config)
-        kv_asked = parse_kv_dtype(kv_cache_dtype)
-        self._close: weakref.finalize[[], LLM] | None = None
-        self.device = _pick_device(device)
-        on_gpu = self.device.type == "cuda"
-        block_size = block_size or BLOCK_SIZE[self.device.type]
-        ops = select(self.device.type)
-        if dtype == "auto" and not on_gpu:
-            # exact, and as fast on CPUs without 16-bit instructions; docs/models.md has numbers
-            dtype = "float32"
-        self.model, self.checkpoint = load_model(
-            model,
-            LoadOptions(
-                dtype=dtype,
-                device=str(self.device),
-                load_format=load_format,
-                quantization=quantization,
-                revision=revision,
-                seed=seed,
-            ),
-            ops=ops,
-            progress=progress,
-            available=available_memory(self.device)[0],
-        )
+        """`options` are the fields of EngineOptions (octavo/engine_options.py). `progress` shows a
+        bar while the weights are loaded, or is called with the fraction that is loaded."""
+        self._start(model, from_keywords(dict(options)), progress)
+
+    @classmethod
+    def from_options(
+        cls, model: ModelSource, options: EngineOptions, progress: Progress = True
+    ) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(model, options, progress)
+        return llm
+
+    def _start(self, source: ModelSource, options: EngineOptions, progress: Progress) -> None:
+        recommended = _read_generation_config(options.generation_config)
+        loaded = load(source, options, progress)
+        self.options = options
+        self.model = loaded.model
+        self.checkpoint = loaded.checkpoint
+        self.device = loaded.device
         self.config: ModelConfig = self.model.config
         if recommended is None:
             recommended = self.checkpoint.generation_config
         self.default_sampling = _default_sampling(
-            {**recommended, **(override_generation_config or {})}
+            recommended | (options.override_generation_config or {})
         )
-        self.parse_special = parse_special
-        self.tokenizer = (
-            None
-            if skip_tokenizer_init
-            else _load_tokenizer(tokenizer, self.checkpoint, self.config.vocab_size)
-        )
+        self.tokenizer = None
+        if not options.skip_tokenizer_init:
+            self.tokenizer = _load_tokenizer(
+                options.tokenizer, self.checkpoint, self.config.vocab_size
+            )
         ends = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *ends}))
+        facts = ModelFacts.of(self.model)
+        resolved = resolve(options, facts, DeviceFacts.of(self.device, self.model.ops.name))
+        self.runner, resolved = build_runner(loaded, options, resolved)
         self.model_dtype = self.model.dtype
-        self.kv_dtype = _pick_kv_dtype(kv_asked, self.model)
-        kv_name = dtype_name(self.kv_dtype)
-        parameters = parameter_count(self.model)
-        weights = weight_bytes(self.model)
-        budget = max_num_batched_tokens or step_tokens(self.device.type, parameters, max_num_seqs)
-        schedule = ScheduleConfig(
-            max_num_seqs,
-            budget,
-            # an urgent request waits for all that are in flight
-            depth=depth or (2 if on_gpu and not policy.preemptive else 1),
-            policy=scheduling_policy,
-            batching=batching,
-            max_batch=max_batch,
-            batch_window=window_ms / 1e3,
-            latency_target=target_ms / 1e3,
-            short_prompt_share=short_prompt_share,
-            piggyback_tokens=(
-                default_piggyback_tokens(self.device.type, parameters, weights)
-                if piggyback_tokens is None
-                else piggyback_tokens
-            ),
-        )
-        activations = activation_bytes(self.config, schedule, dtype_name(self.model_dtype))
-        graphs = ops.name == "triton" and on_gpu and not enforce_eager and not kv_canary
-        if graphs:
-            activations += graph_bytes(
-                self.config, held_logits(max_num_seqs, budget), dtype_name(self.model_dtype)
-            )
-        staging = STAGING[self.device.type] if swap_space or kv_disk_path is not None else 0
-        kv_bytes = kv_memory(self.device, gpu_memory_utilization, activations + staging)
-        cache, max_model_len = size_pool(
-            self.config,
-            block_size,
-            kv_name,
-            kv_bytes,
-            max_num_seqs,
-            max_model_len,
-            num_gpu_blocks_override,
-        )
-        self.schedule = replace(schedule, max_model_len=max_model_len)
-        cache = self._bound(cache, kv_eviction, kv_budget, kv_sinks, max_model_len)
-        kv_token = self.config.kv_bytes_per_token(kv_name)
-        spare = available_memory(torch.device("cpu"))[0]
-        taken = 0 if on_gpu else cache.num_blocks * block_size * kv_token
-        if taken > spare:
-            raise NotEnoughMemory(
-                f"a KV pool of {cache.num_blocks} blocks takes {taken / 2**30:.3g} GiB, but {spare / 2**30:.3g} GiB of memory "
-                "are left: lower num_gpu_blocks_override (--num-blocks)"
-            )
-        host_blocks, disk_bytes = size_tiers(
-            swap_space, kv_disk_path, kv_disk_gib, block_size * kv_token, spare - taken
-        )
-        self.cache = replace(
-            cache, prefix_caching=enable_prefix_caching, block_bytes=block_size * kv_token
-        )
-        kv = KVStore(self.config, self.cache, self.kv_dtype, self.device)
-        tiers = None
-        if host_blocks:
-            disk = (
-                self._open_disk(Path(kv_disk_path).expanduser(), disk_bytes, kv, kv_name)
-                if kv_disk_path is not None
-                else None
-            )
-            tiers = self._make_tiers(kv, host_blocks, disk, staging)
-        if tiers is None:
-            host_blocks = disk_bytes = 0
-        self.cache = replace(self.cache, host_blocks=host_blocks, has_disk=disk_bytes > 0)
-        self.memory = MemoryPlan(
-            weights, activations, kv_token, block_size, cache.num_blocks, host_blocks, disk_bytes
-        )
-        canary = (
-            Canary(cache.num_blocks, block_size, max_model_len, self.device) if kv_canary else None
-        )
-        self.runner = Runner(
-            model=self.model,
-            kv=kv,
-            limits=RunnerLimits(max_slots=max_num_seqs, max_len=max_model_len, max_tokens=budget),
-            use_graphs=graphs,
-            tiers=tiers,
-            canary=canary,
-            is_bounded=kv_eviction != "none",
-        )
-        self.seed = seed
+        self.kv_dtype = torch_dtype(resolved.requirements.kv_dtype)
+        self.cache = resolved.cache
+        self.schedule = resolved.schedule
+        self.memory = resolved.memory
         self.engine = self.new_engine(self.schedule)
-        if record_trace is not None:
-            self.engine.scheduler.recorder = Recorder(record_trace)
+        if options.record_trace is not None:
+            self.engine.scheduler.recorder = Recorder(options.record_trace)
+        self._close: weakref.finalize[[], LLM] | None = None
+        if self.runner.tiers is not None:
+            # What waits to be written is written at the end of the interpreter, too.
+            self._close = weakref.finalize(self, self.runner.tiers.close)
         self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._open: dict[str, Collector] = {}
         self._dropped: list[str] = []  # requests whose stream nobody holds any more
         self._count = 0
 
     def new_engine(self, schedule: ScheduleConfig) -> Engine:
-        """An engine for this model, nothing cached yet. Only one at a time may run: they share the device's rows and blocks."""
-        scheduler = Scheduler(self.cache, schedule, self.config.vocab_size, self.eos_ids, self.seed)
-        tiers = self.runner.tiers
-        if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
-            scheduler.tiers.attach_store(tiers.disk.known_hashes, tiers.fetch_ids)
-        return Engine(scheduler, self.runner)
-
-    def _bound(
-        self, cache: CacheConfig, eviction: str, budget: int | None, sinks: int, max_model_len: int
-    ) -> CacheConfig:
-        """What leaves the cache of a sequence that has grown to its budget, if anything does."""
-        check_whole("kv_sinks", sinks, 0)
-        if budget is not None:
-            check_whole("kv_budget", budget, 1)
-            if eviction == "none":
-                raise InvalidRequest(
-                    "kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy",
-                    "kv_budget",
-                )
-        if eviction == "none" and sinks != cache.kv_sinks:
-            raise InvalidRequest(
-                "kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks"
-            )
-        if budget is None:
-            budget = min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size
-        cache = replace(cache, kv_eviction=eviction, kv_budget=budget, kv_sinks=sinks)
-        check_kv_eviction(cache, max_model_len)
-        if eviction != "none" and self.model.angles(0) is None:
-            raise InvalidRequest(
-                f"kv_eviction {eviction} moves keys to other positions, which this {self.config.architecture} does not allow: "
-                "its positions are learned, or its rope scaling is dynamic. Use kv_eviction none",
-                "kv_eviction",
-            )
-        if eviction != "none" and self.kv_dtype in LARGEST:
-            raise InvalidRequest(
-                f"kv_eviction {eviction} moves keys to other positions, and compressed ones would lose by it each time: "
-                "use kv_cache_dtype auto",
-                "kv_eviction",
-            )
-        return cache
-
-    def _open_disk(self, directory: Path, limit: int, kv: KVStore, kv_name: str) -> Disk:
-        """What is on disk is this model's if the weights, the kernels and the layout of KV are the same."""
-        form = f"{kv_name} {'x'.join(map(str, kv.tensor.shape[1:]))}"
-        name = fingerprint(
-            self.model, self.config, self.model_dtype, form, self.device.type, self.model.ops.name
+        """Return an engine for this model with an empty cache. Only one engine may run at a time."""
+        scheduler = Scheduler(
+            self.cache, schedule, self.config.vocab_size, self.eos_ids, self.options.seed
         )
-        return Disk(
-            directory=directory,
-            max_bytes=limit,
-            fingerprint=name,
-            block_format=form,
-            block_bytes=kv.tensor[0].nbytes,
-        )
-
-    def _make_tiers(
-        self, kv: KVStore, host_blocks: int, disk: Disk | None, staging_bytes: int
-    ) -> TierStore | None:
-        try:
-            tiers = TierStore(kv, host_blocks, disk, staging_bytes)
-        except (NotEnoughMemory, RuntimeError) as error:
-            log.warning("going on without a second tier of KV: %s", error)
-            return None
-        # what waits to be written is, at the interpreter's end too
-        self._close = weakref.finalize(self, tiers.close)
-        return tiers
+        return build_engine(self.runner, scheduler)
 
     def close(self) -> None:
         """Write to disk what an engine that is idle has in its cache, as far as it fits into host memory at once, and end the
@@ -749,10 +493,10 @@ class LLM:
             text = given.get("prompt")
             if "prompt_token_ids" in given:
                 return text, _token_ids(given["prompt_token_ids"]), salt
-            parse = given.get("parse_special", self.parse_special)
+            parse = given.get("parse_special", self.options.parse_special)
             return text, self._encode(given["prompt"], parse), salt
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt, self.parse_special), ""
+            return prompt, self._encode(prompt, self.options.parse_special), ""
         return None, _token_ids(prompt), ""
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
@@ -924,31 +668,3 @@ def _token_ids(prompt: Any) -> list[int]:
 def _dimensions(value: Any) -> int:
     """Dimensions of a NumPy array or a PyTorch tensor. Any other value has none."""
     return getattr(value, "ndim", 0)
-
-
-def _pick_kv_dtype(asked: str | None, model: CausalLM) -> torch.dtype:
-    offered = {dtype_name(dtype): dtype for dtype in model.ops.kv_dtypes(model.dtype)}
-    if asked is not None and asked not in offered:
-        raise InvalidRequest(
-            f"kv_cache_dtype {asked} cannot be used here: beside {dtype_name(model.dtype)} activations this device's kernels "
-            f"read {', '.join(offered)}. Use one of those, or auto",
-            "kv_cache_dtype",
-        )
-    return model.kv_dtype if asked is None else offered[asked]
-
-
-def _pick_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        picked = torch.device(device)
-    except RuntimeError:
-        raise InvalidRequest(
-            f"unknown device {device!r}: use auto, cpu or cuda", "device"
-        ) from None
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest(
-            "device cuda was asked for, but this machine has no usable NVIDIA GPU: use device='cpu'",
-            "device",
-        )
-    return picked

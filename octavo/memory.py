@@ -16,7 +16,6 @@ import torch
 from octavo.config import DTYPE_BYTES, KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
-from octavo.params import check_real
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # default KV block size
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # default token budget of a step: see step_tokens
@@ -25,7 +24,6 @@ PIGGYBACK_PARAMETERS = 2 * 10**9  # of the smallest model that gains by it
 # device memory for staging copies between the device and the host
 STAGING = {"cuda": 2**29, "cpu": 0}
 DISK_PASSAGE = 1.0  # default GiB of host memory if only a disk tier is configured
-DISK_GIB = 16.0  # default GiB of a disk tier
 KV_BUDGET = 1024  # default positions of a bounded KV cache per sequence
 CPU_KV_SHARE = 0.25  # fraction of free memory, after the weights are loaded, for KV on a CPU
 
@@ -148,28 +146,12 @@ def _given_back(stat: Path) -> int:
         return 0
 
 
-def kv_memory(device: torch.device, utilization: float, activations: int) -> int:
-    """Bytes for the KV cache. Call this after the weights are loaded."""
-    return kv_share(device.type, *available_memory(device), utilization, activations)
-
-
 def kv_share(kind: str, free: int, total: int, utilization: float, activations: int) -> int:
-    """kv_memory for a "cuda" or "cpu" device with this much memory free after the weights are loaded."""
+    """Bytes for the KV cache of a "cuda" or "cpu" device. `free` is what is left after the weights
+    are loaded."""
     if kind == "cuda":
         return int(total * utilization) - (total - free) - activations
     return int((free - activations) * CPU_KV_SHARE)
-
-
-def parse_kv_dtype(asked: str) -> str | None:
-    """The data type of the KV cache; None for "auto", which means the model's own."""
-    names = (*DTYPE_BYTES, *KV_CODES)
-    found = {"auto": None, "fp8_e4m3": "fp8"} | {name: name for name in names}
-    if asked not in found:
-        raise InvalidRequest(
-            f"kv_cache_dtype is auto, {', '.join(names)} (which is e4m3), not {asked!r}",
-            "kv_cache_dtype",
-        )
-    return found[asked]
 
 
 def size_pool(
@@ -214,14 +196,6 @@ def size_pool(
     if num_blocks is None:
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
-
-
-def check_disk(path: object, gib: float) -> None:
-    check_real("kv_disk_gib", gib, 0, 2**30, open_low=True)
-    if path is None and gib != DISK_GIB:
-        raise InvalidRequest(
-            "kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)", "kv_disk_gib"
-        )
 
 
 def size_tiers(

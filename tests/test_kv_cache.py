@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import octavo.llm
+import octavo.assemble
 from octavo import LLM, SamplingParams
 from octavo.errors import InvalidRequest
 from octavo.ops.kv import CODES
@@ -39,7 +39,7 @@ def make(architecture: str, **options: Any) -> LLM:
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(octavo.llm, "select", lambda device: ReferenceOps())
+    monkeypatch.setattr(octavo.assemble, "select", lambda device: ReferenceOps())
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_twice_the_tokens_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.memory.available_memory", lambda device: (2**30, 2**30))
+    monkeypatch.setattr("octavo.assemble.available_memory", lambda device: (2**30, 2**30))
     fits = {}
     for name in ("float32", "float16", "int8", "fp8_e4m3"):
         llm = LLM(

@@ -104,6 +104,7 @@ def test_other_libraries_are_out_of_reach_in_that_test() -> None:
         "octavo.config",
         "octavo.errors",
         "octavo.outputs",
+        "octavo.engine_options",
     ],
 )
 def test_the_deciding_side_loads_only_the_standard_library(package: str) -> None:

@@ -640,7 +640,7 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
 
 def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     per_token = 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, dim, bytes
-    monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 100 * 16 * per_token)
+    monkeypatch.setattr("octavo.assemble.kv_share", lambda *_: 100 * 16 * per_token)
     with pytest.raises(
         NotEnoughMemory, match="1700 needs .* memory holds 100: max_model_len=1600 would work"
     ) as _:
@@ -654,9 +654,9 @@ def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.Mon
             None,
         )
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 1024
-    monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 10 * 16 * per_token)
+    monkeypatch.setattr("octavo.assemble.kv_share", lambda *_: 10 * 16 * per_token)
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 161
-    monkeypatch.setattr("octavo.llm.kv_memory", lambda *_: 0)
+    monkeypatch.setattr("octavo.assemble.kv_share", lambda *_: 0)
     with pytest.raises(NotEnoughMemory, match="no memory is left for KV"):
         make(num_gpu_blocks_override=None)
 

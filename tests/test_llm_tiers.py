@@ -158,7 +158,7 @@ def test_damaged_records_cost_time_and_never_a_token(
     tmp_path: Path, damage: str, sealed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether those who read them add them up or the device."""
-    monkeypatch.setattr("octavo.llm.TierStore", partial(TierStore, verify_on_load=sealed))
+    monkeypatch.setattr("octavo.assemble.TierStore", partial(TierStore, verify_on_load=sealed))
     many, g = prompts(3), random.Random(1)
     first = make(kv_disk_path=tmp_path)
     want = [ask(first, p)[0] for p in many]

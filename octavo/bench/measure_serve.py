@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.http_load import Load
+from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ CASES: dict[str, Callable[[Load], Load]] = {
 STAMPED = ("one", "streams", "burst")  # the engine writes down its times, which takes some itself
 
 SERVER = """
-import json, sys
-from octavo.serve.config import ServeConfig
+import sys
+import msgspec
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import run
-run(ServeConfig(**json.loads(sys.argv[1])))
+run(msgspec.json.decode(sys.argv[1], type=ServeConfig))
 """
 
 
@@ -104,15 +106,15 @@ def _ready(running: Running) -> bool:
 
 @contextmanager
 def server(
-    model: str | None, engine: dict[str, Any], trace: Path | None = None
+    model: str | None, engine: EngineOptions, trace: Path | None = None
 ) -> Iterator[Running]:
-    """A fresh server of this model, ready. `engine`: LLM's arguments. `trace`: where the engine notes its times."""
+    """Start a server and wait until it is ready. The engine records its times in `trace`."""
     if trace is not None:
-        engine = {**engine, "record_trace": str(trace)}
+        engine = replace(engine, record_trace=str(trace))
     running = Running("127.0.0.1", _free_port(), trace=trace)
     config = {
         "model": model,
-        "engine": engine,
+        "engine": asdict(engine),
         "name": "bench",
         "port": running.port,
         "max_queue": 4096,

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
 from octavo.model import build, registry
 from octavo.ops.reference import ReferenceOps
@@ -20,10 +22,10 @@ SHARD = 4 * 2**30  # bytes
 
 CHILD = """
 import json, sys, time
-options = json.loads(sys.argv[1])
+model, options = json.loads(sys.argv[1])
 from octavo import LLM, SamplingParams
 imported = time.time()
-llm = LLM(options.pop("model"), skip_tokenizer_init=True, progress=False, **options)
+llm = LLM(model, progress=False, **options)
 loaded = time.time()
 next(iter(llm.stream([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_tokens=2, ignore_eos=True))))
 print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.time()}))
@@ -31,14 +33,18 @@ print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.ti
 
 
 def measure(
-    model: str | None, repeat: int = 3, done: Callable[[], None] = lambda: None, **options: Any
+    model: str | None,
+    options: EngineOptions,
+    repeat: int = 3,
+    done: Callable[[], None] = lambda: None,
 ) -> list[dict[str, float]]:
-    """Seconds from the process's start to: imports done, model loaded, first token. The first run fills caches of compiled
-    kernels and of the file system."""
+    """Return the seconds from the start of a process until its imports are done, its model is loaded
+    and it has the first token. The first run fills caches of compiled kernels and of the file
+    system."""
     runs = []
     for _ in range(repeat):
         start = time.time()
-        child = [sys.executable, "-c", CHILD, json.dumps({"model": model, **options})]
+        child = [sys.executable, "-c", CHILD, json.dumps([model, asdict(options)])]
         finished = subprocess.run(child, capture_output=True, text=True)
         if finished.returncode:
             raise OctavoError(

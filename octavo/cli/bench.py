@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, command, flag, option, size, sizes
-from octavo.cli.terminal import in_bytes, short
+from octavo.cli.options import Model, command, flag, load_llm, option, size, sizes
+from octavo.cli.terminal import in_bytes, say, short, table
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
         output.write_text(line + "\n")
 
 
-BATCHING = EngineOptions(max_num_seqs=4, max_model_len=256, no_prefix_caching=True)
+BATCHING = EngineOptions(max_num_seqs=4, max_model_len=256, enable_prefix_caching=False)
 
 
 @app.command()
@@ -63,10 +65,6 @@ def batching(
     engine: EngineOptions = BATCHING,
 ) -> None:
     """Four requests together against one after another, greedy, end-of-text ignored."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.measure_batching import measure
     from octavo.bench.model_shapes import TINYLLAMA_1B
     from octavo.cli.progress import Steps
@@ -75,25 +73,20 @@ def batching(
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         if model is None:
-            engine.load_format = "dummy"
-        llm = engine.load(model or TINYLLAMA_1B, skip_tokenizer_init=model is None)
+            dummy = replace(engine, load_format="dummy", skip_tokenizer_init=True)
+            llm = load_llm(TINYLLAMA_1B, dummy)
+        else:
+            llm = load_llm(model, engine)
         progress.update(task, description="measuring", total=2 * (1 + repeat))
         r = measure(llm, max_tokens, repeat, lambda: progress.advance(task))
     parameters = parameter_count(llm.model)
     r = {"model": model or "TinyLlama-1.1B shape, random weights", "parameters": parameters, **r}
 
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{r['model']}[/bold]: {short(parameters)} parameters, {r['dtype']} on {r['device']}, {r['threads']} threads"
+    say(
+        f"[bold]{r['model']}[/bold]: {short(parameters)} parameters, {r['dtype']} on "
+        f"{r['device']}, {r['threads']} threads"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        f"{r['requests']} requests x {max_tokens} tokens",
-        "median",
-        "min - max",
-        "limit",
-    ):
-        table.add_column(column, justify="left" if not table.columns else "right")
+    rows = []
     for name, key, unit in (
         ("one after another", "sequential", " tok/s"),
         ("batched", "batched", " tok/s"),
@@ -102,16 +95,17 @@ def batching(
         found = r[f"{key}_tok_s"] if key else r["ratio"]
         limit = r[f"limit_{key}_tok_s"] if key else r["requests"]
         bounds = f"{found['min']:.2f} - {found['max']:.2f}"
-        table.add_row(name, f"{found['median']:.2f}{unit}", bounds, f"{limit:.2f}{unit}")
-    console.print(table)
+        rows.append((name, f"{found['median']:.2f}{unit}", bounds, f"{limit:.2f}{unit}"))
+    title = f"{r['requests']} requests x {max_tokens} tokens"
+    table(None, (title, "median", "min - max", "limit"), rows)
     for reason in r["noise"]:
-        console.print(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
-    console.print(
+        say(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
+    say(
         f"Both ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens."
     )
     step = in_bytes(r["step_bytes"])
     speed = in_bytes(r["bandwidth_bytes_s"])
-    console.print(
+    say(
         f"[dim]limit: a step reads {step} of weights; a copy runs at {speed}/s, "
         f"so a step takes at least {r['limit_step_s'] * 1e3:.0f} ms[/dim]"
     )
@@ -145,22 +139,10 @@ def throughput(
         int,
         option("Runs per workload; the median is reported.", None, "N", show_default=True, min=1),
     ] = 3,
-    piggyback_tokens: Annotated[
-        int | None,
-        option(
-            "Tokens per step up to which offline prompts join steps that decode; 0 turns it off.",
-            None,
-            "N",
-        ),
-    ] = None,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
     """Whole workloads with the hardware limit: offline, single, four, decode, shared_prefix, prefill."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.throughput import measure
     from octavo.bench.workloads import WORKLOADS
     from octavo.cli.progress import Steps
@@ -172,30 +154,25 @@ def throughput(
         )
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
-        llm = load_shape(engine, model, piggyback_tokens=piggyback_tokens)
+        llm = load_shape(engine, model)
         progress.update(task, description="warming up")
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))
         results = measure(llm, names, repeat, lambda: progress.advance(task))
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "workload",
-        "requests",
-        "median",
-        "min - max",
-        "limit",
-        "of limit",
-        "host ms a step: plan, launch, wait, commit",
-    ):
-        table.add_column(column)
-    for r in results:
-        host = ", ".join(f"{v:.2f}" for v in r["host_ms_a_step"].values())
-        table.add_row(
-            r["workload"], str(r["requests"]), f"{r['tok_s']:,.0f} {r['unit']}", f"{min(r['runs']):,.0f} - {max(r['runs']):,.0f}",
-            f"{r['limit_tok_s']:,.0f}", f"{r['of_limit']:.0%}", host,
-        )  # fmt: skip
-    console.print(table)
+    columns = ("workload", "requests", "median", "min - max", "limit", "of limit")
+    rows = [
+        (
+            r["workload"],
+            str(r["requests"]),
+            f"{r['tok_s']:,.0f} {r['unit']}",
+            f"{min(r['runs']):,.0f} - {max(r['runs']):,.0f}",
+            f"{r['limit_tok_s']:,.0f}",
+            f"{r['of_limit']:.0%}",
+            ", ".join(f"{milliseconds:.2f}" for milliseconds in r["host_ms_a_step"].values()),
+        )
+        for r in results
+    ]
+    table(None, (*columns, "host ms a step: plan, launch, wait, commit"), rows)
     name = str(llm.model_dtype).removeprefix("torch.")
     finish(
         {
@@ -223,10 +200,6 @@ def startup(
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
     """From a fresh process to its first token: imports, weights, then everything the first step needs."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.model_shapes import SHAPES
     from octavo.bench.startup import measure, write_checkpoint
     from octavo.cli.progress import Steps
@@ -238,33 +211,37 @@ def startup(
             if not (directory / "config.json").exists():
                 write_checkpoint(SHAPES[model], directory)
         progress.update(task, description="starting", total=repeat)
-        arguments = {
-            k: v for k, v in engine.arguments().items() if k not in ("tokenizer", "progress")
-        }
         target = str(directory) if model in SHAPES else model
-        runs = measure(target, repeat, lambda: progress.advance(task), **arguments)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("run", *runs[0]):
-        table.add_column(column)
-    for i, run in enumerate(runs, 1):
-        table.add_row(str(i), *(f"{seconds:.1f} s" for seconds in run.values()))
-    Console(highlight=False).print(table)
+        options = replace(engine, tokenizer=None, skip_tokenizer_init=True)
+        runs = measure(target, options, repeat, lambda: progress.advance(task))
+    rows = [
+        (str(number), *(f"{seconds:.1f} s" for seconds in run.values()))
+        for number, run in enumerate(runs, 1)
+    ]
+    table(None, ("run", *runs[0]), rows)
     finish({"bench": "startup", "model": model, "runs": runs}, output)
 
 
-def load_shape(engine: EngineOptions, model: str | None, **more: Any) -> LLM:
-    """A model, or a shape's random weights."""
+def load_shape(engine: EngineOptions, model: str | None) -> LLM:
+    """Load a model, or random weights if `model` names a shape."""
     from octavo.bench.model_shapes import SHAPES
 
     if model not in SHAPES:
-        return engine.load(model, **more)
-    engine.load_format = "dummy"
-    if engine.max_model_len is not None:
-        engine.max_model_len = min(engine.max_model_len, SHAPES[model]["max_position_embeddings"])
-    return engine.load(SHAPES[model], skip_tokenizer_init=True, **more)
+        return load_llm(model, engine)
+    shape = SHAPES[model]
+    max_model_len = engine.max_model_len
+    if max_model_len is not None:
+        max_model_len = min(max_model_len, shape["max_position_embeddings"])
+    return load_llm(
+        shape,
+        engine,
+        load_format="dummy",
+        max_model_len=max_model_len,
+        skip_tokenizer_init=True,
+    )
 
 
-TIERS = EngineOptions(max_num_seqs=4, kv_host_gib=4.0)
+TIERS = EngineOptions(max_num_seqs=4, swap_space=4.0)
 
 
 @app.command()
@@ -279,97 +256,82 @@ def tiers(
     engine: EngineOptions = TIERS,
 ) -> None:
     """A prompt that was evicted, asked for again: from host memory, after a restart from disk, and computed."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.tiers import OUTPUT, measure
     from octavo.cli.progress import Steps
     from octavo.memory import BLOCK_SIZE
 
     bar = Steps()
     with tempfile.TemporaryDirectory(prefix="octavo-kv-") as scratch, bar as progress:
-        engine.kv_disk = engine.kv_disk or Path(scratch)
-        engine.max_model_len = tokens + OUTPUT
-        kind = _kind(engine.device)
-        engine.num_blocks = (
-            engine.num_blocks
-            or -(-(tokens + OUTPUT) // (engine.block_size or BLOCK_SIZE[kind])) + 2
+        block_size = engine.block_size or BLOCK_SIZE[_kind(engine.device)]
+        blocks = -(-(tokens + OUTPUT) // block_size) + 2
+        directory = engine.kv_disk_path or scratch
+        engine = replace(
+            engine,
+            kv_disk_path=directory,
+            max_model_len=tokens + OUTPUT,
+            num_gpu_blocks_override=engine.num_gpu_blocks_override or blocks,
         )
         task = progress.add_task("measuring", total=4 * repeat)
         r = measure(
             lambda: load_shape(engine, model),
-            engine.kv_disk,
+            Path(directory),
             tokens,
             repeat,
             lambda: progress.advance(task),
         )
     r = {"model": model or "smollm2", **r}
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        f"{tokens:,} tokens, first token after",
-        "median",
-        "min - max",
-        "sooner",
-        "rate",
-        "the engine chooses it",
-    ):
-        table.add_column(column, justify="left" if not table.columns else "right")
+    show_tiers(r, tokens)
+    finish(r, output)
+
+
+TIER_NAMES = {
+    "cold": "computed",
+    "device": "device's cache",
+    "host": "host memory",
+    "disk": "disk, after a restart",
+    "paged": "disk, in the system's cache",
+}
+
+
+def show_tiers(r: dict[str, Any], tokens: int) -> None:
     speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
     chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
-    names = {"cold": "computed", "device": "device's cache", "host": "host memory", "disk": "disk, after a restart",
-             "paged": "disk, in the system's cache"}  # fmt: skip
-    for key, name in names.items():
-        t = r[f"{key}_ttft_s"]
-        more = []
+    rows = []
+    for key, name in TIER_NAMES.items():
+        ttft = r[f"{key}_ttft_s"]
+        bounds = f"{ttft['min'] * 1e3:.1f} - {ttft['max'] * 1e3:.1f}"
+        row = [name, f"{ttft['median'] * 1e3:.1f} ms", bounds]
         if key in speeds:
-            more = [
-                f"{r[f'{key}_ratio']['median']:.1f}x",
-                f"{in_bytes(int(speeds[key]))}/s",
-                chosen.get(key, ""),
-            ]
-        table.add_row(
-            name,
-            f"{t['median'] * 1e3:.1f} ms",
-            f"{t['min'] * 1e3:.1f} - {t['max'] * 1e3:.1f}",
-            *more,
-        )
-    console.print(table)
+            sooner = f"{r[f'{key}_ratio']['median']:.1f}x"
+            row += [sooner, f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
+        rows.append(row)
+    title = f"{tokens:,} tokens, first token after"
+    columns = (title, "median", "min - max", "sooner", "rate", "the engine chooses it")
+    table(None, columns, rows)
     link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
-    console.print(
-        f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; {r['disk_records']} records on disk[/dim]"
+    say(
+        f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; "
+        f"{r['disk_records']} records on disk[/dim]"
     )
-    parts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "of that, in ms",
-        "asking",
-        "reading",
-        "waiting",
-        "loading",
-        "computing",
-        "the rest",
-    ):
-        parts.add_column(column, justify="left" if not parts.columns else "right")
-    for key, each in r["parts_s"].items():
-        parts.add_row(names[key], *(f"{seconds * 1e3:.1f}" for seconds in each.values()))
-    console.print(parts)
+    parts = ("asking", "reading", "waiting", "loading", "computing", "the rest")
+    rows = [
+        [TIER_NAMES[key], *(f"{seconds * 1e3:.1f}" for seconds in each.values())]
+        for key, each in r["parts_s"].items()
+    ]
+    table(None, ("parts of the time, in ms", *parts), rows)
     for key in ("disk", "paged"):
-        lifted = r["loaded_while_reading"][key]
+        loaded = r["loaded_while_reading"][key]
         busy = r["busy_readers"][key]
-        console.print(
-            f"[dim]{names[key]}: {busy:.1f} readers at work, {lifted} blocks loaded while others were read[/dim]"
+        say(
+            f"[dim]{TIER_NAMES[key]}: {busy:.1f} readers at work, "
+            f"{loaded} blocks loaded while others were read[/dim]"
         )
     alone = ", ".join(
         f"{threads}: {in_bytes(int(rate))}/s" for threads, rate in r["read_alone_bytes_s"].items()
     )
-    console.print(
-        f"[dim]records in the system's cache, by threads that only read and check: {alone}[/dim]"
-    )
-    console.print(
-        f"All tiers gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens."
-    )
-    finish(r, output)
+    say(f"[dim]records in the system's cache, by threads that only read and check: {alone}[/dim]")
+    same = "the same" if r["same_tokens"] else "[bold red]different[/bold red]"
+    say(f"All tiers gave {same} tokens.")
 
 
 def _kind(device: str) -> str:
@@ -382,7 +344,24 @@ def _kind(device: str) -> str:
     )
 
 
-QUANT = EngineOptions(max_num_seqs=16, max_model_len=1024, num_blocks=256, no_prefix_caching=True)
+QUALITY = ("tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error")
+
+
+def quality_cells(r: dict[str, Any], digits: int) -> tuple[str, ...]:
+    """Return speed and quality of one format, as the columns QUALITY name them."""
+    return (
+        f"{r['single_tok_s']['median']:.0f}",
+        f"{r['batch16_tok_s']['median']:.0f}",
+        f"{r['perplexity']:.{digits}f}",
+        f"{r['perplexity_ratio']:.{digits + 1}f}",
+        f"{r['top1']:.1%}",
+        f"{r['logprob_error']:.{digits}f}",
+    )
+
+
+QUANT = EngineOptions(
+    max_num_seqs=16, max_model_len=1024, num_gpu_blocks_override=256, enable_prefix_caching=False
+)
 
 
 @app.command()
@@ -410,10 +389,6 @@ def quant(
     engine: EngineOptions = QUANT,
 ) -> None:
     """Weight formats compared: memory, load time, speed, and perplexity on the language reference that comes with Python."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench import measure_quant as bench
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
@@ -421,30 +396,26 @@ def quant(
     chosen = tuple(formats.split(",")) if formats else bench.FORMATS
 
     def load(name: str) -> Any:
-        engine.quantization = name
-        return engine.load(model)
+        return load_llm(model, engine, quantization=name)
 
     with Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
         rows = bench.measure(
             load, chosen, repeat, passages, length, lambda name: progress.advance(task)
         )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("format", "weights", "bytes each", "load s", "ttft ms", "tok/s", "x16 tok/s", "perplexity", "ratio", "top-1",
-               "logprob error")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if not table.columns else "right")
-    for r in rows:
-        table.add_row(
-            r["format"], in_bytes(r["weight_bytes"]), f"{r['bytes_per_weight']:.2f}", f"{r['load_s']:.1f}",
+    columns = ("format", "weights", "bytes each", "load s", "ttft ms", *QUALITY)
+    cells = [
+        (
+            r["format"],
+            in_bytes(r["weight_bytes"]),
+            f"{r['bytes_per_weight']:.2f}",
+            f"{r['load_s']:.1f}",
             f"{r['ttft_s'] * 1e3:.0f}",
-            f"{r['single_tok_s']['median']:.0f}", f"{r['batch16_tok_s']['median']:.0f}", f"{r['perplexity']:.3f}",
-            f"{r['perplexity_ratio']:.4f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.3f}",
-        )  # fmt: skip
-    console = Console(highlight=False)
-    # a narrow terminal wraps lines rather than cutting numbers short
-    console.width = max(console.width, 130)
-    console.print(table)
+            *quality_cells(r, digits=3),
+        )
+        for r in rows
+    ]
+    table(None, columns, cells)
     finish(
         {
             "bench": "quant",
@@ -484,18 +455,13 @@ def kv(
     engine: EngineOptions = QUANT,
 ) -> None:
     """KV formats compared with what --kv-cache-dtype auto holds: memory, speed and perplexity, as `quant` measures them."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.measure_quant import KV_FORMATS, measure
     from octavo.cli.progress import Steps
 
     chosen = tuple(formats.split(",")) if formats else KV_FORMATS
 
     def load(name: str) -> Any:
-        engine.kv_cache_dtype = name
-        return engine.load(model)
+        return load_llm(model, engine, kv_cache_dtype=name)
 
     with Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
@@ -508,28 +474,18 @@ def kv(
             lambda name: progress.advance(task),
             plain="auto",
         )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "KV",
-        "bytes a token",
-        "of auto",
-        "tok/s",
-        "x16 tok/s",
-        "perplexity",
-        "ratio",
-        "top-1",
-        "logprob error",
-    ):
-        table.add_column(column, justify="left" if not table.columns else "right")
-    for r in rows:
-        table.add_row(
-            r["format"], f"{r['kv_bytes_per_token']:,}", f"{r['kv_bytes_per_token'] / rows[0]['kv_bytes_per_token']:.3f}",
-            f"{r['single_tok_s']['median']:.0f}", f"{r['batch16_tok_s']['median']:.0f}", f"{r['perplexity']:.4f}",
-            f"{r['perplexity_ratio']:.5f}", f"{r['top1']:.1%}", f"{r['logprob_error']:.4f}",
-        )  # fmt: skip
-    console = Console(highlight=False)
-    console.width = max(console.width, 110)
-    console.print(table)
+    columns = ("KV", "bytes a token", "of auto", *QUALITY)
+    auto = rows[0]["kv_bytes_per_token"]
+    cells = [
+        (
+            r["format"],
+            f"{r['kv_bytes_per_token']:,}",
+            f"{r['kv_bytes_per_token'] / auto:.3f}",
+            *quality_cells(r, digits=4),
+        )
+        for r in rows
+    ]
+    table(None, columns, cells)
     finish(
         {
             "bench": "kv",
@@ -566,9 +522,6 @@ def attention(
 ) -> None:
     """Decode attention alone over plain, int8 and fp8 KV, in bytes of KV a second."""
     import torch
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
 
     from octavo.bench.attention import AttentionShape, measure
     from octavo.cli.progress import Steps
@@ -592,30 +545,29 @@ def attention(
     with Steps() as progress:
         task = progress.add_task("measuring", total=None)
         r = measure(where, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "sequences",
-        "tokens",
-        "KV",
-        "bytes read",
-        "us",
-        "min - max",
-        "GB/s",
-        "of a copy",
-        "speedup",
-    ):
-        table.add_column(column, justify="right")
-    for row in r["rows"]:
-        table.add_row(
-            f"{row['sequences']:,}", f"{row['tokens']:,}", row["kv"], in_bytes(row["kv_bytes"]), f"{row['seconds'] * 1e6:,.1f}",
-            f"{row['min_s'] * 1e6:,.1f} - {row['max_s'] * 1e6:,.1f}", f"{row['bytes_s'] / 1e9:,.0f}", f"{row['of_copy']:.0%}",
+    columns = (
+        *("sequences", "tokens", "KV", "bytes read", "us"),
+        *("min - max", "GB/s", "of a copy", "speedup"),
+    )
+    cells = [
+        (
+            f"{row['sequences']:,}",
+            f"{row['tokens']:,}",
+            row["kv"],
+            in_bytes(row["kv_bytes"]),
+            f"{row['seconds'] * 1e6:,.1f}",
+            f"{row['min_s'] * 1e6:,.1f} - {row['max_s'] * 1e6:,.1f}",
+            f"{row['bytes_s'] / 1e9:,.0f}",
+            f"{row['of_copy']:.0%}",
             f"{row['speedup']:.2f}",
-        )  # fmt: skip
-    console = Console(highlight=False)
-    console.width = max(console.width, 100)
-    console.print(table)
-    console.print(f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
-                  f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]")  # fmt: skip
+        )
+        for row in r["rows"]
+    ]
+    table(None, columns, cells, left=())
+    say(
+        f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
+        f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]"
+    )
     finish({"bench": "attention", **r}, output)
 
 
@@ -642,10 +594,6 @@ def linear(
     output: Output = None,
 ) -> None:
     """A model's matrix products one by one, in each weight format beside plain weights."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench import linear as bench
     from octavo.bench.model_shapes import SHAPES
     from octavo.cli.progress import Steps
@@ -654,12 +602,10 @@ def linear(
         raise InvalidRequest(f"unknown shape {shape}: use {', '.join(SHAPES)}", "shape")
     chosen = tuple(formats.split(",")) if formats else bench.FORMATS
     counts = tuple(sizes(rows)) if rows else None
-    console = Console(highlight=False)
-    console.width = max(console.width, 110)
     if tune:
         from octavo.bench import tune as tuning
 
-        best = tuning.tune(SHAPES[shape], chosen, counts or tuning.ROWS, console.print)
+        best = tuning.tune(SHAPES[shape], chosen, counts or tuning.ROWS, say)
         finish({"bench": "linear", "shape": shape, "best": best}, output)
         return
     counts = counts or bench.ROWS
@@ -667,36 +613,30 @@ def linear(
         total = len(bench.products(SHAPES[shape])) * (1 + len(chosen)) * len(counts)
         task = progress.add_task("measuring", total=total)
         records = bench.measure(SHAPES[shape], chosen, counts, lambda: progress.advance(task))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "product",
-        "outputs",
-        "inputs",
-        "rows",
-        "format",
-        "us",
-        "GB/s",
-        "TFLOP/s",
-        "speed",
-    ):
-        table.add_column(column, justify="left" if column in ("product", "format") else "right")
-    for r in sorted(records, key=lambda r: (r["rows"], -r["times"])):
-        table.add_row(
-            r["product"], str(r["outputs"]), str(r["inputs"]), str(r["rows"]), r["format"], f"{r['us']:.1f}", f"{r['gb_s']:.0f}",
-            f"{r['tflop_s']:.1f}", f"{r['ratio']:.2f}x",
-        )  # fmt: skip
-    console.print(table)
-    steps = bench.step_ratios(records)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title="all products of a step, ms (times as fast as plain weights)",
+    columns = (
+        *("product", "outputs", "inputs", "rows", "format"),
+        *("us", "GB/s", "TFLOP/s", "speed"),
     )
-    for column in ("format", *map(str, counts)):
-        table.add_column(column, justify="left" if column == "format" else "right")
-    for name in ("none", *chosen):
-        table.add_row(
-            name, *(f"{steps[name, n][0] / 1e3:.2f} ({steps[name, n][1]:.2f}x)" for n in counts)
+    cells = [
+        (
+            r["product"],
+            str(r["outputs"]),
+            str(r["inputs"]),
+            str(r["rows"]),
+            r["format"],
+            f"{r['us']:.1f}",
+            f"{r['gb_s']:.0f}",
+            f"{r['tflop_s']:.1f}",
+            f"{r['ratio']:.2f}x",
         )
-    console.print(table)
+        for r in sorted(records, key=lambda r: (r["rows"], -r["times"]))
+    ]
+    table(None, columns, cells, left=(0, 4))
+    steps = bench.step_ratios(records)
+    totals = []
+    for name in ("none", *chosen):
+        found = (steps[name, count] for count in counts)
+        totals.append((name, *(f"{us / 1e3:.2f} ({ratio:.2f}x)" for us, ratio in found)))
+    title = "all products of a step, ms (times as fast as plain weights)"
+    table(title, ("format", *map(str, counts)), totals)
     finish({"bench": "linear", "shape": shape, "records": records}, output)

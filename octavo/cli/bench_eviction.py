@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from octavo.cli.bench import Output, app, finish
-from octavo.cli.options import EngineOptions, Model, command, option, size, size_or_none
-from octavo.cli.terminal import in_bytes
+from octavo.cli.options import Model, command, load_llm, option, size, size_or_none
+from octavo.cli.terminal import in_bytes, say, table
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-ALONE = EngineOptions(max_num_seqs=1, no_prefix_caching=True)
+ALONE = EngineOptions(max_num_seqs=1, enable_prefix_caching=False)
 
 
 @app.command()
@@ -56,10 +57,7 @@ def eviction(
     engine: EngineOptions = ALONE,
 ) -> None:
     """Bounded KV: blocks in use and speed of a long reply, perplexity of a long text against a whole cache."""
-    from rich import box
-    from rich.console import Console
     from rich.progress import TextColumn
-    from rich.table import Table
 
     from octavo.bench.eviction import POLICIES, measure, panels
     from octavo.bench.picture import draw
@@ -77,12 +75,10 @@ def eviction(
             f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one",
             "text",
         )
-    engine.max_model_len = max(text, budget) + 1
 
     def load(options: dict[str, Any]) -> Any:
-        engine.kv_eviction = options["kv_eviction"]
-        engine.kv_budget = options.get("kv_budget")
-        return engine.load(model, kv_sinks=options.get("kv_sinks", 1))
+        bounds = {"kv_budget": None, "kv_sinks": 1} | options
+        return load_llm(model, engine, max_model_len=max(text, budget) + 1, **bounds)
 
     columns = *Steps.get_default_columns(), TextColumn("{task.fields[note]}")
     with Steps(*columns) as progress:
@@ -93,43 +89,7 @@ def eviction(
         )  # fmt: skip
     if picture is not None:
         draw(picture, *panels(rows))
-    console = Console(highlight=False)
-    console.width = max(console.width, 110)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "policy",
-        "keeps",
-        "perplexity",
-        "ratio",
-        "blocks",
-        "KV",
-        "tok/s, first",
-        "last",
-        "kept",
-        "memory grew",
-    ):
-        table.add_column(column, justify="right" if table.columns else "left")
-    for r in rows:
-        parts = r.get("parts", [])
-        told = [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if text else ["", ""]
-        if parts:
-            told += [
-                str(max(p["blocks"] for p in parts)),
-                in_bytes(parts[-1]["kv_bytes"]),
-                f"{r['first_tok_s']:.1f}",
-            ]
-            told += [
-                f"{r['last_tok_s']:.1f}",
-                f"{r['speed_kept']:.1%}",
-                f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB",
-            ]
-        table.add_row(r["policy"], f"{r['kv_tokens']:,}", *told)
-    console.print(table)
-    for r in rows:
-        if speeds := " ".join(f"{p['tok_s']:.0f}" for p in r.get("parts", [])):
-            console.print(
-                f"{r['policy']}, tok/s of each {r['parts'][0]['tokens']:,} tokens: {speeds}"
-            )
+    show(rows, bool(text))
     finish(
         {
             "bench": "eviction",
@@ -141,3 +101,30 @@ def eviction(
         },
         output,
     )
+
+
+def show(rows: list[dict[str, Any]], has_perplexity: bool) -> None:
+    columns = (
+        *("policy", "keeps", "perplexity", "ratio", "blocks"),
+        *("KV", "tok/s, first", "last", "kept", "memory grew"),
+    )
+    cells = []
+    for r in rows:
+        parts = r.get("parts", [])
+        told = [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if has_perplexity else ["", ""]
+        if parts:
+            told += [
+                str(max(p["blocks"] for p in parts)),
+                in_bytes(parts[-1]["kv_bytes"]),
+                f"{r['first_tok_s']:.1f}",
+            ]
+            told += [
+                f"{r['last_tok_s']:.1f}",
+                f"{r['speed_kept']:.1%}",
+                f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB",
+            ]
+        cells.append((r["policy"], f"{r['kv_tokens']:,}", *told))
+    table(None, columns, cells)
+    for r in rows:
+        if speeds := " ".join(f"{p['tok_s']:.0f}" for p in r.get("parts", [])):
+            say(f"{r['policy']}, tok/s of each {r['parts'][0]['tokens']:,} tokens: {speeds}")

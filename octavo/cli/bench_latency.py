@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
-from octavo.cli.options import EngineOptions, command, option, size, sizes
+from octavo.cli.options import command, option, size, sizes
+from octavo.cli.terminal import table
+from octavo.engine_options import EngineOptions
 
-LATENCY = EngineOptions(max_model_len=4096, no_prefix_caching=True)
+LATENCY = EngineOptions(max_model_len=4096, enable_prefix_caching=False)
 
 
 @app.command()
@@ -33,10 +35,6 @@ def latency(
     engine: EngineOptions = LATENCY,
 ) -> None:
     """Time to first token and inter-token latency of concurrent requests, with the hardware limit."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.latency import QUANTILES, measure
     from octavo.cli.progress import Steps
 
@@ -47,24 +45,17 @@ def latency(
         llm.warm_up()
         progress.update(task, description="measuring", total=len(counts) * (1 + repeat))
         results = measure(llm, counts, prompt, tokens, repeat, lambda: progress.advance(task))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "limit", "of limit")
-    for column in (
-        "requests",
-        *(f"TTFT {columns[0]}", *columns[1:]),
-        *(f"ITL {columns[0]}", *columns[1:]),
-        "tok/s",
-    ):
-        table.add_column(column, justify="right")
+    columns = ["requests"]
+    for name in ("TTFT", "ITL"):
+        columns += [f"{name} ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "limit", "of limit"]
+    rows = []
     for r in results:
         cells = []
         for name in ("ttft", "itl"):
             cells += [f"{r[f'{name}_p{q}_ms']:,.1f}" for q in QUANTILES]
             cells += [f"{r[f'{name}_limit_ms']:,.2f}", f"{r[f'{name}_of_limit']:.0%}"]
-        table.add_row(str(r["requests"]), *cells, f"{r['tok_s']:,.0f}")
-    console = Console(highlight=False)
-    console.width = max(console.width, 110)
-    console.print(table)
+        rows.append((str(r["requests"]), *cells, f"{r['tok_s']:,.0f}"))
+    table(None, (*columns, "tok/s"), rows, left=())
     name = str(llm.model_dtype).removeprefix("torch.")
     about = {
         "model": model or "smollm2",

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
-from octavo.cli.options import EngineOptions, command, option, size
+from octavo.cli.options import command, option, size
+from octavo.cli.terminal import say, table
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, no_prefix_caching=True)
+SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, enable_prefix_caching=False)
 
 
 @app.command("batching-modes")
@@ -44,66 +46,67 @@ def batching_modes(
             show_default=True,
         ),
     ] = 512,
+    window_ms: Annotated[
+        float,
+        option(
+            "Milliseconds to wait for a batch to fill in the mode window.",
+            None,
+            "X",
+            show_default=True,
+        ),
+    ] = SMALL.window_ms,
+    target_ms: Annotated[
+        float,
+        option(
+            "Target inter-token latency in milliseconds in the mode adaptive.",
+            None,
+            "X",
+            show_default=True,
+        ),
+    ] = SMALL.target_ms,
     output: Output = None,
     engine: EngineOptions = SMALL,
 ) -> None:
     """Continuous batching against batches that form and run to their end: ragged replies, random arrivals, the same limit."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.scheduling import modes as measure
     from octavo.cli.progress import Steps
     from octavo.core.batching import check_batching
 
     names = modes.split(",")
-    window = engine.window_ms
-    target = engine.target_ms
-    check_batching(names, SMALL.max_batch, window, target)
+    check_batching(names, SMALL.max_batch, window_ms, target_ms)
     if engine.max_batch != SMALL.max_batch:
         raise InvalidRequest(
-            "here a batch is as many as run at once: use --max-num-seqs", "max_batch"
+            "a batch has as many requests as run at once: use --max-num-seqs", "max_batch"
         )
-    # which it loads without
-    engine = replace(engine, window_ms=SMALL.window_ms, target_ms=SMALL.target_ms)
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()
         progress.update(task, description="measuring", total=1 + len(names))
-        llm.schedule = replace(llm.schedule, batch_window=window / 1e3, latency_target=target / 1e3)
+        llm.schedule = replace(
+            llm.schedule, batch_window=window_ms / 1e3, latency_target=target_ms / 1e3
+        )
         r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "batching",
-        "tok/s",
-        "of continuous",
-        "TTFT p50",
-        "p99 ms",
-        "ITL p50",
-        "p99 ms",
-        "E2E p50",
-        "p99 ms",
-    ):
-        table.add_column(column, justify="left" if not table.columns else "right")
+    columns = (
+        *("batching", "tok/s", "of continuous"),
+        *("TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms"),
+    )
+    rows = []
     for one in r["results"]:
         part = f"{1 / r['over_' + one['batching']]:.0%}" if f"over_{one['batching']}" in r else ""
         times = [
             f"{one[f'{name}_p{q}_ms']:,.0f}" for name in ("ttft", "itl", "e2e") for q in (50, 99)
         ]
-        table.add_row(one["batching"], f"{one['tok_s']:,.0f}", part, *times)
-    console = Console(highlight=False)
-    # a narrow terminal wraps lines rather than cutting numbers short
-    console.width = max(console.width, 110)
-    console.print(
+        rows.append((one["batching"], f"{one['tok_s']:,.0f}", part, *times))
+    say(
         f"{r['requests']} requests, {r['output_tokens']:,} tokens, {r['requests_a_second']:.1f} a second, "
         f"{r['batch_limit']} at once"
     )
-    console.print(table)
+    table(None, columns, rows)
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
 
 
-BUSY = EngineOptions(max_num_seqs=16, max_model_len=2048, no_prefix_caching=True)
+BUSY = EngineOptions(max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False)
 
 
 @app.command()
@@ -140,10 +143,6 @@ def priority(
     engine: EngineOptions = BUSY,
 ) -> None:
     """The time to the first token of urgent requests, idle and under full load, with --policy fcfs and priority."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from octavo.bench.scheduling import LOADED
     from octavo.bench.scheduling import priority as measure
     from octavo.cli.progress import Steps
@@ -163,44 +162,36 @@ def priority(
             engine.depth or 1,
             lambda: progress.advance(task),
         )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = (
-        "urgent",
-        "TTFT p50",
-        "p99",
-        "max ms",
-        "others finished",
-        "tok/s",
-        "preempted",
-        "recomputed",
-        "paused",
+        *("urgent", "TTFT p50", "p99", "max ms", "others finished"),
+        *("tok/s", "preempted", "recomputed", "paused"),
     )
-    for column in columns:
-        table.add_column(column, justify="left" if not table.columns else "right")
-    table.add_row(
-        "idle engine", *(f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99)), *[""] * 6
-    )
+    idle = (f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99))
+    rows = [("idle engine", *idle, *[""] * 6)]
     for name in ("fcfs", "priority"):
         one = r[name]
-        table.add_row(
-            f"full load, {name}", *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
-            f"{one['low_finished']} of {r['low']}", f"{one['low_tok_s']:,.0f}", f"{one['preemptions']}",
-            f"{one['recomputed_tokens']:,}", f"{one['paused']:,}",
-        )  # fmt: skip
-    console = Console(highlight=False)
-    # a narrow terminal wraps lines rather than cutting numbers short
-    console.width = max(console.width, 110)
-    console.print(
+        rows.append(
+            (
+                f"full load, {name}",
+                *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
+                f"{one['low_finished']} of {r['low']}",
+                f"{one['low_tok_s']:,.0f}",
+                f"{one['preemptions']}",
+                f"{one['recomputed_tokens']:,}",
+                f"{one['paused']:,}",
+            )
+        )
+    say(
         f"{high} urgent requests of {prompt} tokens, every {r['every_ms']:,.0f} ms; {r['rows']} rows"
     )
-    console.print(table)
-    console.print(
+    table(None, columns, rows)
+    say(
         f"p99 under load is {r['ratio_of_p99']:.2f} times an idle engine's, and {r['ratio_p99']:.2f} times its p50 "
         f"(p50: {r['ratio_p50']:.2f}); "
         f"the others have {r['low_speed']:.0%} of their speed under fcfs"
     )
     if (loaded := r["priority"]["loaded"]) < LOADED:
-        console.print(
+        say(
             f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low"
         )
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

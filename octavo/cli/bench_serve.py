@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -11,7 +12,9 @@ from urllib.parse import urlsplit
 import typer
 
 from octavo.cli.bench import ModelOrShape, Output, app, finish
-from octavo.cli.options import EngineOptions, command, option, size
+from octavo.cli.options import command, load_llm, option, size
+from octavo.cli.terminal import say, table
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
 
 if TYPE_CHECKING:
@@ -115,8 +118,6 @@ def ask_fresh(
     model: str | None, engine: EngineOptions, load: Load, names: list[str], repeat: int, step: Any
 ) -> list[dict[str, Any]]:
     """One server for what is counted, one whose engine notes its times, then the engine alone."""
-    from dataclasses import replace
-
     from octavo.bench.measure_serve import CASES, STAMPED, in_process, measure, server
     from octavo.bench.model_shapes import SHAPES, write_directory
 
@@ -124,19 +125,18 @@ def ask_fresh(
         if model in SHAPES:
             write_directory(SHAPES[model], Path(scratch) / model)
             model = str(Path(scratch) / model)
-            engine.load_format = "dummy"
+            engine = replace(engine, load_format="dummy")
             load = replace(load, exact=True)
         results = []
-        arguments = engine.arguments()
         for some, trace in (
             ([n for n in names if n not in STAMPED], None),
             ([n for n in names if n in STAMPED], "trace.jsonl"),
         ):
             if some:
-                with server(model, arguments, Path(scratch) / trace if trace else None) as running:
+                with server(model, engine, Path(scratch) / trace if trace else None) as running:
                     results += measure(running, load, some, repeat, step)
         if counted := [r for r in results if r["case"] not in STAMPED]:
-            llm = engine.load(model)
+            llm = load_llm(model, engine)
             llm.warm_up()
             alone: dict[tuple[int, bool], float] = {}  # streamed or not is the same to the engine
             for r in counted:
@@ -150,29 +150,11 @@ def ask_fresh(
 
 
 def show(results: list[dict[str, Any]], load: Load) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    # a narrow terminal wraps lines rather than cutting numbers short
-    console.width = max(console.width, 120)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = (
-        "case",
-        "requests",
-        "a second",
-        "tok/s",
-        "in-process",
-        "of it",
-        "p50",
-        "p95",
-        "p99 ms",
-        "TTFT p50",
-        "p99 ms",
+        *("case", "requests", "a second", "tok/s", "in-process", "of it"),
+        *("p50", "p95", "p99 ms", "TTFT p50", "p99 ms"),
     )
-    for column in columns:
-        table.add_column(column, justify="left" if not table.columns else "right")
+    rows = []
     for r in results:
         alone = (
             [f"{r['in_process_tok_s']:,.0f}", f"{r['of_in_process']:.0%}"]
@@ -181,29 +163,22 @@ def show(results: list[dict[str, Any]], load: Load) -> None:
         )
         latency = [f"{r['latency_ms'].get(q, 0):,.1f}" for q in ("p50", "p95", "p99")]
         first = [f"{r['ttft_ms'][q]:,.1f}" if r["ttft_ms"] else "" for q in ("p50", "p99")]
-        table.add_row(
-            r["case"],
-            f"{r['good']:,}",
-            f"{r['requests_s']:,.1f}",
-            f"{r['tok_s']:,.0f}",
-            *alone,
-            *latency,
-            *first,
-        )
-    console.print(f"{load.clients} clients, {load.tokens} tokens a reply")
-    console.print(table)
+        speed = (f"{r['good']:,}", f"{r['requests_s']:,.1f}", f"{r['tok_s']:,.0f}")
+        rows.append((r["case"], *speed, *alone, *latency, *first))
+    say(f"{load.clients} clients, {load.tokens} tokens a reply")
+    table(None, columns, rows)
     for r in results:
         cpu = ", ".join(f"{name} {us:,.0f}" for name, us in r["cpu_us_a_request"].items() if us)
-        console.print(f"[dim]{r['case']}: us of CPU a request: {cpu}[/dim]")
+        say(f"[dim]{r['case']}: us of CPU a request: {cpu}[/dim]")
     for r in (r for r in results if "added_ms" in r):
         way = ", ".join(
             f"{name} {r[f'{part}_ms']['p50']:.2f} ({r[f'{part}_ms']['p99']:.2f})"
             for part, name in WAY.items()
         )
-        console.print(f"{r['case']}: ms to the first byte, p50 (p99): {way}")
+        say(f"{r['case']}: ms to the first byte, p50 (p99): {way}")
     for r in results:
         for why, count in r["wrong"].items():
-            console.print(
+            say(
                 f"[bold red]{r['case']}: {count} replies are wrong and not counted[/bold red]: {why}"
             )
 

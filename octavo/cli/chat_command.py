@@ -27,16 +27,16 @@ from octavo.cli.options import (
     EMBEDDED,
     FALLBACK,
     NEUTRAL,
-    EngineOptions,
     Model,
     SamplingOptions,
     command,
     flag,
-    flag_of,
+    load_llm,
     option,
 )
 from octavo.cli.reasoning_filter import OPEN, Thinking
 from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, tokens
+from octavo.engine_options import EngineOptions, flag_of
 from octavo.errors import InvalidRequest, OctavoError
 
 HELP = """\
@@ -103,7 +103,7 @@ def here(model: str | None, engine: EngineOptions, seed: int) -> tuple[Partner, 
     """The model, loaded, and the sampling parameters that it recommends."""
     from octavo.memory import parameter_count
 
-    llm = engine.load(model, seed=seed)
+    llm = load_llm(model, engine, seed=seed)
     name = Path(model).name if model else EMBEDDED
     if llm.get_tokenizer().chat_template is None:
         raise InvalidRequest(

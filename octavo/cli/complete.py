@@ -6,8 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-from octavo.cli.options import EngineOptions, Model, SamplingOptions, command, fail, flag, option
+from octavo.cli.options import Model, SamplingOptions, command, fail, flag, load_llm, option
 from octavo.cli.terminal import Writer, note
+from octavo.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -48,7 +49,7 @@ def complete(
     prompts = prompt or [read_stdin()]
     more = dict(n=n, min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs)
     sampling.params(**more)  # a bad value is reported before the model is loaded
-    llm = engine.load(model)
+    llm = load_llm(model, engine)
     params = sampling.with_defaults(llm.default_sampling).params(**more)
     if len(prompts) == 1 and n == 1 and not as_json:
         stream(llm, prompts[0], params)

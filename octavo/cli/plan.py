@@ -1,35 +1,30 @@
-"""`octavo plan`: what a model takes and how much KV fits beside it, from its config alone. The same arithmetic as LLM's.
+"""`octavo plan`: what a model takes and how much KV fits beside it, from its config alone.
 
-Builds the model on the meta device: shapes without memory. When it does not fit, looks for options that would.
+The sizes are those that an engine with the same options has: both come from `resolve`
+(octavo/assemble.py). The model is built on the meta device, which has shapes and no memory. If the
+model does not fit, the command looks for options with which it would.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import (
-    EMBEDDED,
-    Model,
-    SizeOptions,
-    command,
-    fail,
-    flag,
-    option,
-    size,
-    sizes,
-)
-from octavo.cli.terminal import in_bytes, short, tokens
-from octavo.config import DTYPE_BYTES, ScheduleConfig
-from octavo.errors import CheckpointError, ModelError, NotEnoughMemory
+from octavo.cli.options import EMBEDDED, Model, command, fail, flag, option, size, sizes
+from octavo.cli.terminal import in_bytes, say, short, table, tokens
+from octavo.config import DTYPE_BYTES, KV_CODES
+from octavo.engine_options import EngineOptions, flag_of
+from octavo.errors import CheckpointError, NotEnoughMemory
 
 if TYPE_CHECKING:
-    from octavo.memory import MemoryPlan
+    from octavo.assemble import DeviceFacts, ModelFacts, Requirements, Resolved
+
+UNKNOWN_HOST_MEMORY = 2**62  # bytes: the host memory of another machine is not checked
 
 
 @command
@@ -52,33 +47,34 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print the plan as a JSON object.")] = False,
-    options: SizeOptions,
+    options: EngineOptions,
 ) -> None:
     """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no weights."""
+    from octavo.assemble import resolve, resolve_pool
+
     wanted = sizes(lengths) if lengths else None
-    shape = ModelDimensions(model, options.revision)
-    case = PlannedCase.of(shape, options, device_memory)
+    planner = Planner(ModelOutline(model, options.revision), Machine.of(options, device_memory))
     try:
-        found: tuple[MemoryPlan, int] | None = case.solve(shape)
-        ways: list[str] = []
+        resolve_pool(options, *planner.facts(options))
     except NotEnoughMemory:
-        found = None
-        ways = list(ways_to_fit(shape, case))
-    if found is not None:
-        found = with_tiers(found[0], case, options, on_this_machine=device_memory is None), found[1]
-    report = describe(model or EMBEDDED, shape, case, found, ways, wanted)
+        report = planner.describe(options, model or EMBEDDED)
+        report |= planner.describe_lack(options)
+    else:
+        found = resolve(options, *planner.facts(options))
+        report = planner.describe(options, model or EMBEDDED)
+        report |= describe_fit(found, wanted)
     if as_json:
         print(json.dumps(report))
     else:
         show(report)
-    if found is None:
+    if not report["fits"]:
         raise typer.Exit(1)
 
 
-# ---- the arithmetic ---------------------------------------------------------------------------------------
+# ---- facts ---------------------------------------------------------------------------------------
 
 
-class ModelDimensions:
+class ModelOutline:
     """A model without its weights."""
 
     def __init__(self, model: str | None, revision: str | None):
@@ -86,292 +82,228 @@ class ModelDimensions:
         from octavo.model.tied import parse_checkpoint
 
         stored = model is not None and any(Path(model).expanduser().glob("*.safetensors"))
-        try:  # how weights are stored is said where they are
+        try:  # The files of weights say in which format they are stored.
             self.checkpoint = open_checkpoint(model, revision, weights=stored)
         except CheckpointError:
             self.checkpoint = open_checkpoint(model, revision, weights=False)
         self.cls, self.config = parse_checkpoint(self.checkpoint)
-        self._measured: dict[tuple[str, str, str], tuple[int, int, str]] = {}
+        self._facts: dict[tuple[str, str, str], ModelFacts] = {}
 
-    def measure(self, dtype: str, quantization: str, kind: str) -> tuple[int, int, str]:
-        """(parameters, bytes, dtype of KV where nobody says otherwise)"""
+    def facts(self, options: EngineOptions, kind: str) -> ModelFacts:
+        key = (options.dtype, options.quantization, kind)
+        if key not in self._facts:
+            self._facts[key] = self._measure(options, kind)
+        return self._facts[key]
+
+    def _measure(self, options: EngineOptions, kind: str) -> ModelFacts:
         import torch
 
-        from octavo.memory import weight_bytes
+        from octavo.assemble import ModelFacts, resolve_dtype
         from octavo.model import quant
-        from octavo.model.base import build, quantize
-        from octavo.model.load import choose_formats
+        from octavo.model.load import choose_dtype, choose_formats, outline
+        from octavo.ops import select
         from octavo.ops.reference import ReferenceOps
 
-        key = dtype, quantization, kind
-        if key not in self._measured:
-            model = build(self.config, self.cls, ReferenceOps(), getattr(torch, dtype), "meta")
-            parameters = sum(p.numel() for p in model.parameters())
-            formats = choose_formats(quant.parse(quantization), self.checkpoint, kind)
-            if formats is not None:
-                quantize(model, formats, "meta")
-            self._measured[key] = (
-                parameters,
-                weight_bytes(model),
-                self._kv_dtype(dtype, kind, formats is not None),
-            )
-        return self._measured[key]
+        dtype = choose_dtype(resolve_dtype(options.dtype, kind), self.config)
+        formats = choose_formats(quant.parse(options.quantization), self.checkpoint, kind)
+        # The kernels for a GPU cannot be imported on every machine.
+        ops = select("cpu") if kind == "cpu" else ReferenceOps()
+        facts = ModelFacts.of(outline(self.config, self.cls, ops, getattr(torch, dtype), formats))
+        if kind == "cuda":
+            # The kernels read plain KV only in the data type of the activations.
+            return replace(facts, kv_dtypes=(dtype, *KV_CODES))
+        if dtype == "float32" and formats is not None and self._computes_whole_layers():
+            return replace(facts, kv_dtype="float16")
+        return facts
 
-    def _kv_dtype(self, dtype: str, kind: str, quantized: bool) -> str:
-        """Kernels that compute whole quantised layers on a CPU keep half precision."""
-        if (
-            kind != "cpu"
-            or dtype != "float32"
-            or not quantized
-            or not self.config.architecture.endswith("ForCausalLM")
-        ):
-            return dtype
+    def _computes_whole_layers(self) -> bool:
+        """Whether the CPU kernels compute whole quantised layers, and then keep KV in float16."""
         from octavo.ops.cpu.thread_pool import workers
 
-        c = self.config
+        config = self.config
         team = workers()
-        whole = team is not None and all(
-            n % team.step.LANES == 0 for n in (c.head_dim, c.hidden_size, c.intermediate_size)
-        )
-        return "float16" if whole else dtype
+        if team is None or not config.architecture.endswith("ForCausalLM"):
+            return False
+        widths = (config.head_dim, config.hidden_size, config.intermediate_size)
+        return all(width % team.step.LANES == 0 for width in widths)
 
 
 @dataclass(frozen=True)
-class PlannedCase:
-    """A device and the options on it, defaults filled in as LLM does."""
+class Machine:
+    """The device to plan for, before any weights are loaded. Sizes are in bytes."""
 
     kind: str  # "cuda" or "cpu"
-    free: int  # before the weights are loaded
+    free: int
     total: int
-    dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    utilization: float
-    block_size: int
-    num_blocks: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
-    staging: int = 0  # bytes that a second tier of KV takes of the device
+    host_free: int
 
     @classmethod
-    def of(
-        cls, shape: ModelDimensions, options: SizeOptions, device_memory: int | None
-    ) -> PlannedCase:
+    def of(cls, options: EngineOptions, device_memory: int | None) -> Machine:
         import torch
 
-        from octavo.memory import BLOCK_SIZE, STAGING, available_memory, step_tokens
+        from octavo.memory import available_memory
 
-        if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        kind = options.device.partition(":")[0]
+        if kind not in ("auto", "cpu", "cuda"):
             fail(f"unknown device {options.device!r}: use auto, cpu or cuda")
         if device_memory is not None:
-            kind = "cpu" if options.device == "cpu" else "cuda"
-            free = total = device_memory
-        else:
-            has_gpu = torch.cuda.is_available()
-            kind = (
-                ("cuda" if has_gpu else "cpu")
-                if options.device == "auto"
-                else options.device.partition(":")[0]
+            kind = "cpu" if kind == "cpu" else "cuda"
+            return cls(kind, device_memory, device_memory, UNKNOWN_HOST_MEMORY)
+        has_gpu = torch.cuda.is_available()
+        if kind == "auto":
+            kind = "cuda" if has_gpu else "cpu"
+        if kind == "cuda" and not has_gpu:
+            fail(
+                "this machine has no usable NVIDIA GPU: say how large a one to plan for, such as "
+                "--device-memory 80G"
             )
-            if kind == "cuda" and not has_gpu:
-                fail(
-                    "this machine has no usable NVIDIA GPU: say how large a one to plan for, such as --device-memory 80G"
-                )
-            free, total = available_memory(
-                torch.device(options.device if ":" in options.device else kind)
-            )
-        dtype = options.dtype
-        if dtype == "auto":
-            dtype = shape.config.dtype if kind == "cuda" else "float32"
-        if dtype not in DTYPE_BYTES:
-            raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
-        parameters = shape.measure(dtype, options.quantization, kind)[0]
-        budget = options.max_num_batched_tokens or step_tokens(
-            kind, parameters, options.max_num_seqs
-        )
-        return cls(
-            kind, free, total, dtype, options.quantization, options.kv_cache_dtype, options.gpu_memory_utilization,
-            options.block_size or BLOCK_SIZE[kind], options.num_blocks, options.max_num_seqs, budget, options.max_model_len,
-            STAGING[kind] if options.kv_host_gib or options.kv_disk is not None else 0,
-        )  # fmt: skip
+        device = torch.device(options.device if ":" in options.device else kind)
+        free, total = available_memory(device)
+        return cls(kind, free, total, available_memory(torch.device("cpu"))[0])
 
-    def weights(self, shape: ModelDimensions) -> int:
-        return shape.measure(self.dtype, self.quantization, self.kind)[1]
+    def after_loading(self, weights: int) -> DeviceFacts:
+        from octavo.assemble import DeviceFacts
 
-    def kv_dtype(self, shape: ModelDimensions) -> str:
-        from octavo.memory import parse_kv_dtype
-
-        return (
-            parse_kv_dtype(self.kv_cache_dtype)
-            or shape.measure(self.dtype, self.quantization, self.kind)[2]
+        free = self.free - weights
+        return DeviceFacts(
+            kind=self.kind,
+            free=free,
+            total=self.total,
+            host_free=free if self.kind == "cpu" else self.host_free,
+            graphs=self.kind == "cuda",
         )
 
-    def kv_per_token(self, shape: ModelDimensions) -> int:
-        return shape.config.kv_bytes_per_token(self.kv_dtype(shape))
 
-    def activations(self, shape: ModelDimensions) -> int:
-        from octavo.memory import activation_bytes, graph_bytes
-        from octavo.runner.shapes import held_logits
+# ---- what would fit ------------------------------------------------------------------------------
 
-        step = activation_bytes(
-            shape.config, ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens), self.dtype
-        )
-        graphs = (
-            held_logits(self.max_num_seqs, self.max_num_batched_tokens)
-            if self.kind == "cuda"
-            else 0
-        )
-        return step + graph_bytes(shape.config, graphs, self.dtype)
 
-    def solve(self, shape: ModelDimensions) -> tuple[MemoryPlan, int]:
-        """The plan and the context length, or NotEnoughMemory."""
-        from octavo.memory import MemoryPlan, kv_share, size_pool
+class Planner:
+    """A model and the machine that is to run it."""
 
-        weights = self.weights(shape)
-        activations = self.activations(shape)
-        budget = kv_share(
-            self.kind, self.free - weights, self.total, self.utilization, activations + self.staging
-        )
-        cache, length = size_pool(
-            shape.config,
-            self.block_size,
-            self.kv_dtype(shape),
-            budget,
-            self.max_num_seqs,
-            self.max_model_len,
-            self.num_blocks,
-        )
-        return MemoryPlan(
-            weights, activations, self.kv_per_token(shape), cache.block_size, cache.num_blocks
-        ), length
+    def __init__(self, outline: ModelOutline, machine: Machine):
+        self.outline = outline
+        self.machine = machine
 
-    def least_memory(self, shape: ModelDimensions) -> int:
-        """Free bytes that a device would need for this."""
+    def facts(self, options: EngineOptions) -> tuple[ModelFacts, DeviceFacts]:
+        model = self.outline.facts(options, self.machine.kind)
+        return model, self.machine.after_loading(model.weights)
+
+    def requirements(self, options: EngineOptions) -> Requirements:
+        from octavo.assemble import require
+
+        return require(options, *self.facts(options))
+
+    def max_model_len(self, options: EngineOptions) -> int | None:
+        """Return the context length, or None if the model does not fit."""
+        from octavo.assemble import resolve_pool
+
+        try:
+            return resolve_pool(options, *self.facts(options)).schedule.max_model_len
+        except NotEnoughMemory:
+            return None
+
+    def fits(self, options: EngineOptions) -> bool:
+        return self.max_model_len(options) is not None
+
+    def least_memory(self, options: EngineOptions) -> int:
+        """Return the free bytes that a device would need."""
         from octavo.memory import CPU_KV_SHARE
 
-        blocks = max(1, -(-((self.max_model_len or 1) - 1) // self.block_size))
-        kv = blocks * self.block_size * self.kv_per_token(shape)
-        fixed = self.weights(shape) + self.activations(shape) + self.staging
-        if self.kind == "cpu":
+        needs = self.requirements(options)
+        machine = self.machine
+        blocks = max(1, -(-((options.max_model_len or 1) - 1) // needs.block_size))
+        kv = blocks * needs.block_size * needs.kv_per_token
+        fixed = needs.weights + needs.activations + needs.staging
+        if machine.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
-        return int((fixed + kv + self.total - self.free) / self.utilization) + 1
+        used = machine.total - machine.free
+        return int((fixed + kv + used) / options.gpu_memory_utilization) + 1
+
+    def ways_to_fit(self, options: EngineOptions) -> Iterator[str]:
+        """Yield options that would each make the model fit. If none does alone, yield all of them
+        together. The last line is the device that needs none of them."""
+        changes = [*self.single_changes(options), self.smaller_steps(options)]
+        alone = [change for change in changes if self.fits(replace(options, **change))]
+        if not alone:
+            together: dict[str, Any] = {}
+            for change in changes:
+                together |= change
+            if self.fits(replace(options, **together)):
+                alone = [together]
+        for change in alone:
+            yield " ".join(f"{flag_of(name)} {value}" for name, value in change.items())
+        needed = self.least_memory(options)
+        yield f"a device with {in_bytes(needed)}: --device-memory {-(-needed // 2**30)}G"
+
+    def single_changes(self, options: EngineOptions) -> Iterator[dict[str, Any]]:
+        config = self.outline.config
+        if self.machine.kind == "cuda" and options.gpu_memory_utilization < 0.95:
+            yield {"gpu_memory_utilization": 0.95}
+        if DTYPE_BYTES[self.facts(options)[0].dtype] > 2:
+            yield {"dtype": "bfloat16"}
+        if options.quantization in ("auto", "none"):
+            yield {"quantization": "int8"}
+            yield {"quantization": "int4-g128"}
+        if options.kv_cache_dtype == "auto" and config.head_dim % 4 == 0:
+            yield {"kv_cache_dtype": "int8"}
+        if options.max_model_len is not None:
+            longest = self.max_model_len(replace(options, max_model_len=None))
+            yield {"max_model_len": longest or min(options.max_model_len, 2048)}
+
+    def smaller_steps(self, options: EngineOptions) -> dict[str, Any]:
+        """Return the largest steps that fit, or the smallest steps that make sense."""
+        tokens = self.requirements(options).schedule.max_num_batched_tokens
+        slots = options.max_num_seqs
+        change: dict[str, Any] = {}
+        while tokens > 256:
+            tokens //= 2
+            slots = min(slots, tokens // 8)
+            change = {"max_num_batched_tokens": tokens, "max_num_seqs": slots}
+            if self.fits(replace(options, **change)):
+                break
+        return change
+
+    # ---- the report ------------------------------------------------------------------------------
+
+    def describe(self, options: EngineOptions, name: str) -> dict[str, Any]:
+        """Describe the model, the machine and what the options ask for."""
+        model = self.outline.facts(options, self.machine.kind)
+        needs = self.requirements(options)
+        on_gpu = self.machine.kind == "cuda"
+        return {
+            "model": name,
+            "architecture": model.config.architecture,
+            "parameters": model.parameters,
+            "dtype": model.dtype,
+            "quantization": options.quantization,
+            "device": self.machine.kind,
+            "device_memory": self.machine.total,
+            "device_memory_free": self.machine.free,
+            "gpu_memory_utilization": options.gpu_memory_utilization if on_gpu else None,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": needs.schedule.max_num_batched_tokens,
+            "weights": needs.weights,
+            "activations": needs.activations,
+            "kv_dtype": needs.kv_dtype,
+            "kv_bytes_per_token": needs.kv_per_token,
+            "block_size": needs.block_size,
+            "model_context": model.config.max_position,
+        }
+
+    def describe_lack(self, options: EngineOptions) -> dict[str, Any]:
+        return {
+            "fits": False,
+            "short_by": self.least_memory(options) - self.machine.free,
+            "ways_to_fit": list(self.ways_to_fit(options)),
+        }
 
 
-def with_tiers(
-    memory: MemoryPlan, case: PlannedCase, options: SizeOptions, on_this_machine: bool
-) -> MemoryPlan:
-    """The plan with what was asked of host memory and disk, or NotEnoughMemory. Another machine's host memory is not known."""
-    import torch
-
-    from octavo.memory import available_memory, check_disk, size_tiers
-
-    spare = available_memory(torch.device("cpu"))[0] if on_this_machine else 2**62
-    if case.kind == "cpu":
-        spare = min(spare, case.free) - memory.weights - memory.kv
-    check_disk(options.kv_disk, options.kv_disk_gib)
-    host, disk = size_tiers(
-        options.kv_host_gib, options.kv_disk, options.kv_disk_gib, memory.block_bytes, spare
-    )
-    return replace(memory, host_blocks=host, disk=disk)
-
-
-def ways_to_fit(shape: ModelDimensions, case: PlannedCase) -> Iterator[str]:
-    """Options that would each make it fit; where none does alone, all together; and the device that needs none of them."""
-    changes = []
-    if case.kind == "cuda" and case.utilization < 0.95:
-        changes.append(replace(case, utilization=0.95))
-    if DTYPE_BYTES[case.dtype] > 2:
-        changes.append(replace(case, dtype="bfloat16"))
-    if case.quantization in ("auto", "none"):
-        changes += [replace(case, quantization="int8"), replace(case, quantization="int4-g128")]
-    if case.kv_cache_dtype == "auto" and shape.config.head_dim % 4 == 0:
-        changes.append(replace(case, kv_cache_dtype="int8"))
-    if case.max_model_len is not None:
-        try:
-            changes.append(
-                replace(case, max_model_len=replace(case, max_model_len=None).solve(shape)[1])
-            )
-        except NotEnoughMemory:
-            changes.append(replace(case, max_model_len=min(case.max_model_len, 2048)))
-    small = case
-    while small.max_num_batched_tokens > 256:
-        least = small.max_num_batched_tokens // 2
-        small = replace(
-            small, max_num_batched_tokens=least, max_num_seqs=min(small.max_num_seqs, least // 8)
-        )
-        if fits(small, shape):
-            break
-    changes.append(small)
-    alone = [change for change in changes if fits(change, shape)]
-    if not alone:
-        together = asdict(case)
-        for change in changes:
-            together |= {
-                name: value
-                for name, value in asdict(change).items()
-                if value != getattr(case, name)
-            }
-        alone = [change for change in (PlannedCase(**together),) if fits(change, shape)]
-    for change in alone:
-        yield spelled(case, change)
-    yield f"a device with {in_bytes(case.least_memory(shape))}: --device-memory {-(-case.least_memory(shape) // 2**30)}G"
-
-
-def fits(case: PlannedCase, shape: ModelDimensions) -> bool:
-    try:
-        case.solve(shape)
-    except NotEnoughMemory:
-        return False
-    return True
-
-
-def spelled(case: PlannedCase, change: PlannedCase) -> str:
-    """The options in which two cases differ."""
-    names = {"utilization": "gpu-memory-utilization", "quantization": "quant"}
-    new = {name: value for name, value in asdict(change).items() if value != getattr(case, name)}
-    return " ".join(
-        f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in new.items()
-    )
-
-
-# ---- the report -------------------------------------------------------------------------------------------
-
-
-def describe(
-    name: str,
-    shape: ModelDimensions,
-    case: PlannedCase,
-    found: tuple[MemoryPlan, int] | None,
-    ways: list[str],
-    lengths: list[int] | None,
-) -> dict[str, Any]:
-    parameters, weights, _ = shape.measure(case.dtype, case.quantization, case.kind)
-    report: dict[str, Any] = {
-        "model": name,
-        "architecture": shape.config.architecture,
-        "parameters": parameters,
-        "dtype": case.dtype,
-        "quantization": case.quantization,
-        "device": case.kind,
-        "device_memory": case.total,
-        "device_memory_free": case.free,
-        "gpu_memory_utilization": case.utilization if case.kind == "cuda" else None,
-        "max_num_seqs": case.max_num_seqs,
-        "max_num_batched_tokens": case.max_num_batched_tokens,
-        "weights": weights,
-        "activations": case.activations(shape),
-        "kv_dtype": case.kv_dtype(shape),
-        "kv_bytes_per_token": case.kv_per_token(shape),
-        "block_size": case.block_size,
-        "model_context": shape.config.max_position,
-        "fits": found is not None,
-    }
-    if found is None:
-        return report | {"short_by": case.least_memory(shape) - case.free, "ways_to_fit": ways}
-    memory, context = found
+def describe_fit(found: Resolved, lengths: list[int] | None) -> dict[str, Any]:
+    memory = found.memory
+    context = found.schedule.max_model_len
     lengths = lengths or [n for n in (2**10, 2**12, 2**14, 2**16) if n < context] + [context]
-    return report | {
+    return {
+        "fits": True,
         "num_blocks": memory.num_blocks,
         "kv_pool": memory.kv,
         "kv_tokens": memory.kv_tokens,
@@ -383,61 +315,49 @@ def describe(
 
 
 def show(report: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    r = report
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{r['model']}[/bold]: {short(r['parameters'])} parameters, {r['architecture']}, {r['dtype']}"
+    say(
+        f"[bold]{report['model']}[/bold]: {short(report['parameters'])} parameters, "
+        f"{report['architecture']}, {report['dtype']}"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    used = (
-        f"{r['gpu_memory_utilization']:.0%} of the GPU may be used"
-        if r["device"] == "cuda"
-        else "on the CPU"
-    )
-    table.add_row("memory free", in_bytes(r["device_memory_free"]), used)
-    table.add_row("weights", in_bytes(r["weights"]))
-    step = f"a step of {r['max_num_batched_tokens']:,} tokens, {r['max_num_seqs']:,} sequences"
-    table.add_row("activations", in_bytes(r["activations"]), step)
-    table.add_row("KV of a token", in_bytes(r["kv_bytes_per_token"]), r["kv_dtype"])
-    if r["fits"]:
-        table.add_row(
-            "KV pool",
-            in_bytes(r["kv_pool"]),
-            f"{r['num_blocks']:,} blocks of {r['block_size']} tokens",
-        )
-        table.add_row("tokens in the pool", f"{r['kv_tokens']:,}")
-        for tier, name in (("kv_host", "KV in host memory"), ("kv_disk", "KV on disk")):
-            if r[tier]:
-                table.add_row(
-                    name, in_bytes(r[tier]), f"{r[tier] // r['kv_bytes_per_token']:,} tokens"
-                )
-        table.add_row(
-            "longest sequence",
-            f"{r['max_model_len']:,}",
-            f"the model's own limit is {r['model_context']:,}",
-        )
-    console.print(table)
-    if not r["fits"]:
-        console.print(
-            f"[bold red]It does not fit[/bold red]: {in_bytes(r['short_by'])} are missing. What would do:"
-        )
-        for way in r["ways_to_fit"]:
-            console.print(f"  {way}", soft_wrap=True)
+    table(None, ("", "", ""), memory_rows(report), left=(0, 2), dim=(2,))
+    if not report["fits"]:
+        missing = in_bytes(report["short_by"])
+        say(f"[bold red]It does not fit[/bold red]: {missing} are missing. What would do:")
+        for way in report["ways_to_fit"]:
+            say(f"  {way}")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("sequences of")
-    table.add_column("fit at once", justify="right")
-    table.add_column("")
-    for length, count in r["concurrency"].items():
-        why = "longer than the longest sequence" if int(length) > r["max_model_len"] else ""
-        if count > r["max_num_seqs"]:
-            why = f"{r['max_num_seqs']:,} of them computed at once: --max-num-seqs"
-        table.add_row(f"{tokens(int(length))} tokens", f"{count:,}", f"[dim]{why}[/dim]")
-    console.print(table)
+    rows = []
+    for length, count in report["concurrency"].items():
+        why = ""
+        if int(length) > report["max_model_len"]:
+            why = "longer than the longest sequence"
+        if count > report["max_num_seqs"]:
+            why = f"{report['max_num_seqs']:,} of them computed at once: --max-num-seqs"
+        rows.append((f"{tokens(int(length))} tokens", f"{count:,}", why))
+    table(None, ("sequences of", "fit at once", ""), rows, left=(0, 2), dim=(2,))
+
+
+def memory_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield name, amount and remark of each part of the memory."""
+    per_token = report["kv_bytes_per_token"]
+    used = "on the CPU"
+    if report["device"] == "cuda":
+        used = f"{report['gpu_memory_utilization']:.0%} of the GPU may be used"
+    yield "memory free", in_bytes(report["device_memory_free"]), used
+    yield "weights", in_bytes(report["weights"]), ""
+    step = (
+        f"a step of {report['max_num_batched_tokens']:,} tokens, "
+        f"{report['max_num_seqs']:,} sequences"
+    )
+    yield "activations", in_bytes(report["activations"]), step
+    yield "KV of a token", in_bytes(per_token), report["kv_dtype"]
+    if not report["fits"]:
+        return
+    blocks = f"{report['num_blocks']:,} blocks of {report['block_size']} tokens"
+    yield "KV pool", in_bytes(report["kv_pool"]), blocks
+    yield "tokens in the pool", f"{report['kv_tokens']:,}", ""
+    for tier, name in (("kv_host", "KV in host memory"), ("kv_disk", "KV on disk")):
+        if report[tier]:
+            yield name, in_bytes(report[tier]), f"{report[tier] // per_token:,} tokens"
+    limit = f"the model's own limit is {report['model_context']:,}"
+    yield "longest sequence", f"{report['max_model_len']:,}", limit

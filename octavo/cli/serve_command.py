@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.options import EMBEDDED, EngineOptions, Model, command, fail, flag, option, size
+from octavo.cli.options import EMBEDDED, Model, command, fail, flag, option, size
 from octavo.cli.terminal import in_bytes
+from octavo.engine_options import EngineOptions
 from octavo.errors import ChatTemplateError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -226,8 +227,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
     try:
-        from octavo.serve.config import LOOPBACK, ServeConfig
         from octavo.serve.limits import Limits
+        from octavo.serve.serve_config import LOOPBACK, ServeConfig
         from octavo.serve.server import run
         from octavo.text.tool_formats import FORMATS
     except ImportError as error:
@@ -244,7 +245,7 @@ def serve(
     names = served_model_name or [public_name(model)]
     config = ServeConfig(
         model=model,
-        engine=engine.arguments(),
+        engine=engine,
         name=names[0],
         other_names=tuple(names[1:]),
         host=host,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EMBEDDED, EngineOptions, SizeOptions, command, flag, option
+from octavo.cli.options import EMBEDDED, command, option
+from octavo.cli.terminal import say, table
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ COLUMNS = (
     ("E2E p50", "e2e_p50_ms"), ("p99 ms", "e2e_p99_ms"), ("tok/s", "tok_s"), ("preempted", "preemptions"),
     ("recomputed", "recomputed_tokens"), ("cache hits", "cache_hits"),
 )  # fmt: skip
-SIZES = SizeOptions(max_model_len=2048)
+SIMULATED = EngineOptions(max_model_len=2048)
 
 
 @command
@@ -45,10 +47,13 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    policy: Annotated[
+    scheduling_policy: Annotated[
         list[str] | None,
         option(
-            "Scheduling policy to compare. May be given several times. Default: fcfs.", None, "NAME"
+            "Scheduling policy to compare. May be given several times. Default: fcfs.",
+            None,
+            "NAME",
+            "--policy",
         ),
     ] = None,
     batching: Annotated[
@@ -89,9 +94,6 @@ def simulate(
     depth: Annotated[
         int, option("Number of steps in flight.", None, "N", show_default=True, min=1, max=3)
     ] = 1,
-    no_prefix_caching: Annotated[
-        bool, flag("--no-prefix-caching", "Disable the prefix cache.")
-    ] = False,
     costs: Annotated[
         Path | None,
         option(
@@ -120,7 +122,7 @@ def simulate(
     output: Annotated[
         Path | None, option("Write the result to this file as JSON.", None, "FILE", "--json")
     ] = None,
-    sizes: SizeOptions = SIZES,
+    engine: EngineOptions = SIMULATED,
 ) -> None:
     """Compare policies without a model: [bold]octavo simulate poisson:rate=8,n=200,urgent=0.1 --policy fcfs --policy priority[/bold]"""
     from octavo.config import CacheConfig, ScheduleConfig
@@ -130,30 +132,35 @@ def simulate(
     from octavo.core.trace import read
 
     if calibrate is not None:
-        engine = EngineOptions(**asdict(sizes), depth=depth, no_prefix_caching=no_prefix_caching)
         traces = [read(one) for one in ([trace] if trace else CALIBRATION)]
-        _finish(
-            _calibrate(_load(engine, calibrate), traces, read(OTHER), calibrate, out, picture),
-            output,
-        )
+        llm = _load(replace(engine, depth=depth), calibrate)
+        _finish(_calibrate(llm, traces, read(OTHER), calibrate, out, picture), output)
         return
     if trace is None:
         raise InvalidRequest("give a TRACE: a file, or poisson:rate=4,n=100", "trace")
     check_batching(batching or ["continuous"], max_batch, window_ms, target_ms)
     entries = read(trace)
     used = EMBEDDED_CPU if costs is None else _read_costs(costs)
-    size = sizes.block_size or 16
-    rows = sizes.max_num_seqs
-    longest = sizes.max_model_len or 2048
+    slots = engine.max_num_seqs
+    block_size = engine.block_size or 16
+    max_model_len = engine.max_model_len or 2048
     cache = CacheConfig(
-        size, sizes.num_blocks or 2 * rows * -(-longest // size), not no_prefix_caching
+        block_size=block_size,
+        num_blocks=engine.num_gpu_blocks_override or 2 * slots * -(-max_model_len // block_size),
+        prefix_caching=engine.enable_prefix_caching,
     )
     schedule = ScheduleConfig(
-        rows, max(sizes.max_num_batched_tokens or 2048, rows), longest, depth, "fcfs", "continuous", max_batch, window_ms / 1e3,
-        target_ms / 1e3,
-    )  # fmt: skip
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(engine.max_num_batched_tokens or 2048, slots),
+        max_model_len=max_model_len,
+        depth=depth,
+        max_batch=max_batch,
+        batch_window=window_ms / 1e3,
+        latency_target=target_ms / 1e3,
+        short_prompt_share=engine.short_prompt_share,
+    )
     results = []
-    for name in policy or ["fcfs"]:
+    for name in scheduling_policy or ["fcfs"]:
         for mode in batching or ["continuous"]:
             start = time.perf_counter()
             found = run(
@@ -175,14 +182,13 @@ def simulate(
         used_there: dict[str, Any] = {
             name: value for name, value in given.items() if mode in MODES_OF_OPTION[name]
         }
-        engine = EngineOptions(
-            **asdict(sizes),
+        engine = replace(
+            engine,
             depth=depth,
-            no_prefix_caching=no_prefix_caching,
+            scheduling_policy=results[0]["policy"],
             batching=mode,
             **used_there,
         )
-        engine.scheduling_policy = results[0]["policy"]
         result["verify"] = _verify(_load(engine, verify), entries, used, results[0], picture)
     _finish(result, output)
 
@@ -257,33 +263,26 @@ def _verify(
 
 
 def _table(results: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     levels = list(results[0].get("ttft_p99_ms_by_priority", {}))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
+    columns = (
         "policy",
         "batching",
         *(name for name, _ in COLUMNS),
         *(f"priority {level}" for level in levels),
-    ):
-        table.add_column(column, justify="left" if len(table.columns) < 2 else "right")
+    )
+    rows = []
     for r in results:
         shown = [
             f"{r[key]:.0%}" if key == "cache_hits" else f"{r[key]:,.{_digits(r[key])}f}"
             for _, key in COLUMNS
         ]
         shown += [f"{r['ttft_p99_ms_by_priority'][level]:,.0f}" for level in levels]
-        table.add_row(r["policy"], r["batching"], *shown)
-    console = Console(highlight=False)
-    # a narrow terminal wraps lines rather than cutting numbers short
-    console.width = max(console.width, 160)
-    console.print(table)
+        rows.append((r["policy"], r["batching"], *shown))
+    table(None, columns, rows, left=(0, 1))
     if levels:
-        console.print(
-            "[dim]priority N: p99 of the time to the first token, ms, of requests of this priority[/dim]"
+        say(
+            "[dim]priority N: p99 of the time to the first token, ms, of requests of this "
+            "priority[/dim]"
         )
 
 

@@ -1,6 +1,7 @@
-"""How commands write: generated text on stdout, remarks on stderr, colours and line breaks of our own only on a terminal.
+"""How commands write: generated text and tables on stdout, remarks on stderr.
 
-Knows nothing of models. Generated text may hold anything, so what could steer a terminal is left out of it.
+Colours and line breaks of our own appear only on a terminal. Generated text may contain anything,
+so characters that control a terminal are left out. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.cells import cell_len
 
@@ -19,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 
 
 def plain(text: str) -> str:
-    """Without the characters that terminals obey: a model must not move the cursor or set the window's title."""
+    """Remove control characters: a model must not move the cursor or set the window's title."""
     return _CONTROL.sub("", text)
 
 
@@ -28,7 +30,7 @@ def dim(text: str, terminal: bool) -> str:
 
 
 def note(text: str) -> None:
-    """A remark to the user, not part of any text."""
+    """Print a remark to the user on stderr."""
     print(dim(text, sys.stderr.isatty()), file=sys.stderr, flush=True)
 
 
@@ -56,11 +58,47 @@ def tokens(count: int) -> str:
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else f"{count:,}"
 
 
-class Writer:
-    """Generated text on stdout as it comes. On a terminal, lines break between words: the last word of what has come is
-    held back until it is whole, since it may not fit the line."""
+def say(markup: str) -> None:
+    """Print a line on stdout. `[bold]...[/bold]` and rich's other marks become styles."""
+    from rich.console import Console
 
-    LONGEST_WORD = 30  # longer ones, and scripts that put no spaces, are shown as they come
+    Console(highlight=False).print(markup, soft_wrap=True)
+
+
+def table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[int] = (0,),
+    dim: Collection[int] = (),
+) -> None:
+    """Print a table on stdout. All columns but those in `left` are aligned to the right. The table is
+    as wide as its content: a narrow terminal wraps lines and does not cut numbers short."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, show_header=any(columns))
+    for number, column in enumerate(columns):
+        made.add_column(
+            column,
+            justify="left" if number in left else "right",
+            style="dim" if number in dim else None,
+            no_wrap=True,
+        )
+    for row in rows:
+        made.add_row(*row)
+    console = Console(highlight=False)
+    console.width = max(console.width, console.measure(made).maximum)
+    console.print(made)
+
+
+class Writer:
+    """Writes generated text on stdout as it arrives. On a terminal, lines break between words: the
+    last word is held back until it is complete, because it may not fit the line."""
+
+    # Longer words, and scripts without spaces, are shown as they arrive.
+    LONGEST_WORD = 30
 
     def __init__(self) -> None:
         self.terminal = sys.stdout.isatty()
@@ -87,7 +125,7 @@ class Writer:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Show what was held back and be at the start of a line."""
+        """Show the word that was held back, and end the line."""
         self._put(self._word)
         self._word = ""
         self._style = ""
@@ -98,7 +136,7 @@ class Writer:
         sys.stdout.flush()
 
     def _put(self, part: str) -> None:
-        """One word, or one white-space character."""
+        """Write one word, or one white-space character."""
         if not part:
             return
         columns = shutil.get_terminal_size().columns

@@ -318,6 +318,14 @@ class LoadOptions:
 DEFAULT_OPTIONS = LoadOptions()
 
 
+def choose_dtype(asked: str, config: ModelConfig) -> str:
+    """Return the name of the data type of activations; "auto" is the checkpoint's."""
+    dtype = config.dtype if asked == "auto" else asked
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+    return dtype
+
+
 def load_model(
     model: str | Path | dict[str, Any] | None,
     options: LoadOptions = DEFAULT_OPTIONS,
@@ -333,10 +341,7 @@ def load_model(
     """
     checkpoint = _find_checkpoint(model, options)
     model_class, config = parse_checkpoint(checkpoint)
-    dtype_name = config.dtype if options.dtype == "auto" else options.dtype
-    if dtype_name not in DTYPE_BYTES:
-        raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype_name!r}")
-    dtype: torch.dtype = getattr(torch, dtype_name)
+    dtype: torch.dtype = getattr(torch, choose_dtype(options.dtype, config))
     formats = choose_formats(quant.parse(options.quantization), checkpoint, ops.name)
     planned = outline(config, model_class, ops, dtype, formats)
     if options.load_format == "auto":

@@ -26,7 +26,6 @@ from octavo.errors import DeviceOutOfMemory, NotANumber
 from octavo.outputs import CompletionOutput
 from octavo.serve import errors
 from octavo.serve.admission import Queue
-from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError, api_error
 from octavo.serve.keys import Key
 from octavo.serve.messages import (
@@ -42,6 +41,7 @@ from octavo.serve.messages import (
     View,
 )
 from octavo.serve.metrics import Metrics
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.supervisor import Supervisor
 from octavo.serve.suspects import Suspects, fingerprint
 from octavo.serve.trials import Trials

@@ -421,8 +421,8 @@ def build(start: Start, link: EngineLink) -> LLM:
             link.send(Phase("loading", fraction))
 
     link.send(Phase("loading", 0.0))
-    llm = LLM(start.model, progress=progress, **start.options)
-    link.send(describe(llm, start.options.get("tokenizer")))
+    llm = LLM.from_options(start.model, start.options, progress)
+    link.send(describe(llm, start.options.tokenizer))
     return llm
 
 

@@ -6,18 +6,18 @@ import hashlib
 import json
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from octavo import __version__
 from octavo.serve.body import BodyMemory
 from octavo.serve.client import EngineClient
-from octavo.serve.config import ServeConfig
 from octavo.serve.errors import not_ready
 from octavo.serve.handlers import Context
 from octavo.serve.jobs import Setup
 from octavo.serve.keys import Key, Keys
 from octavo.serve.messages import Loaded
 from octavo.serve.metrics import Metrics
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.tokenize import Texts
 from octavo.serve.trials import Trials
 from octavo.serve.worker_pool import WorkerPool
@@ -49,7 +49,8 @@ class Front:
         """system_fingerprint: replies with the same one were computed by the same version with the same settings."""
         loaded = self.client.model
         if self._fingerprint[0] is not loaded:
-            settings = [self.config.model, self.config.engine, loaded.dtype, loaded.kv_dtype]
+            engine = asdict(self.config.engine)
+            settings = [self.config.model, engine, loaded.dtype, loaded.kv_dtype]
             text = json.dumps([*settings, loaded.device, loaded.architecture], sort_keys=True)
             digest = hashlib.sha256(text.encode()).hexdigest()[:8]
             self._fingerprint = loaded, f"octavo-{__version__}-{digest}"

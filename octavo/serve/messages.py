@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.engine_options import EngineOptions
 from octavo.params import SamplingParams
 from octavo.types import Output
 
@@ -16,7 +17,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     """The first message: what to load."""
 
     model: str | None
-    options: dict[str, Any]  # LLM's
+    options: EngineOptions
     check_interval: float = 0.0  # seconds between two checks of the scheduler's invariants; 0: none
 
 

@@ -24,7 +24,6 @@ import uvicorn
 from octavo.errors import OctavoError
 from octavo.serve import errors
 from octavo.serve.acceptor import Acceptor, raise_descriptor_limit
-from octavo.serve.config import ServeConfig
 from octavo.serve.connections import ConnectionTable
 from octavo.serve.front import Front
 from octavo.serve.guard import is_loopback
@@ -33,6 +32,7 @@ from octavo.serve.http import application
 from octavo.serve.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.loop_watchdog import LoopWatchdog
 from octavo.serve.process import return_large_blocks
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.turn_queue import TurnQueue
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import ModelError
-from octavo.serve.config import ServeConfig
 from octavo.serve.link import FrontLink
 from octavo.serve.messages import (
     Beat,
@@ -34,6 +33,7 @@ from octavo.serve.messages import (
     ToFront,
     View,
 )
+from octavo.serve.serve_config import ServeConfig
 
 log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine_process")

@@ -316,7 +316,7 @@ def build(
     params = asked.params
     headers = asked.headers
     params.check_vocabulary(model.vocab_size)
-    if body.priority is not None and front.config.engine.get("scheduling_policy", "fcfs") == "fcfs":
+    if body.priority is not None and front.config.engine.scheduling_policy == "fcfs":
         ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
     # A higher priority of a key comes first, but a lower one of a request, as in vLLM.

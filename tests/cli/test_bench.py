@@ -15,7 +15,8 @@ from octavo import LLM
 from octavo.bench import measure_batching
 from octavo.bench.model_shapes import TINYLLAMA_1B
 from octavo.bench.workloads import Machine, Workload, limit_seconds
-from octavo.cli.options import EngineOptions
+from octavo.cli.options import load_llm
+from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
 from octavo.memory import parameter_count
 
@@ -111,7 +112,8 @@ def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_default_model_has_no_tokenizer_and_realistic_prompts() -> None:
     small = TINYLLAMA_1B | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-    llm = EngineOptions(load_format="dummy", max_num_seqs=4).load(small, skip_tokenizer_init=True)
+    options = EngineOptions(load_format="dummy", max_num_seqs=4, skip_tokenizer_init=True)
+    llm = load_llm(small, options)
     prompts = measure_batching.encode(llm)
     assert [len(p) for p in prompts] == [6, 8, 7, 8] and prompts == measure_batching.encode(llm)
     assert measure_batching.measure(llm, max_tokens=3, repeat=1)["same_tokens"]

@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 from octavo import __version__
 from octavo.cli.options import (
     EMBEDDED,
-    EngineOptions,
     SamplingOptions,
     command,
     option,
@@ -23,6 +22,7 @@ from octavo.cli.options import (
     size_or_auto,
     sizes,
 )
+from octavo.engine_options import EngineOptions, flag_of, option_declarations
 from octavo.errors import ModelError
 from octavo.model import embedded
 
@@ -100,16 +100,83 @@ def test_the_embedded_models_name_is_the_embedded_models_name() -> None:
     assert embedded.NAME == EMBEDDED
 
 
-def test_every_engine_option_reaches_the_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By giving each a value of its own and looking for it in what LLM was called with."""
-    import octavo.llm
+# A value of each engine option that is not its default, as a user writes it and as the engine has it.
+OTHER_VALUES: dict[str, tuple[str | None, object]] = {
+    "dtype": ("bfloat16", "bfloat16"),
+    "quantization": ("int8", "int8"),
+    "device": ("cpu", "cpu"),
+    "revision": ("main", "main"),
+    "generation_config": ("vllm", "vllm"),
+    "load_format": ("dummy", "dummy"),
+    "tokenizer": ("here", "here"),
+    "kv_cache_dtype": ("fp8_e4m3", "fp8"),
+    "max_model_len": ("2K", 2048),
+    "gpu_memory_utilization": ("0.5", 0.5),
+    "block_size": ("32", 32),
+    "num_gpu_blocks_override": ("1K", 1024),
+    "swap_space": ("2", 2.0),
+    "kv_disk_path": ("there", "there"),
+    "kv_disk_gib": ("3", 3.0),
+    "kv_canary": (None, True),
+    "kv_eviction": ("heavy", "heavy"),
+    "kv_budget": ("1K", 1024),
+    "kv_sinks": ("0", 0),
+    "enable_prefix_caching": (None, False),
+    "max_num_seqs": ("8", 8),
+    "max_num_batched_tokens": ("1K", 1024),
+    "depth": ("2", 2),
+    "enforce_eager": (None, True),
+    "scheduling_policy": ("fair", "fair"),
+    "batching": ("static", "static"),
+    "max_batch": ("4", 4),
+    "window_ms": ("5", 5.0),
+    "target_ms": ("30", 30.0),
+    "short_prompt_share": ("0.5", 0.5),
+    "piggyback_tokens": ("0", 0),
+    "record_trace": ("trace.jsonl", "trace.jsonl"),
+}
+NEEDS = {
+    "kv_disk_gib": ["--kv-disk", "there"],
+    "kv_budget": ["--kv-eviction", "sinks"],
+    "kv_sinks": ["--kv-eviction", "sinks"],
+    "max_batch": ["--batching", "static"],
+    "window_ms": ["--batching", "window"],
+    "target_ms": ["--batching", "adaptive"],
+}
 
-    given: dict[str, object] = {}
-    monkeypatch.setattr(octavo.llm, "LLM", lambda model, **options: given.update(options))
-    values = {name: f"a value for {name}" for name in EngineOptions.__dataclass_fields__}
-    EngineOptions(**values).load("m")  # type: ignore[arg-type]
-    assert values["no_prefix_caching"] and given.pop("enable_prefix_caching") is False
-    assert {v for n, v in values.items() if n != "no_prefix_caching"} <= set(given.values())
+
+def test_every_engine_option_with_a_help_text_is_an_option_of_commands() -> None:
+    shown = {name for name, declared in option_declarations().items() if declared.help}
+    assert shown == OTHER_VALUES.keys()
+    got: list[EngineOptions] = []
+
+    def show(*, engine: EngineOptions) -> None:
+        got.append(engine)
+
+    for name, (text, value) in OTHER_VALUES.items():
+        args = [flag_of(name), *([] if text is None else [text]), *NEEDS.get(name, [])]
+        result = run(show, *args)
+        assert result.exit_code == 0, (args, result.output)
+        assert getattr(got[-1], name) == value != getattr(EngineOptions(), name)
+    assert run(show).exit_code == 0 and got[-1] == EngineOptions()
+
+
+def test_a_bad_engine_option_is_one_line() -> None:
+    def show(*, engine: EngineOptions) -> None:
+        pytest.fail("the command ran")
+
+    result = run(show, "--depth", "4")
+    assert result.exit_code == 2
+    assert result.stderr == "error: depth must be an integer of at least 1 and at most 3, got 4\n"
+
+
+def test_a_parameter_of_a_command_replaces_the_field_of_a_group() -> None:
+    def show(
+        *, depth: Annotated[str, option("Any.", None, "TEXT")] = "x", engine: EngineOptions
+    ) -> None:
+        print(depth, engine.depth)
+
+    assert run(show, "--depth", "deep").stdout == "deep None\n"
 
 
 def test_every_sampling_option_is_a_sampling_parameter() -> None:

@@ -30,7 +30,7 @@ def planned(octavo: Octavo, *args: object) -> dict[str, Any]:
 @pytest.fixture
 def pretend_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def pretend(free: int) -> None:
-        monkeypatch.setattr(memory, "available_memory", lambda device: (free, free))
+        monkeypatch.setattr("octavo.assemble.available_memory", lambda device: (free, free))
 
     return pretend
 

@@ -18,7 +18,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from octavo.serve import jobs, worker
-from octavo.serve.config import ServeConfig
 from octavo.serve.connections import ConnectionTable
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Front, worker_setup
@@ -27,6 +26,7 @@ from octavo.serve.http import application
 from octavo.serve.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.jobs import Setup
 from octavo.serve.messages import Loaded
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.turn_queue import TurnQueue
 from octavo.text.tokenizer import Tokenizer
 from tests.http_replies import Reply, read_replies

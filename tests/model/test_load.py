@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import LLM, llm
+from octavo import LLM
 from octavo.config import ModelConfig
 from octavo.errors import (
     CheckpointError,
@@ -729,7 +729,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(
 def test_a_model_of_8_billion_weights_is_refused_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(llm, "available_memory", lambda device: (2**34, 2**34))
+    monkeypatch.setattr("octavo.assemble.available_memory", lambda device: (2**34, 2**34))
     begun = time.process_time()
     with pytest.raises(NotEnoughMemory, match=r"take 30\.0 GiB .* but 16\.0 GiB of cpu memory"):
         LLM(EIGHT_BILLION, load_format="dummy", skip_tokenizer_init=True, device="cpu")

@@ -17,8 +17,9 @@ import time
 from typing import Any
 
 from octavo.collect import Collector
-from octavo.serve.config import ServeConfig
+from octavo.engine_options import EngineOptions
 from octavo.serve.limits import Limits
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import Server
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output
@@ -79,7 +80,8 @@ def main(port: str, text: str) -> None:
     if descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     limits = Limits(**options.pop("limits", {}))
-    found = Server(ServeConfig(port=int(port), limits=limits, **options))
+    engine = EngineOptions(**options.pop("engine", {}))
+    found = Server(ServeConfig(port=int(port), limits=limits, engine=engine, **options))
     if faulty:
         worker_program = "tests.serve.faulty_worker"
     if worker_program is not None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from octavo.serve.client import ENDS, OUTPUTS, EngineClient
-from octavo.serve.config import ServeConfig
 from octavo.serve.messages import News
 from octavo.serve.metrics import Metrics
+from octavo.serve.serve_config import ServeConfig
 from octavo.types import Output
 
 

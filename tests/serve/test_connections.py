@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.config import ServeConfig
 from octavo.serve.connections import REFUSALS, Connection, ConnectionState, ConnectionTable
 from octavo.serve.errors import ApiError
 from octavo.serve.keys import Entry, Key
 from octavo.serve.limits import Limits
+from octavo.serve.serve_config import ServeConfig
 from tests.serve.running import Running, http_request, server
 from tests.serve.test_streams import ws
 

@@ -17,7 +17,6 @@ from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
 from octavo.params import SamplingParams, StructuredOutputs
-from octavo.serve.config import ServeConfig
 from octavo.serve.engine_process import DeviceLost, EngineLoop
 from octavo.serve.messages import (
     Abort,
@@ -32,6 +31,7 @@ from octavo.serve.messages import (
     encode,
 )
 from octavo.serve.metrics import Metrics
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.supervisor import Supervisor
 from octavo.types import Output, TokenLogprobs
 from tests.fake_runner import FakeRunner

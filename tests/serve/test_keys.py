@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import httpx2 as httpx
 import pytest
 
-from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
 from octavo.serve.keys import Bucket, Keys, KeysError
 from octavo.serve.limits import Limits
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import ServeError, listen
 from tests.serve.running import Running, check_error, http_request, raw, server
 

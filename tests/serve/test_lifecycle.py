@@ -20,7 +20,7 @@ import httpx2 as httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from octavo.serve.config import ServeConfig
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny

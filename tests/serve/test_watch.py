@@ -20,10 +20,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from octavo.serve.config import ServeConfig
 from octavo.serve.front import Caller, Front
 from octavo.serve.limits import Limits
 from octavo.serve.page import FOLDER, PAGE
+from octavo.serve.serve_config import ServeConfig
 from octavo.serve.watch import WatchEndpoint, Watcher
 from tests.serve.running import ROOT, Running, check_error, http_request, raw, server
 

@@ -1,10 +1,10 @@
-"""How a server is run, as frozen values. What a client may ask for is in limits.py."""
+"""How a server is run, as frozen values. Limits on what a client may ask for are in limits.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from octavo.engine_options import EngineOptions
 from octavo.serve.limits import Limits
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -13,7 +13,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 @dataclass(frozen=True)
 class ServeConfig:
     model: str | None = None  # None: the embedded one
-    engine: dict[str, Any] = field(default_factory=dict)  # what LLM is made with, besides the model
+    engine: EngineOptions = field(default_factory=EngineOptions)
     name: str = "smollm2"  # what clients call the model, and replies
     other_names: tuple[str, ...] = ()  # under which clients may ask for it too
     host: str = "127.0.0.1"

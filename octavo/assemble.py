@@ -1,0 +1,428 @@
+"""From options to an engine: load the model, resolve the options, build what runs.
+
+    load           options -> a model on its device
+    resolve        options, facts of the model, facts of the device -> every size and every default
+    build_runner   a model, what was resolved -> KV store, tiers, runner
+    build_engine   a runner -> scheduler and engine
+
+`resolve` is arithmetic: it allocates nothing and touches no device. LLM calls it for the model that
+it has loaded, and `octavo plan` for a model without weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.config import KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
+from octavo.core.bounded_kv import check_kv_eviction
+from octavo.core.engine import Engine
+from octavo.core.policy import find_policy
+from octavo.core.scheduler import Scheduler
+from octavo.engine_options import EngineOptions
+from octavo.errors import InvalidRequest, NotEnoughMemory
+from octavo.memory import (
+    BLOCK_SIZE,
+    KV_BUDGET,
+    STAGING,
+    MemoryPlan,
+    activation_bytes,
+    available_memory,
+    default_piggyback_tokens,
+    graph_bytes,
+    kv_share,
+    parameter_count,
+    size_pool,
+    size_tiers,
+    step_tokens,
+    weight_bytes,
+)
+from octavo.model.base import CausalLM
+from octavo.model.checkpoint import Checkpoint
+from octavo.model.fingerprint import fingerprint
+from octavo.model.load import LoadOptions, load_model
+from octavo.ops import select
+from octavo.ops.kv import CODES, dtype_name
+from octavo.runner.canary import Canary
+from octavo.runner.disk import Disk
+from octavo.runner.kvstore import KVStore
+from octavo.runner.runner import Runner
+from octavo.runner.shapes import RunnerLimits, held_logits
+from octavo.runner.tier_store import TierStore
+
+log = logging.getLogger(__name__)
+ModelSource = str | Path | dict[str, Any] | None  # a path or name, a config, or the embedded model
+Progress = bool | Callable[[float], None]  # show a bar, or call with the fraction that is loaded
+
+
+# ---- facts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What `resolve` needs to know of a model."""
+
+    config: ModelConfig
+    parameters: int
+    weights: int  # bytes
+    dtype: str  # of activations
+    kv_dtype: str  # of the KV cache with kv_cache_dtype "auto"
+    kv_dtypes: tuple[str, ...]  # those that the device's kernels read
+    moves_keys: bool  # a cached key can be moved to another position
+
+    @classmethod
+    def of(cls, model: CausalLM) -> ModelFacts:
+        """Works for a model on the meta device too."""
+        return cls(
+            config=model.config,
+            parameters=parameter_count(model),
+            weights=weight_bytes(model),
+            dtype=dtype_name(model.dtype),
+            kv_dtype=dtype_name(model.kv_dtype),
+            kv_dtypes=tuple(dtype_name(dtype) for dtype in model.ops.kv_dtypes(model.dtype)),
+            moves_keys=model.angles(0) is not None,
+        )
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What `resolve` needs to know of a device. Sizes are in bytes."""
+
+    kind: str  # "cuda" or "cpu"
+    free: int  # after the weights are loaded
+    total: int
+    host_free: int  # host memory; on a CPU the same as `free`
+    graphs: bool = False  # steps can be captured as CUDA graphs
+
+    @classmethod
+    def of(cls, device: torch.device, backend: str) -> DeviceFacts:
+        """Call this after the weights are loaded."""
+        free, total = available_memory(device)
+        return cls(
+            kind=device.type,
+            free=free,
+            total=total,
+            host_free=available_memory(torch.device("cpu"))[0],
+            graphs=device.type == "cuda" and backend == "triton",
+        )
+
+
+# ---- resolve -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What the options ask of a device before its KV pool is sized. Sizes are in bytes."""
+
+    schedule: ScheduleConfig  # max_model_len is not decided yet
+    block_size: int
+    kv_dtype: str
+    kv_per_token: int
+    weights: int
+    activations: int
+    staging: int  # device memory for copies between the device and the host
+    graphs: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The options with every default filled in."""
+
+    cache: CacheConfig
+    schedule: ScheduleConfig
+    memory: MemoryPlan
+    requirements: Requirements
+
+    def without_tiers(self) -> Resolved:
+        return replace(
+            self,
+            cache=replace(self.cache, host_blocks=0, has_disk=False),
+            memory=replace(self.memory, host_blocks=0, disk=0),
+        )
+
+
+def resolve(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> Resolved:
+    """Fill in every default. Raises NotEnoughMemory, or InvalidRequest if the model or the device
+    cannot honour an option."""
+    return resolve_tiers(options, resolve_pool(options, model, device), device)
+
+
+def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> Requirements:
+    """The part of `resolve` that does not depend on how much memory the device has."""
+    schedule = resolve_schedule(options, model, device.kind)
+    activations = activation_bytes(model.config, schedule, model.dtype)
+    graphs = device.graphs and not options.enforce_eager and not options.kv_canary
+    if graphs:
+        rows = held_logits(schedule.max_num_seqs, schedule.max_num_batched_tokens)
+        activations += graph_bytes(model.config, rows, model.dtype)
+    kv_dtype = resolve_kv_dtype(options, model)
+    return Requirements(
+        schedule=schedule,
+        block_size=options.block_size or BLOCK_SIZE[device.kind],
+        kv_dtype=kv_dtype,
+        kv_per_token=model.config.kv_bytes_per_token(kv_dtype),
+        weights=model.weights,
+        activations=activations,
+        staging=STAGING[device.kind] if options.offloads else 0,
+        graphs=graphs,
+    )
+
+
+def resolve_dtype(asked: str, kind: str) -> str:
+    """On a CPU "auto" is float32, which is exact, and as fast on CPUs without 16-bit instructions
+    (docs/models.md). On a GPU the checkpoint decides, and "auto" stays "auto"."""
+    return "float32" if asked == "auto" and kind == "cpu" else asked
+
+
+def resolve_kv_dtype(options: EngineOptions, model: ModelFacts) -> str:
+    asked = options.kv_cache_dtype
+    if asked == "auto":
+        return model.kv_dtype
+    if asked not in model.kv_dtypes:
+        raise InvalidRequest(
+            f"kv_cache_dtype {asked} cannot be used here: beside {model.dtype} activations this "
+            f"device's kernels read {', '.join(model.kv_dtypes)}. Use one of those, or auto",
+            "kv_cache_dtype",
+        )
+    return asked
+
+
+def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> ScheduleConfig:
+    tokens = options.max_num_batched_tokens
+    if tokens is None:
+        tokens = step_tokens(kind, model.parameters, options.max_num_seqs)
+    depth = options.depth
+    if depth is None:
+        # An urgent request waits for all steps in flight.
+        overlaps = kind == "cuda" and not find_policy(options.scheduling_policy).preemptive
+        depth = 2 if overlaps else 1
+    piggyback = options.piggyback_tokens
+    if piggyback is None:
+        piggyback = default_piggyback_tokens(kind, model.parameters, model.weights)
+    return ScheduleConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        depth=depth,
+        policy=options.scheduling_policy,
+        batching=options.batching,
+        max_batch=options.max_batch,
+        batch_window=options.window_ms / 1e3,
+        latency_target=options.target_ms / 1e3,
+        short_prompt_share=options.short_prompt_share,
+        piggyback_tokens=piggyback,
+    )
+
+
+def resolve_pool(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> Resolved:
+    """Resolve everything but the tiers below the device."""
+    needs = require(options, model, device)
+    budget = kv_share(
+        device.kind,
+        device.free,
+        device.total,
+        options.gpu_memory_utilization,
+        needs.activations + needs.staging,
+    )
+    cache, max_model_len = size_pool(
+        model.config,
+        needs.block_size,
+        needs.kv_dtype,
+        budget,
+        options.max_num_seqs,
+        options.max_model_len,
+        options.num_gpu_blocks_override,
+    )
+    cache = replace(
+        cache,
+        prefix_caching=options.enable_prefix_caching,
+        block_bytes=needs.block_size * needs.kv_per_token,
+        kv_eviction=options.kv_eviction,
+        kv_sinks=options.kv_sinks,
+        kv_budget=options.kv_budget
+        or min(KV_BUDGET, max_model_len) // cache.block_size * cache.block_size,
+    )
+    check_kv_eviction(cache, max_model_len)
+    check_moves_keys(options, model, needs.kv_dtype)
+    memory = MemoryPlan(
+        weights=needs.weights,
+        activations=needs.activations,
+        kv_per_token=needs.kv_per_token,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+    )
+    schedule = replace(needs.schedule, max_model_len=max_model_len)
+    return Resolved(cache, schedule, memory, needs)
+
+
+def check_moves_keys(options: EngineOptions, model: ModelFacts, kv_dtype: str) -> None:
+    """Eviction moves keys to other positions. Raise InvalidRequest if that cannot be done."""
+    eviction = options.kv_eviction
+    if eviction == "none":
+        return
+    if not model.moves_keys:
+        raise InvalidRequest(
+            f"kv_eviction {eviction} moves keys to other positions, which this "
+            f"{model.config.architecture} does not allow: its positions are learned, or its rope "
+            "scaling is dynamic. Use kv_eviction none",
+            "kv_eviction",
+        )
+    if kv_dtype in KV_CODES:
+        raise InvalidRequest(
+            f"kv_eviction {eviction} moves keys to other positions, and compressed ones would lose "
+            "by it each time: use kv_cache_dtype auto",
+            "kv_eviction",
+        )
+
+
+def resolve_tiers(options: EngineOptions, found: Resolved, device: DeviceFacts) -> Resolved:
+    """Add the host tier and the disk tier of the KV cache."""
+    memory = found.memory
+    on_host = memory.kv if device.kind == "cpu" else 0
+    if on_host > device.host_free:
+        raise NotEnoughMemory(
+            f"a KV pool of {memory.num_blocks} blocks takes {on_host / 2**30:.3g} GiB, but "
+            f"{device.host_free / 2**30:.3g} GiB of memory are left: lower "
+            "num_gpu_blocks_override (--num-blocks)"
+        )
+    host_blocks, disk = size_tiers(
+        options.swap_space,
+        options.kv_disk_path,
+        options.kv_disk_gib,
+        memory.block_bytes,
+        device.host_free - on_host,
+    )
+    return replace(
+        found,
+        cache=replace(found.cache, host_blocks=host_blocks, has_disk=disk > 0),
+        memory=replace(memory, host_blocks=host_blocks, disk=disk),
+    )
+
+
+# ---- build -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelOnDevice:
+    model: CausalLM
+    checkpoint: Checkpoint
+    device: torch.device
+
+
+def load(source: ModelSource, options: EngineOptions, progress: Progress) -> ModelOnDevice:
+    device = pick_device(options.device)
+    # A policy that cannot be loaded is reported before the weights are read.
+    find_policy(options.scheduling_policy)
+    model, checkpoint = load_model(
+        source,
+        LoadOptions(
+            dtype=resolve_dtype(options.dtype, device.type),
+            device=str(device),
+            load_format=options.load_format,
+            quantization=options.quantization,
+            revision=options.revision,
+            seed=options.seed,
+        ),
+        ops=select(device.type),
+        progress=progress,
+        available=available_memory(device)[0],
+    )
+    return ModelOnDevice(model, checkpoint, device)
+
+
+def pick_device(asked: str) -> torch.device:
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        raise InvalidRequest(f"unknown device {asked!r}: use auto, cpu or cuda", "device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest(
+            "device cuda was asked for, but this machine has no usable NVIDIA GPU: use device='cpu'",
+            "device",
+        )
+    return device
+
+
+def build_runner(
+    loaded: ModelOnDevice, options: EngineOptions, resolved: Resolved
+) -> tuple[Runner, Resolved]:
+    """Allocate the KV cache and build what executes plans. The engine does without tiers if their
+    memory cannot be had, and the second value then says so."""
+    model = loaded.model
+    cache = resolved.cache
+    schedule = resolved.schedule
+    kv_dtype = torch_dtype(resolved.requirements.kv_dtype)
+    kv = KVStore(model.config, cache, kv_dtype, loaded.device)
+    tiers = None
+    if cache.host_blocks:
+        tiers = open_tiers(loaded, options, resolved, kv)
+    if tiers is None:
+        resolved = resolved.without_tiers()
+    canary = None
+    if options.kv_canary:
+        canary = Canary(cache.num_blocks, cache.block_size, schedule.max_model_len, loaded.device)
+    runner = Runner(
+        model=model,
+        kv=kv,
+        limits=RunnerLimits(
+            max_slots=schedule.max_num_seqs,
+            max_len=schedule.max_model_len,
+            max_tokens=schedule.max_num_batched_tokens,
+        ),
+        use_graphs=resolved.requirements.graphs,
+        tiers=tiers,
+        canary=canary,
+        is_bounded=cache.kv_eviction != "none",
+    )
+    return runner, resolved
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The opposite of octavo.ops.kv.dtype_name."""
+    dtype = CODES[name] if name in CODES else getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def open_tiers(
+    loaded: ModelOnDevice, options: EngineOptions, resolved: Resolved, kv: KVStore
+) -> TierStore | None:
+    disk = None
+    if options.kv_disk_path is not None:
+        directory = Path(options.kv_disk_path).expanduser()
+        disk = open_disk(loaded, directory, resolved, kv)
+    try:
+        return TierStore(kv, resolved.cache.host_blocks, disk, resolved.requirements.staging)
+    except (NotEnoughMemory, RuntimeError) as error:
+        log.warning("going on without a second tier of KV: %s", error)
+        return None
+
+
+def open_disk(loaded: ModelOnDevice, directory: Path, resolved: Resolved, kv: KVStore) -> Disk:
+    """KV on disk belongs to this model if the weights, the kernels and the layout of KV are the
+    same."""
+    model = loaded.model
+    layout = f"{resolved.requirements.kv_dtype} {'x'.join(map(str, kv.tensor.shape[1:]))}"
+    name = fingerprint(model, model.config, model.dtype, layout, loaded.device.type, model.ops.name)
+    return Disk(
+        directory=directory,
+        max_bytes=resolved.memory.disk,
+        fingerprint=name,
+        block_format=layout,
+        block_bytes=kv.tensor[0].nbytes,
+    )
+
+
+def build_engine(runner: Runner, scheduler: Scheduler) -> Engine:
+    """Return an engine with an empty prefix cache. Engines of one runner share its batch slots and
+    blocks, so only one of them may run at a time."""
+    tiers = runner.tiers
+    if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
+        scheduler.tiers.attach_store(tiers.disk.known_hashes, tiers.fetch_ids)
+    return Engine(scheduler, runner)

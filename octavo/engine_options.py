@@ -1,0 +1,552 @@
+"""The options of an engine. Each option is declared once: name, type, default, check and help.
+
+    LLM(model, **options)     turns its keyword arguments into an EngineOptions (from_keywords)
+    the command line          shows every field with a help text as an option (octavo/cli/options.py)
+    the server                sends the object to its engine process (octavo/serve/messages.py)
+    octavo plan, LLM          resolve the defaults that depend on the model and the device
+                              (octavo/assemble.py)
+
+Names are vLLM's where vLLM has the option. An EngineOptions is always valid: a value that is out of
+range, or has no effect beside the others, raises InvalidRequest. Must not import torch or typer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+
+from octavo.config import DTYPE_BYTES, KV_CODES
+from octavo.core.batching import check_batching
+from octavo.core.bounded_kv import KV_EVICTIONS
+from octavo.core.policy import find_policy
+from octavo.errors import InvalidRequest
+from octavo.params import check_real, check_whole
+
+log = logging.getLogger(__name__)
+
+# (name, value) -> the value to keep. Raises InvalidRequest.
+Check = Callable[[str, Any], Any]
+
+
+# ---- checks ------------------------------------------------------------------------------------
+
+
+def whole(low: int, high: int | None = None) -> Check:
+    return lambda name, value: check_whole(name, value, low, high)
+
+
+def real(low: float, high: float, open_low: bool = False) -> Check:
+    return lambda name, value: check_real(name, value, low, high, open_low)
+
+
+def one_of(*names: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value not in names:
+            raise InvalidRequest(f"{name} is {', '.join(names)}, not {value!r}", name)
+        return value
+
+    return check
+
+
+def path(name: str, value: Any) -> str:
+    """Return the path as a string, which can be sent to another process."""
+    try:
+        return os.fspath(value)
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a path, got {value!r:.100}", name) from None
+
+
+def kv_dtype(name: str, value: Any) -> str:
+    """Return the data type of the KV cache, or "auto"."""
+    names = (*DTYPE_BYTES, *KV_CODES)
+    if value == "fp8_e4m3":
+        return "fp8"
+    if value not in ("auto", *names):
+        raise InvalidRequest(
+            f"{name} is auto, {', '.join(names)} (which is e4m3), not {value!r}", name
+        )
+    return str(value)
+
+
+def policy(name: str, value: Any) -> Any:
+    """Check the name of a built-in policy. The engine loads package.module:Class."""
+    if ":" not in value:
+        find_policy(value)
+    return value
+
+
+def none_is_auto(name: str, value: Any) -> Any:
+    """vLLM's default is None."""
+    return "auto" if value is None else value
+
+
+# ---- the options -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line shows a field of EngineOptions, and which values are allowed."""
+
+    help: str = ""  # empty: the field is not an option of the command line
+    panel: Literal["Model", "Memory", "Scheduling"] = "Model"  # the box of --help
+    metavar: str = ""
+    flag: str = ""  # empty: the name of the field with dashes
+    # How the command line reads the value: by its type, or as a size such as 32K. None of the
+    # sizes but "size or zero" may be 0, and "size or auto" may also be "auto", which means None.
+    reads: Literal["", "size", "size or zero", "size or auto"] = ""
+    show_default: bool = False
+    check: Check | None = None  # None also passes if it is the default
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options that an engine is made with, besides the model."""
+
+    dtype: Annotated[
+        str,
+        Option(
+            "Data type of weights and activations: auto, float32, bfloat16 or float16.",
+            metavar="NAME",
+            show_default=True,
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str,
+        Option(
+            "Weight format: none, int8, int4-g64, ...; auto keeps the checkpoint's format.",
+            metavar="FORMAT",
+            flag="--quant",
+            show_default=True,
+            check=none_is_auto,
+        ),
+    ] = "auto"
+    device: Annotated[
+        str, Option("Device to run on: auto, cpu or cuda.", metavar="NAME", show_default=True)
+    ] = "auto"
+    revision: Annotated[
+        str | None, Option("Branch, tag or commit of the model on huggingface.co.", metavar="NAME")
+    ] = None
+    generation_config: Annotated[
+        str,
+        Option(
+            "Sampling defaults: auto (the model's generation_config.json), vllm (none), or a "
+            "directory with such a file.",
+            metavar="NAME",
+            show_default=True,
+            check=path,
+        ),
+    ] = "auto"
+    # values that replace those of generation_config.json
+    override_generation_config: Annotated[dict[str, Any] | None, Option()] = None
+    load_format: Annotated[
+        str,
+        Option(
+            "auto reads the checkpoint; dummy makes random weights from config.json alone.",
+            metavar="NAME",
+        ),
+    ] = "auto"
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            "Directory to read the tokenizer from. Default: the model.",
+            metavar="DIRECTORY",
+            check=path,
+        ),
+    ] = None
+    skip_tokenizer_init: Annotated[bool, Option()] = (
+        False  # prompts are token ids, and so are replies
+    )
+    # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
+    parse_special: Annotated[bool, Option()] = True
+    # seed of requests without a seed of their own, and of dummy weights
+    seed: Annotated[int, Option(check=whole(-(2**63), 2**63 - 1))] = 0
+
+    kv_cache_dtype: Annotated[
+        str,
+        Option(
+            "Data type of the KV cache: auto, int8, fp8, float16, ...; int8 and fp8 halve its size.",
+            "Memory",
+            metavar="NAME",
+            show_default=True,
+            check=kv_dtype,
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "Maximum length of prompt plus reply in tokens, such as 32K; auto takes what fits.",
+            "Memory",
+            metavar="N|auto",
+            reads="size or auto",
+            check=whole(2),
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Option(
+            "Fraction of the GPU's memory to use.",
+            "Memory",
+            metavar="0..1",
+            show_default=True,
+            check=real(0, 1, open_low=True),
+        ),
+    ] = 0.9
+    block_size: Annotated[
+        int | None,
+        Option(
+            "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.",
+            "Memory",
+            metavar="N",
+            reads="size",
+            check=whole(1),
+        ),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        Option(
+            "Number of KV blocks. Default: as many as fit in memory.",
+            "Memory",
+            metavar="N",
+            flag="--num-blocks",
+            reads="size",
+            check=whole(1),
+        ),
+    ] = None
+    swap_space: Annotated[
+        float | None,
+        Option(
+            "Host memory for KV blocks offloaded from the device.",
+            "Memory",
+            metavar="GiB",
+            flag="--kv-host-gib",
+            check=real(0, 2**20),
+        ),
+    ] = None
+    kv_disk_path: Annotated[
+        str | None,
+        Option(
+            "Offload KV blocks to this directory; they survive a restart.",
+            "Memory",
+            metavar="DIRECTORY",
+            flag="--kv-disk",
+            check=path,
+        ),
+    ] = None
+    kv_disk_gib: Annotated[
+        float,
+        Option(
+            "Disk space that --kv-disk may use.",
+            "Memory",
+            metavar="GiB",
+            show_default=True,
+            check=real(0, 2**30, open_low=True),
+        ),
+    ] = 16.0
+    kv_canary: Annotated[
+        bool, Option("Debugging: verify every KV block that is read. Slow.", "Memory")
+    ] = False
+    kv_eviction: Annotated[
+        str,
+        Option(
+            "Eviction mode for sequences that reach --kv-budget: none, sinks or heavy.",
+            "Memory",
+            metavar="NAME",
+            check=one_of(*KV_EVICTIONS),
+        ),
+    ] = "none"
+    kv_budget: Annotated[
+        int | None,
+        Option(
+            "Maximum tokens of KV per sequence with --kv-eviction. Default: 1K.",
+            "Memory",
+            metavar="N",
+            reads="size",
+            check=whole(1),
+        ),
+    ] = None
+    kv_sinks: Annotated[
+        int,
+        Option(
+            "First KV blocks of a sequence that --kv-eviction never evicts.",
+            "Memory",
+            metavar="N",
+            show_default=True,
+            check=whole(0),
+        ),
+    ] = 1
+    enable_prefix_caching: Annotated[
+        bool, Option("Disable the prefix cache.", "Memory", flag="--no-prefix-caching")
+    ] = True
+
+    max_num_seqs: Annotated[
+        int,
+        Option(
+            "Batch slots: the maximum number of sequences that run at once.",
+            "Scheduling",
+            metavar="N",
+            reads="size",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            "Token budget of a step. Default: 2K on a CPU, 16K on a GPU.",
+            "Scheduling",
+            metavar="N",
+            reads="size",
+            check=whole(1),
+        ),
+    ] = None
+    depth: Annotated[
+        int | None,
+        Option(
+            "Steps in flight. Default: 1 on a CPU; 2 on a GPU unless the policy preempts.",
+            "Scheduling",
+            metavar="N",
+            check=whole(1, 3),
+        ),
+    ] = None
+    enforce_eager: Annotated[bool, Option("Do not capture CUDA graphs.", "Scheduling")] = False
+    scheduling_policy: Annotated[
+        str,
+        Option(
+            "Scheduling policy: fcfs, priority, shortest, deadline, fair, prefix, or "
+            "package.module:Class.",
+            "Scheduling",
+            metavar="NAME",
+            flag="--policy",
+            check=policy,
+        ),
+    ] = "fcfs"
+    batching: Annotated[
+        str,
+        Option(
+            "Batching mode: continuous, adaptive, window, static or none.",
+            "Scheduling",
+            metavar="NAME",
+        ),
+    ] = "continuous"
+    max_batch: Annotated[
+        int,
+        Option(
+            "Maximum requests per batch with --batching window or static.",
+            "Scheduling",
+            metavar="N",
+            show_default=True,
+        ),
+    ] = 8
+    window_ms: Annotated[
+        float,
+        Option(
+            "Milliseconds to wait for a batch to fill with --batching window.",
+            "Scheduling",
+            metavar="X",
+            show_default=True,
+        ),
+    ] = 20.0
+    target_ms: Annotated[
+        float,
+        Option(
+            "Target inter-token latency in milliseconds with --batching adaptive.",
+            "Scheduling",
+            metavar="X",
+            show_default=True,
+        ),
+    ] = 50.0
+    short_prompt_share: Annotated[
+        float,
+        Option(
+            "Fraction of a step's token budget reserved for short prompts behind a long prompt.",
+            "Scheduling",
+            metavar="0..1",
+            show_default=True,
+            check=real(0, 1),
+        ),
+    ] = 0.25
+    piggyback_tokens: Annotated[
+        int | None,
+        Option(
+            "Tokens per step up to which offline prompts join steps that decode; 0 turns it off. "
+            "Default: 320 for large models on a GPU, else 0.",
+            "Scheduling",
+            metavar="N",
+            reads="size or zero",
+            check=whole(0),
+        ),
+    ] = None
+    record_trace: Annotated[
+        str | None,
+        Option(
+            "Record arrivals and lengths in this file, for octavo simulate.",
+            "Scheduling",
+            metavar="FILE",
+            check=path,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        declared = option_declarations()
+        for field in fields(self):
+            check = declared[field.name].check
+            value = getattr(self, field.name)
+            if check is None or (value is None and field.default is None):
+                continue
+            # A check also converts: NumPy numbers to Python's, paths to strings.
+            object.__setattr__(self, field.name, check(field.name, value))
+        check_batching([self.batching], self.max_batch, self.window_ms, self.target_ms)
+        self._check_offload()
+        self._check_eviction()
+        if self.piggyback_tokens and (self.batching, self.scheduling_policy) != (
+            "continuous",
+            "fcfs",
+        ):
+            raise InvalidRequest(
+                "piggyback_tokens has no effect here: it needs batching continuous and "
+                "scheduling_policy fcfs. Leave it out",
+                "piggyback_tokens",
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether KV blocks are offloaded to host memory or disk."""
+        return bool(self.swap_space) or self.kv_disk_path is not None
+
+    def _check_offload(self) -> None:
+        if self.kv_disk_path is None and self.kv_disk_gib != EngineOptions.kv_disk_gib:
+            raise InvalidRequest(
+                "kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)",
+                "kv_disk_gib",
+            )
+        if self.offloads and not self.enable_prefix_caching:
+            raise InvalidRequest(
+                "swap_space and kv_disk_path keep what the prefix cache has: leave it enabled",
+                "swap_space",
+            )
+        if self.kv_canary and (self.offloads or self.kv_eviction != "none"):
+            raise InvalidRequest(
+                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, "
+                "kv_eviction",
+                "kv_canary",
+            )
+
+    def _check_eviction(self) -> None:
+        if self.kv_eviction != "none":
+            return
+        if self.kv_budget is not None:
+            raise InvalidRequest(
+                "kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy",
+                "kv_budget",
+            )
+        if self.kv_sinks != EngineOptions.kv_sinks:
+            raise InvalidRequest(
+                "kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks"
+            )
+
+
+@functools.cache
+def option_declarations() -> dict[str, Option]:
+    """The declaration of each field of EngineOptions."""
+    hints = get_type_hints(EngineOptions, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def flag_of(name: str) -> str:
+    """Return the command-line flag of a field."""
+    return option_declarations()[name].flag or f"--{name.replace('_', '-')}"
+
+
+# ---- keyword arguments of LLM ------------------------------------------------------------------
+
+
+class VllmKeywords(TypedDict, total=False):
+    """vLLM's options that ask for nothing that this engine would do otherwise."""
+
+    trust_remote_code: Any
+    cpu_offload_gb: Any
+    disable_log_stats: Any
+    enable_chunked_prefill: Any
+    max_seq_len_to_capture: Any
+    disable_custom_all_reduce: Any
+    tokenizer_mode: Any
+    disable_async_output_proc: Any
+    use_v2_block_manager: Any
+    compilation_config: Any
+    async_scheduling: Any
+    hf_token: Any
+    max_logprobs: Any
+    # These three are accepted only with the value that changes nothing.
+    tensor_parallel_size: Literal[1]
+    pipeline_parallel_size: Literal[1]
+    enable_lora: Literal[False]
+
+
+ONLY_VALUE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
+
+
+class EngineKeywords(VllmKeywords, total=False):
+    """The keyword arguments of LLM for editors and type checkers: the fields of EngineOptions.
+
+    Paths may also be Path objects. A test compares the names with EngineOptions."""
+
+    dtype: str
+    quantization: str | None
+    device: str
+    revision: str | None
+    generation_config: str | os.PathLike[str]
+    override_generation_config: dict[str, Any] | None
+    load_format: str
+    tokenizer: str | os.PathLike[str] | None
+    skip_tokenizer_init: bool
+    parse_special: bool
+    seed: int
+    kv_cache_dtype: str
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    block_size: int | None
+    num_gpu_blocks_override: int | None
+    swap_space: float | None
+    kv_disk_path: str | os.PathLike[str] | None
+    kv_disk_gib: float
+    kv_canary: bool
+    kv_eviction: str
+    kv_budget: int | None
+    kv_sinks: int
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    depth: int | None
+    enforce_eager: bool
+    scheduling_policy: str
+    batching: str
+    max_batch: int
+    window_ms: float
+    target_ms: float
+    short_prompt_share: float
+    piggyback_tokens: int | None
+    record_trace: str | os.PathLike[str] | None
+
+
+def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
+    """Return the options among the keyword arguments of LLM. The others must be vLLM's options
+    that have no effect here."""
+    declared = option_declarations()
+    others = {name: value for name, value in keywords.items() if name not in declared}
+    unknown = sorted(
+        name
+        for name, value in others.items()
+        if name not in VllmKeywords.__annotations__
+        or (name in ONLY_VALUE and value != ONLY_VALUE[name])
+    )
+    if unknown:
+        raise InvalidRequest(
+            f"LLM does not know how to honour: {', '.join(unknown)}. Leave them out", unknown[0]
+        )
+    if others:
+        log.info("options without effect here: %s", ", ".join(sorted(others)))
+    return EngineOptions(**{name: keywords[name] for name in keywords if name in declared})

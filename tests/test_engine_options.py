@@ -1,0 +1,115 @@
+"""EngineOptions: one declaration of every engine option, valid from the start."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+from octavo.engine_options import (
+    EngineKeywords,
+    EngineOptions,
+    VllmKeywords,
+    from_keywords,
+    option_declarations,
+)
+from octavo.errors import InvalidRequest
+
+
+def members(hint: Any) -> set[Any]:
+    """The types of a union, or the type itself."""
+    return set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+
+
+def test_editors_see_every_option_as_a_keyword_of_llm() -> None:
+    keywords = get_type_hints(EngineKeywords)
+    options = get_type_hints(EngineOptions)
+    assert keywords.keys() - get_type_hints(VllmKeywords).keys() == options.keys()
+    for name, hint in options.items():
+        wider = members(keywords[name]) - members(hint)
+        assert members(hint) <= members(keywords[name]), name
+        assert wider <= {os.PathLike[str], type(None)}, name
+
+
+def test_every_option_is_declared() -> None:
+    assert option_declarations().keys() == {field.name for field in fields(EngineOptions)}
+
+
+def test_values_are_converted_to_what_can_be_sent() -> None:
+    options = from_keywords(
+        {
+            "max_num_seqs": np.int64(4),
+            "swap_space": np.float32(0.5),
+            "kv_disk_path": Path("somewhere"),
+            "kv_cache_dtype": "fp8_e4m3",
+            "quantization": None,
+        }
+    )
+    assert type(options.max_num_seqs) is int and type(options.swap_space) is float
+    assert options.kv_disk_path == "somewhere"
+    assert (options.kv_cache_dtype, options.quantization) == ("fp8", "auto")
+
+
+def test_options_reach_another_process_unchanged() -> None:
+    msgspec = pytest.importorskip("msgspec")
+    from octavo.serve.messages import Start, decode_to_engine, encode
+
+    options = EngineOptions(
+        swap_space=2, max_num_seqs=3, override_generation_config={"top_k": 4}, kv_disk_path="x"
+    )
+    start = decode_to_engine(encode(Start("model", options)))
+    assert isinstance(start, Start) and start.options == options
+    assert msgspec.json.decode(msgspec.json.encode(options), type=EngineOptions) == options
+
+
+def test_options_cannot_be_changed_and_copies_are_checked() -> None:
+    options = EngineOptions()
+    with pytest.raises(FrozenInstanceError):
+        options.depth = 2  # type: ignore[misc]
+    with pytest.raises(
+        InvalidRequest, match="depth must be an integer of at least 1 and at most 3"
+    ):
+        replace(options, depth=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokenizer": 3}, "tokenizer must be a path, got 3"),
+        ({"max_num_seqs": None}, "max_num_seqs must be an integer of at least 1, got None"),
+        ({"max_model_len": 1}, "max_model_len must be an integer of at least 2"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be a number in \(0, 1\]"),
+        ({"kv_eviction": "oldest"}, "kv_eviction is none, sinks, heavy, not 'oldest'"),
+        ({"kv_canary": True, "swap_space": 1}, "kv_canary knows plain KV"),
+        ({"enable_prefix_caching": False, "kv_disk_path": "x"}, "leave it enabled"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        EngineOptions(**options)
+    assert caught.value.param in {*options, "swap_space"}
+
+
+def test_a_policy_of_ones_own_is_not_imported_by_the_check() -> None:
+    assert EngineOptions(scheduling_policy="no.such.module:Policy").scheduling_policy
+
+
+def test_options_of_vllm_without_effect_are_accepted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        options = from_keywords({"trust_remote_code": True, "tensor_parallel_size": 1, "depth": 2})
+    assert options == EngineOptions(depth=2)
+    assert "options without effect here: tensor_parallel_size, trust_remote_code" in caplog.text
+
+
+@pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"enable_lora": True}, {"no": 1}])
+def test_options_that_would_have_an_effect_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"does not know how to honour: {next(iter(given))}"):
+        from_keywords(given)
