@@ -46,8 +46,11 @@ def detect_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat:
     them in words (octavo.text.tool_prompt), which ask for the hermes format."""
     if not template.knows_tools:
         return HERMES
-    for call_id in CALL_IDS:
-        text = written_call(template, PROBE_TOOL, PROBE_ARGUMENTS, call_id)
+    texts = [written_call(template, PROBE_TOOL, PROBE_ARGUMENTS, call_id) for call_id in CALL_IDS]
+    # Tags before a call may belong to the turn. But they may also be the opening tags of a format,
+    # so each text is tried with its tags first.
+    texts += [_LEADING_TAGS.sub("", text) for text in texts]
+    for text in texts:
         for format in FORMATS.values():
             if read_call(format, text, PROBE_TOOL) == ("get_weather", PROBE_ARGUMENTS):
                 return format
@@ -90,8 +93,6 @@ def _common_length(first: str, second: str) -> int:
 
 def read_call(format: ToolFormat, text: str, tool: dict[str, Any]) -> tuple[str, Any] | None:
     """Return the name and the arguments of the only call in a text."""
-    if format.start:
-        text = _LEADING_TAGS.sub("", text)
     function = tool["function"]
     parser = make_parser(format, {function["name"]: function["parameters"]})
     deltas = parser.push(text) + parser.finish()

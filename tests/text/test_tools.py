@@ -729,6 +729,14 @@ def test_the_format_is_the_one_in_which_the_template_writes_calls(name: str) -> 
     assert detected(template_of(WRITERS[name])) == name
 
 
+def test_an_opening_tag_is_not_mistaken_for_a_tag_of_the_turn() -> None:
+    """Without its tag, such a call is a call of llama_json."""
+    plugin = "<|action_start|><|plugin|>\n{{ c.function | tojson }}<|action_end|>"
+    assert detected(template_of(plugin)) == "internlm"
+    assert detected(template_of("<|function_call|>{{ c.function | tojson }}")) == "gigachat"
+    assert detected(template_of("<|other|>{{ c.function | tojson }}")) == "llama_json"
+
+
 def test_the_format_of_a_template_that_leaves_calls_out() -> None:
     silent = OPENED + CLOSED
     assert detected(silent) == "none"
