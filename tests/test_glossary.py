@@ -94,7 +94,6 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/llm.py": {"mends", "news", "urgency"},
     "octavo/ops/cpu/jit/attention_jit.py": {"look"},
     "octavo/ops/cpu/jit/thread_barrier.py": {"patience"},
-    "octavo/ops/triton/step_inputs.py": {"tell", "told"},
     "octavo/serve/admission.py": {"told"},
     "octavo/serve/body.py": {"patience"},
     "octavo/serve/client.py": {"acquit", "guilty", "news", "suspects", "told", "untold"},

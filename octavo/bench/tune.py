@@ -91,7 +91,7 @@ class TuningCase:
         self.x = {p: torch.randn(rows, p.inputs, device=device).to(dtype) for p in weights}
         inputs = next(iter(weights)).inputs
         small = random_weight(form, 256, inputs, device)
-        self.small = packed.PackedWeight(small)
+        self.small = packed.TritonWeight(small)
         self.small_x = torch.randn(rows, inputs, device=device).to(dtype)
         self.want = self.small_x.float() @ small.dequantize().T
 

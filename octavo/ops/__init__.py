@@ -1,11 +1,14 @@
-"""The backend interface: what a model may ask of a device. Same names, same shapes, several implementations.
+"""The backend interface: the operations that a model may call.
 
-`reference` is plain PyTorch, runs everywhere and is the oracle that every faster backend is tested against.
-A model never asks which backend it has. Letters in the shapes below:
+`reference` is plain PyTorch. It runs everywhere and is the oracle for tests of the faster backends.
+A model never asks which backend it has. The letters in the shapes below mean:
 
-    T  tokens of all sequences in the step, packed without padding      Hq, Hk  query heads, key/value heads
-    S  sequences (items) in the step                                    D       head dimension
-    B  positions in a block                                             N       blocks in the pool
+    T         tokens of all sequences in the step, packed without padding
+    S         sequences (items) in the step
+    B         positions in a block
+    N         blocks in the pool
+    Hq, Hk    query heads, key/value heads
+    D         head dimension
 """
 
 from __future__ import annotations
@@ -25,87 +28,113 @@ log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """One item's place in the packed batch, as far as the host knows it without asking the device."""
+    """The position of one item in the packed batch, as the host knows it."""
 
-    first: int  # index of its first token in the packed batch
-    num: int  # how many tokens
-    end: int  # at least its sequence length after this step
+    first: int  # the index of its first token in the packed batch
+    num: int  # its number of tokens
+    end: int  # an upper bound of its sequence length after this step
 
 
 @dataclass(slots=True)
 class Watched:
-    """Items of one token each, of which it is wanted how their attention is spread over their blocks."""
+    """Items of one token each whose attention mass per block is measured."""
 
     tokens: Tensor  # [n] indices into T (int64)
-    lengths: Tensor  # [n] as seq_lens
-    blocks: Tensor  # [n, W] of the cache, as far as the longest reaches (int64)
-    mass: Tensor  # [n, W] float32: what the layers add up to, each the mean over its heads
+    lengths: Tensor  # [n] sequence lengths, as seq_lens
+    blocks: Tensor  # [n, W] blocks of the cache, for the longest sequence (int64)
+    mass: Tensor  # [n, W] float32, the sum over layers of the mean over heads
 
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """What one forward pass computes. All tensors are on the device, integers int32 unless said otherwise."""
+    """The inputs of one forward pass.
+
+    All tensors are on the device. Integers are int32 unless another dtype is given.
+    """
 
     ids: Tensor  # [T] token ids (int64)
     positions: Tensor  # [T] (int64)
-    kv_indices: Tensor  # [T] block * B + offset, where each token's K and V go (int64)
-    query_start: Tensor  # [S + 1] packed offsets
-    # [S] positions readable after this step's writes: the last token's position + 1
-    seq_lens: Tensor
-    # [rows, W] physical block of each logical block; entries past a sequence's end are any valid
-    # block
+    kv_indices: Tensor  # [T] the index block * B + offset of each token's K and V (int64)
+    query_start: Tensor  # [S + 1] offsets into the packed batch
+    seq_lens: Tensor  # [S] sequence lengths after this step: the last token's position + 1
+    # [rows, W] the physical block of each logical block; entries after a sequence's end are any
+    # valid block
     block_table: Tensor
-    slots: Tensor  # [S] each item's batch slot: its row of block_table
-    logit_indices: Tensor  # [R] indices into T of the tokens whose logits are wanted (int64)
-    spans: list[Span]  # [S] the host's view
-    # The sampled items' last tokens alone, as a batch of one token an item, where nothing else of the hidden states is wanted:
-    # a model's last layer then computes K and V for all tokens and the rest for these.
+    slots: Tensor  # [S] the batch slot of each item, which is its row of block_table
+    logit_indices: Tensor  # [R] indices into T of the tokens whose logits are needed (int64)
+    spans: list[Span]  # [S] the host's view of the items
+    # The last tokens of the sampled items, as a batch with one token for each item. It is set if no
+    # other hidden states are needed: the last layer then computes K and V for all tokens, and the
+    # rest for these tokens only.
     last: ForwardBatch | None = None
-    watched: Watched | None = None  # items whose attention is looked at
-    # What a backend derives from the fields above once and every layer reads (masks, write targets). A batch is one step's.
+    watched: Watched | None = None  # items whose attention mass is measured
+    # Values that a backend derives once from the fields above and every layer reads, such as masks.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 
 class Ops(Protocol):
-    """All arithmetic a decoder needs. Norms, softmax and rotation are computed in float32 inside, whatever the input is."""
+    """All arithmetic that a decoder needs.
+
+    Norms, softmax and rotation are computed in float32 for every input dtype.
+    """
 
     name: str
 
     def pack(self, weight: Any) -> Any:
-        """weight [out, in], a Tensor or a QuantWeight (octavo.ops.weight), in the layout that this backend's linear() reads
-        fastest, perhaps weight itself. Called once, when loading is over; what it returns may be opaque: only linear()
-        reads it, and embedding() if the weight was quantised."""
+        """Return weight [out, in] in the layout that this backend's linear() reads fastest.
+
+        The weight is a Tensor or a QuantWeight (octavo.ops.weight). This is called once, after
+        loading. The result may be opaque: only linear() reads it, and embedding() if the weight is
+        quantised.
+        """
         ...
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
-        """All layers of a decoder as one function, for all batches or for some; None where this backend computes them op by op.
-        Called after pack()."""
+        """Return a function that computes all layers of a decoder, for all batches or for some.
+
+        Return None if this backend computes them op by op. This is called after pack().
+        """
         ...
 
     def linear(
-        self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """x [T, in], weight [out, in] (packed or not) -> [T, out], plus add [T, out] where given. What add was is gone: its
-        memory may hold the result."""
+        """hidden [T, in], weight [out, in] (packed or not) -> [T, out]
+
+        If a residual [T, out] is given, it is added, and its memory may be overwritten.
+        """
         ...
 
-    def logits(self, x: Tensor, weight: Any) -> Tensor:
-        """As linear, for a head: the result's rows may lie further apart than they are long."""
+    def logits(self, hidden: Tensor, weight: Any) -> Tensor:
+        """Compute logits like linear(). The rows of the result may be padded in memory."""
         ...
 
-    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
-        """ids [T], weight [vocab, hidden] -> [T, hidden], times scale (rounded to the weight's dtype, as Gemma does).
-        A quantised weight gives float32."""
+    def embedding(self, token_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        """token_ids [T], weight [vocab, hidden] -> [T, hidden], times scale
+
+        The scale is rounded to the weight's dtype, as in Gemma. A quantised weight gives float32.
+        """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-        """x [..., hidden], weight [hidden] -> like x, plus add where given"""
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+    ) -> Tensor:
+        """hidden [..., hidden], weight [hidden] -> like hidden, plus the residual if given"""
         ...
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """x [T, hidden] -> like x. Where add is given it is added to x itself first, in place."""
+        """hidden [T, hidden] -> like hidden. A residual is first added to hidden, in place."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -116,46 +145,62 @@ class Ops(Protocol):
         """gate_up [T, 2 * inter] -> gelu_tanh(gate) * up, [T, inter]"""
         ...
 
-    def gelu(self, x: Tensor) -> Tensor:
-        """tanh-approximated GELU"""
+    def gelu(self, hidden: Tensor) -> Tensor:
+        """Compute GELU in its tanh approximation."""
         ...
 
     def rope_and_cache(
         self,
         qkv: Tensor,
-        kv: KV,
+        kv_cache: KV,
         batch: ForwardBatch,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
     ) -> Tensor:
-        """Split qkv [T, (Hq + 2 Hk) * D]; normalise q and k per head where norms [D] are given; rotate both by
-        cos_sin [max_position, 2, D / 2] (None: no rotation); write k and v to batch.kv_indices of kv [N, 2, Hk, B, D],
-        compressed if it is a QuantKV. Returns q [T, Hq, D]. One op, because on a GPU it is one kernel."""
+        """Split qkv [T, (Hq + 2 Hk) * D], write K and V to the cache, and return Q [T, Hq, D].
+
+        Q and K are normalised per head if the norms [D] are given, and rotated by
+        cos_sin [max_position, 2, D / 2] unless it is None. K and V are written to batch.kv_indices
+        of kv_cache [N, 2, Hk, B, D], compressed if it is a QuantKV. This is one op because it is
+        one kernel on a GPU.
+        """
         ...
 
     def attention(
-        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int = 0
     ) -> Tensor:
-        """Causal attention of q [T, Hq, D] over the paged kv [N, 2, Hk, B, D] -> [T, Hq, D]. Query head h reads key head
-        h // (Hq // Hk). A token at position p sees positions p - window + 1 .. p (window 0: all). Sums are in float32."""
+        """Causal attention of query [T, Hq, D] over kv_cache [N, 2, Hk, B, D] -> [T, Hq, D]
+
+        Query head h reads key head h // (Hq // Hk). A token at position p sees the positions
+        p - window + 1 .. p, or all positions up to p if window is 0. Sums are in float32.
+        """
         ...
 
     def block_mass(
-        self, q: Tensor, kv: Tensor, watched: Watched, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: Tensor, watched: Watched, scale: float, window: int = 0
     ) -> None:
-        """Add to watched.mass the part of attention that each block gets from the watched tokens of q [T, Hq, D], which is
-        as in attention(), the mean over heads. kv [N, 2, Hk, B, D]: plain numbers."""
+        """Add the attention mass of each block to watched.mass, as a mean over heads.
+
+        query [T, Hq, D] is the same as in attention(). kv_cache [N, 2, Hk, B, D] is not compressed.
+        """
         ...
 
-    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
-        """Turn the keys of some blocks [n] (int64) of kv [N, layers, 2, Hk, B, D], plain numbers, back by this many positions,
-        as if they had been written that much nearer to the front. cos_sin [max_position, 2, D / 2]: what turned them."""
+    def shift(self, kv_cache: Tensor, blocks: Tensor, distance: int, cos_sin: Tensor) -> None:
+        """Rotate the keys of some blocks [n] (int64) back by `distance` positions.
+
+        Afterwards the keys are as if they had been written at earlier positions.
+        kv_cache [N, layers, 2, Hk, B, D] is not compressed. cos_sin [max_position, 2, D / 2] is the
+        rope table that the keys were rotated by.
+        """
         ...
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """What kv may be made of where activations are of this dtype: plain numbers, or codes (octavo.ops.kv)."""
+        """Return the dtypes of numbers or codes (octavo.ops.kv) that the KV cache may have.
+
+        `dtype` is the dtype of activations.
+        """
         ...
 
     def choose(
@@ -167,15 +212,18 @@ class Ops(Protocol):
         seed_high: Tensor,
         position: Tensor,
     ) -> Tensor:
-        """Draw a token from softmax(logits / temperature) for each of logits [R, vocab]; temperature 0 takes the likeliest.
-        rows [R] says which entries of temperature (float32) and the seed's halves are whose; position [R] is the new
-        token's. The draw is a function of (logits, temperature, seed, position). Returns [R] int32; -1 where one
-        of the logits is NaN or the largest not finite."""
+        """Sample a token from softmax(logits / temperature) for each row of logits [R, vocab].
+
+        Temperature 0 takes the most likely token. rows [R] are indices into temperature (float32)
+        and the halves of the seed; position [R] is the position of the new token. The result
+        depends on (logits, temperature, seed, position) only. Returns [R] int32, with -1 for a row
+        that has a NaN or whose largest logit is not finite.
+        """
         ...
 
 
 def select(device: str) -> Ops:
-    """The backend for a device."""
+    """Return the backend for a device."""
     if device == "cpu":
         from octavo.ops.cpu import CpuOps
 

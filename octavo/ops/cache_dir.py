@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept from one start to the next."""
+"""The directory in which compiled kernels are cached."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def kept_in(name: str) -> Path:
-    """A folder of the user's cache, or of what OCTAVO_CACHE names. It need not exist, nor be writable."""
+    """Return a folder of the user's cache, or of OCTAVO_CACHE. It may not exist or be writable."""
     base = os.environ.get("OCTAVO_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or "~/.cache", "octavo"
     )

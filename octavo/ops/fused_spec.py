@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from octavo.ops import ForwardBatch
     from octavo.ops.kv import KV
 
-# A fused decoder takes hidden [T, hidden], a batch and kv [N, layers, 2, Hk, B, D]. It may overwrite
-# hidden. It returns one of:
+# A fused decoder takes hidden [T, hidden], a batch and kv [N, layers, 2, Hk, B, D]. It may
+# overwrite hidden. It returns one of:
 #   - the hidden states after the last norm, [T, hidden], or [R, hidden] of batch.logit_indices if
 #     batch.last is set
 #   - a tuple of these hidden states and their logits

@@ -1,7 +1,8 @@
-"""Memory in huge pages (2 MiB), for what is read often or in one go: weights and KV. Knows bytes, not what they mean.
+"""Allocates memory in huge pages (2 MiB), for weights and KV.
 
-With pages of 4 KiB a pass over 100 MB misses the TLB 25,000 times, and no prefetch crosses from one page to the next. Linux gives
-huge pages to whoever asks (`madvise`, its usual setting); where it does not, this is ordinary memory.
+With pages of 4 KiB a pass over 100 MB misses the TLB 25,000 times, and no prefetch crosses a page
+boundary. Linux provides huge pages on request (`madvise`, its usual setting). Where it does not,
+this is ordinary memory.
 """
 
 from __future__ import annotations
@@ -15,53 +16,52 @@ import torch
 from torch import Tensor
 
 HUGE = 2 << 20
-CHUNK = 8 * HUGE  # small pieces share a chunk
+CHUNK = 8 * HUGE  # small allocations share a chunk
 LINE = 64
 
 
 def huge(tensor: Tensor) -> Tensor:
-    """The same tensor on the CPU, whose pages shall be huge where nobody has touched them yet."""
-    first = tensor.data_ptr()
-    size = tensor.nbytes
-    start = first + -first % mmap.PAGESIZE
-    if sys.platform == "linux" and size >= HUGE and tensor.device.type == "cpu":
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        # advice: a refusal costs speed alone
-        advise(start, first + size - start, mmap.MADV_HUGEPAGE)
+    """Request huge pages for the memory of a CPU tensor that has not been written to yet."""
+    address = tensor.data_ptr()
+    num_bytes = tensor.nbytes
+    page_start = address + -address % mmap.PAGESIZE
+    if sys.platform == "linux" and num_bytes >= HUGE and tensor.device.type == "cpu":
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        # This is only advice. If the system refuses it, memory is slower and still correct.
+        madvise(page_start, address + num_bytes - page_start, mmap.MADV_HUGEPAGE)
     return tensor
 
 
-def area(size: int) -> Tensor:
-    """uint8 [size], from a huge page's begin on: a system copies there twice as fast as to any other address."""
+def area(num_bytes: int) -> Tensor:
+    """Allocate uint8 [num_bytes], aligned to a huge page: copies to it are twice as fast."""
     if sys.platform != "linux":
-        return torch.empty(size, dtype=torch.uint8)
-    whole = size + -size % HUGE + HUGE
-    found = torch.frombuffer(
-        mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    mapped_bytes = num_bytes + -num_bytes % HUGE + HUGE
+    mapping = torch.frombuffer(
+        mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
     )
-    first = -found.data_ptr() % HUGE
-    return huge(found)[first : first + size]
+    offset = -mapping.data_ptr() % HUGE
+    return huge(mapping)[offset : offset + num_bytes]
 
 
 class Arena:
-    """Pieces one after the other, in the order in which they are asked for. Each lives as long as somebody holds it; memory
-    goes back by the chunk."""
+    """Allocates pieces one after the other. A chunk is freed when all of its pieces are freed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.rest = torch.empty(0, dtype=torch.uint8)  # of the last chunk
+        self.rest = torch.empty(0, dtype=torch.uint8)  # the free end of the last chunk
 
-    def take(self, size: int) -> Tensor:
-        """uint8 [size], aligned to a cache line, as it comes."""
-        whole = size + -size % LINE
-        if whole >= CHUNK:
-            return area(whole)[:size]
+    def take(self, num_bytes: int) -> Tensor:
+        """Allocate uint8 [num_bytes], aligned to a cache line. Its content is undefined."""
+        aligned_bytes = num_bytes + -num_bytes % LINE
+        if aligned_bytes >= CHUNK:
+            return area(aligned_bytes)[:num_bytes]
         with self.lock:
-            if whole > len(self.rest):
-                # whoever asks for it: the next may not be in that mode
+            if aligned_bytes > len(self.rest):
+                # The next caller may not be in inference mode, so the chunk must not be either.
                 with torch.inference_mode(False):
                     self.rest = area(CHUNK)
-            piece = self.rest[:size]
-            self.rest = self.rest[whole:]
+            piece = self.rest[:num_bytes]
+            self.rest = self.rest[aligned_bytes:]
             return piece

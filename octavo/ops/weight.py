@@ -115,14 +115,14 @@ class QuantWeight(nn.Module):
 
 
 class JoinedWeight(nn.Module):
-    """A weight whose rows are several weights, one below the other, of formats of their own."""
+    """A weight whose rows consist of several weights with different formats."""
 
     def __init__(self, parts: Iterable[nn.Module]):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def __getitem__(self, rows: slice) -> QuantWeight:
-        """The part with exactly these rows."""
+        """Return the part that has exactly these rows."""
         first = 0
         for part in self.parts:
             assert isinstance(part, QuantWeight)

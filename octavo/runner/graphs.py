@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.ops.triton.step_inputs import advance, tell
+from octavo.ops.triton.step_inputs import advance, copy_to_host
 from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out_padded
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.kvstore import KVStore
@@ -60,7 +60,7 @@ class StepGraph:
 
 
 class StepGraphs:
-    copy_to_host = staticmethod(tell)  # how sampled tokens reach the host
+    copy_to_host = staticmethod(copy_to_host)  # copies sampled tokens to the host
 
     def __init__(self, model: CausalLM, kv: KVStore, batch_slots: BatchSlots, limits: RunnerLimits):
         self.model = model

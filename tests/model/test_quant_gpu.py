@@ -19,7 +19,7 @@ from tests.conftest import DEVICE
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
-from octavo.ops.triton.quant import PackedWeight
+from octavo.ops.triton.quant import TritonWeight
 
 CHUNKS = [([5, 99, 17, 200, 3], 0), ([42], 0), (list(range(60, 81)), 0)]
 
@@ -54,7 +54,7 @@ def test_nothing_of_a_quantised_model_stays_unpacked() -> None:
         ops=TritonOps(),
         progress=False,
     )
-    assert {str(m.format) for m in model.modules() if isinstance(m, PackedWeight)} == {
+    assert {str(m.format) for m in model.modules() if isinstance(m, TritonWeight)} == {
         "int4-g128",
         "int8-g32",
     }
@@ -110,7 +110,7 @@ def test_a_quantised_checkpoint_runs_from_its_own_codes(tmp_path: Path) -> None:
         open_checkpoint(tiny.model_dir()), quant.FORMATS["int4-g32"], tmp_path / "small"
     )
     llm = LLM(str(tmp_path / "small"), device="cuda", **OPTIONS)
-    assert {str(m.format) for m in llm.model.modules() if isinstance(m, PackedWeight)} == {
+    assert {str(m.format) for m in llm.model.modules() if isinstance(m, TritonWeight)} == {
         "int4-g32",
         "int8-g32",
     }

@@ -21,8 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 KERNELS = {
-    "gemv": ("gemv_kernel",), "gemm": ("gemm_kernel",), "hopper": ("hopper_kernel",), "dense": ("expand_kernel",),
-    "rounded": ("round_kernel", "int8_kernel"),
+    "quant_gemv": ("gemv_kernel",), "quant_gemm": ("gemm_kernel",), "hopper_gemm": ("hopper_kernel",), "dequantize": ("expand_kernel",),
+    "activation_gemm": ("round_kernel", "int8_kernel"),
 }  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
@@ -110,7 +110,7 @@ def main() -> None:
             setattr(loaded, name, Recorder(getattr(loaded, name), launches))
     for name, form in (quant.FORMATS | {str(form): form for form in CODED.values()}).items():
         weight, bias = (
-            packed.PackedWeight(QuantWeight.empty(form, 1024, 2048)),
+            packed.TritonWeight(QuantWeight.empty(form, 1024, 2048)),
             torch.empty(1024, dtype=torch.bfloat16),
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -21,7 +21,7 @@ from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
 from octavo.ops.cpu.cpu_features import INSTRUCTION_SETS, cpu_flags, instruction_set
 from octavo.ops.cpu.thread_pool import Workers, workers
-from octavo.ops.cpu.weight_layout import PackedWeight
+from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
 from octavo.runner.batch import last_tokens
@@ -72,7 +72,7 @@ def test_products_are_those_of_the_dequantised_weight(
 ) -> None:
     ops, weight = CpuOps(), quantized(name, outputs, inputs)
     packed, bias = ops.pack(weight), draw(outputs, seed=9)
-    assert isinstance(packed, PackedWeight)
+    assert isinstance(packed, CpuWeight)
     for rows in (1, 2, 3, 5, 8, 9, 17, 70):
         x = draw(rows, inputs, seed=rows) * torch.logspace(-3, 3, rows)[:, None]
         got = ops.linear(x, packed, bias)

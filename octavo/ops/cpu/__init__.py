@@ -1,8 +1,9 @@
-"""The CPU backend: kernels of our own for quantised weights, paged attention and whole decoders; oneDNN for plain weights.
+"""The CPU backend: JIT kernels for quantised weights, attention and decoders; oneDNN for the rest.
 
-A decode step on a CPU is one pass over the weights, at the speed of memory if the product keeps up. For a 1.1B Llama in
-float32 on two AVX-512 cores it took 216 ms with 1 row and 513 ms with 4 rows through F.linear, and 113 ms and 118 ms with
-weights that oneDNN packed. What is not overridden here is the reference, and so is everything where the kernels cannot run.
+A decode step on a CPU is one pass over the weights, at memory speed if the product keeps up. For a
+1.1B Llama in float32 on two AVX-512 cores it took 216 ms with 1 row and 513 ms with 4 rows through
+F.linear, and 113 ms and 118 ms with weights that oneDNN packed. Ops that are not overridden here,
+and all ops on machines where the kernels cannot run, are those of the reference.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from octavo.ops.cpu.cpu_decoder import (
     write_float,
 )
 from octavo.ops.cpu.thread_pool import Workers, workers
-from octavo.ops.cpu.weight_layout import PackedWeight
+from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST
 from octavo.ops.reference import ReferenceOps, gathered, noise_key
 from octavo.ops.weight import QuantWeight
 
-# oneDNN lays a weight out for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows, provided that fewer
-# rows are padded up to it: as it came, 1 row took 1.4 times as long as 4.
+# oneDNN packs a weight for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows
+# if fewer rows are padded to it. Without padding, 1 row took 1.4 times as long as 4.
 ROWS = 4
 
 
@@ -40,18 +41,19 @@ class CpuOps(ReferenceOps):
     name = "cpu"
 
     def __init__(self) -> None:
-        # The model has weights in the kernels' layout. Their products round activations to 8 bits, which makes a difference in
-        # the last bit of a float one of a hundredth. So attention and activations run in the kernels as well: torch's results
-        # for a row depend on the number of rows, and a request's tokens must not depend on what is computed beside it.
+        # Whether the model has weights in the layout of the kernels. Products with them round
+        # activations to 8 bits, which turns a difference in the last bit of a float into one of a
+        # hundredth. So attention and activations run in the kernels too: the results of torch for a
+        # row depend on the number of rows, but a request's tokens must not depend on its batch.
         self.packed = False
 
-    def pack(self, weight: Tensor | QuantWeight) -> Tensor | PackedWeight | QuantWeight:
+    def pack(self, weight: Tensor | QuantWeight) -> Tensor | CpuWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
-            team = workers()
-            if team is None or weight.format.is_float:
+            pool = workers()
+            if pool is None or weight.format.is_float:
                 return weight
             self.packed = True
-            return PackedWeight(weight, team.step.LANES)
+            return CpuWeight(weight, pool.step.LANES)
         if not torch.backends.mkldnn.is_available() or weight.dtype not in (
             torch.float32,
             torch.bfloat16,
@@ -61,63 +63,69 @@ class CpuOps(ReferenceOps):
 
     def linear(
         self,
-        x: Tensor,
-        weight: Tensor | PackedWeight | QuantWeight,
+        hidden: Tensor,
+        weight: Tensor | CpuWeight | QuantWeight,
         bias: Tensor | None = None,
-        add: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """A quantised weight is multiplied with x rounded to int8, a scale for each row and 32 inputs."""
-        if isinstance(weight, PackedWeight):
-            y = product(x.float().contiguous(), weight)
-            y = (y if bias is None else y.add_(bias)).to(x.dtype)
-            return y if add is None else y.add_(add)
+        """Multiply. For a quantised weight, hidden is rounded to int8, in groups of 32 inputs."""
+        if isinstance(weight, CpuWeight):
+            output = product(hidden.float().contiguous(), weight)
+            output = (output if bias is None else output.add_(bias)).to(hidden.dtype)
+            return output if residual is None else output.add_(residual)
         if isinstance(weight, QuantWeight) or not weight.is_mkldnn:
-            return super().linear(x, weight, bias, add)
-        rows = x.shape[0]
+            return super().linear(hidden, weight, bias, residual)
+        rows = hidden.shape[0]
         if rows < ROWS:
-            x = F.pad(x, (0, 0, 0, ROWS - rows))
-        y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")[:rows]
-        return y if add is None else y + add
+            hidden = F.pad(hidden, (0, 0, 0, ROWS - rows))
+        output = torch.ops.mkldnn._linear_pointwise(
+            hidden.contiguous(), weight, bias, "none", [], ""
+        )[:rows]
+        return output if residual is None else output + residual
 
     def embedding(
-        self, ids: Tensor, weight: Tensor | PackedWeight | QuantWeight, scale: float = 1.0
+        self, token_ids: Tensor, weight: Tensor | CpuWeight | QuantWeight, scale: float = 1.0
     ) -> Tensor:
-        if not isinstance(weight, PackedWeight):
-            return super().embedding(ids, weight, scale)
-        team = _team()
-        step = team.step
-        out = torch.empty(len(ids), weight.shape[1])
-        job = np.zeros(step.FIELDS, dtype=np.int64)
-        job[step.KIND] = step.EMBED
-        job[step.ROWS] = len(ids)
-        job[step.WEIGHT] = weight.record.ctypes.data
-        job[step.IDS] = ids.data_ptr()
-        job[step.Y] = out.data_ptr()
-        write_float(job, step.FACTOR, scale)
-        with team.lock:
-            team.run(job)
-        return out
+        if not isinstance(weight, CpuWeight):
+            return super().embedding(token_ids, weight, scale)
+        pool = _team()
+        kernels = pool.step
+        output = torch.empty(len(token_ids), weight.shape[1])
+        job = np.zeros(kernels.FIELDS, dtype=np.int64)
+        job[kernels.KIND] = kernels.EMBED
+        job[kernels.ROWS] = len(token_ids)
+        job[kernels.WEIGHT] = weight.record.ctypes.data
+        job[kernels.IDS] = token_ids.data_ptr()
+        job[kernels.Y] = output.data_ptr()
+        write_float(job, kernels.FACTOR, scale)
+        with pool.lock:
+            pool.run(job)
+        return output
 
     def attention(
-        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int = 0
     ) -> Tensor:
-        """Over plain weights torch attends too: its threads spin after every product and would be in the way of ours. Codes
-        it would have to expand first: they are read in place."""
-        read_in_place = kv.dtype in (torch.float16, *LARGEST) and q.dtype == torch.float32
-        team = workers() if self.packed or read_in_place else None
-        if team is None:
-            return super().attention(q, kv, batch, scale, window)
-        lanes = team.step.LANES
-        dim = kv.shape[-1]
-        if q.dtype == torch.float32 and kv.dtype in KINDS and dim % lanes == 0:
-            return paged_attention(team, q.contiguous(), kv, batch, scale, window)
+        """Compute attention with the kernels if the model has packed weights or KV has 8 bits.
+
+        With plain weights torch computes attention too, because its threads spin after every
+        product and would block ours. Torch would have to expand codes, which the kernels read in
+        place.
+        """
+        read_in_place = kv_cache.dtype in (torch.float16, *LARGEST) and query.dtype == torch.float32
+        pool = workers() if self.packed or read_in_place else None
+        if pool is None:
+            return super().attention(query, kv_cache, batch, scale, window)
+        lanes = pool.step.LANES
+        head_dim = kv_cache.shape[-1]
+        if query.dtype == torch.float32 and kv_cache.dtype in KINDS and head_dim % lanes == 0:
+            return paged_attention(pool, query.contiguous(), kv_cache, batch, scale, window)
         if not self.packed:
-            return super().attention(q, kv, batch, scale, window)
-        padding = (0, -dim % lanes)
-        pages, batch = padded_pages(kv, batch, padding)
-        queries = F.pad(q.float(), padding).contiguous()
-        out = paged_attention(team, queries, pages, batch, scale, window)
-        return out[..., :dim].to(q.dtype)
+            return super().attention(query, kv_cache, batch, scale, window)
+        padding = (0, -head_dim % lanes)
+        padded_cache, batch = padded_pages(kv_cache, batch, padding)
+        queries = F.pad(query.float(), padding).contiguous()
+        output = paged_attention(pool, queries, padded_cache, batch, scale, window)
+        return output[..., :head_dim].to(query.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activated(gate_up, gelu=False) if self.packed else super().silu_mul(gate_up)
@@ -125,42 +133,42 @@ class CpuOps(ReferenceOps):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return activated(gate_up, gelu=True) if self.packed else super().gelu_mul(gate_up)
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return activated(x, gelu=True, gated=False) if self.packed else super().gelu(x)
+    def gelu(self, hidden: Tensor) -> Tensor:
+        return activated(hidden, gelu=True, gated=False) if self.packed else super().gelu(hidden)
 
-    def shift(self, kv: Tensor, blocks: Tensor, by: int, cos_sin: Tensor) -> None:
-        team = workers() if kv.dtype in (torch.float32, torch.float16) else None
-        if team is None or kv.shape[-1] // 2 % team.step.LANES:
-            return super().shift(kv, blocks, by, cos_sin)
-        # YaRN's are scaled: the keys have had that already
-        cos, sin = cos_sin[by].float() / cos_sin[0, 0].float()
+    def shift(self, kv_cache: Tensor, blocks: Tensor, distance: int, cos_sin: Tensor) -> None:
+        pool = workers() if kv_cache.dtype in (torch.float32, torch.float16) else None
+        if pool is None or kv_cache.shape[-1] // 2 % pool.step.LANES:
+            return super().shift(kv_cache, blocks, distance, cos_sin)
+        # YaRN scales cos and sin. The keys are scaled already, so the scale is divided out.
+        cos, sin = cos_sin[distance].float() / cos_sin[0, 0].float()
         angles = torch.stack((cos, -sin))
-        step = team.step
-        job = np.zeros(step.FIELDS, dtype=np.int64)
-        record = cache_record(team, kv)
+        kernels = pool.step
+        job = np.zeros(kernels.FIELDS, dtype=np.int64)
+        record = cache_record(pool, kv_cache)
         blocks = blocks.contiguous()
-        job[step.KIND] = step.SHIFT
-        job[step.ROWS] = len(blocks)
-        job[step.LAYER_COUNT] = kv.shape[1]
-        job[step.BATCH] = record.ctypes.data
-        job[step.IDS] = blocks.data_ptr()
-        job[step.X] = angles.data_ptr()
-        with team.lock:
-            team.run(job)
+        job[kernels.KIND] = kernels.SHIFT
+        job[kernels.ROWS] = len(blocks)
+        job[kernels.LAYER_COUNT] = kv_cache.shape[1]
+        job[kernels.BATCH] = record.ctypes.data
+        job[kernels.IDS] = blocks.data_ptr()
+        job[kernels.X] = angles.data_ptr()
+        with pool.lock:
+            pool.run(job)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The kernels, which compute in float32, read no bfloat16."""
+        """Return the dtypes of KV. The kernels compute in float32 and do not read bfloat16."""
         return tuple(
-            kind
-            for kind in super().kv_dtypes(dtype)
-            if (dtype, kind) != (torch.float32, torch.bfloat16)
+            kv_dtype
+            for kv_dtype in super().kv_dtypes(dtype)
+            if (dtype, kv_dtype) != (torch.float32, torch.bfloat16)
         )
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
-        team = workers() if isinstance(decoder.layers[0].qkv, PackedWeight) else None
+        pool = workers() if isinstance(decoder.layers[0].qkv, CpuWeight) else None
         return (
-            FusedDecoder(decoder, team)
-            if team is not None and fits(decoder, team.step.LANES)
+            FusedDecoder(decoder, pool)
+            if pool is not None and fits(decoder, pool.step.LANES)
             else None
         )
 
@@ -173,125 +181,138 @@ class CpuOps(ReferenceOps):
         seed_high: Tensor,
         position: Tensor,
     ) -> Tensor:
-        """Noise is computed only for rows that want it, and in those for the tokens that may win. Logits are read where they lie:
-        torch copies rows with threads of its own, which then spin where ours should work."""
+        """Sample. Noise is computed only for rows with a temperature, and for tokens that may win.
+
+        Logits are read in place: torch would copy rows with its own threads, which then spin on the
+        cores of ours.
+        """
         if logits.dtype != torch.float32:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
         values = logits.numpy()
         best = values.argmax(1)
-        lost = ~np.isfinite(values[np.arange(len(best)), best])
+        not_finite = ~np.isfinite(values[np.arange(len(best)), best])
         chosen = torch.from_numpy(best)
-        at = rows.long()
-        heat = temperature[at]
-        if not heat.any():
-            best[lost] = -1
+        state_rows = rows.long()
+        row_temperature = temperature[state_rows]
+        if not row_temperature.any():
+            best[not_finite] = -1
             return chosen.int()
-        team = workers()
-        if team is None:
+        pool = workers()
+        if pool is None:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
-        keys = noise_key(seed_low[at], seed_high[at], position).long()
-        step = team.step
+        keys = noise_key(seed_low[state_rows], seed_high[state_rows], position).long()
+        kernels = pool.step
         logits = logits.contiguous()
-        job = np.zeros(step.FIELDS, dtype=np.int64)
-        job[step.KIND], job[step.ROWS], job[step.INNER] = step.CHOOSE, *logits.shape
-        job[step.X] = logits.data_ptr()
-        job[step.Y] = chosen.data_ptr()
-        job[step.IDS] = keys.data_ptr()
-        job[step.HEAT] = heat.data_ptr()
-        with team.lock:
-            team.run(job)
-        best[lost] = -1
+        job = np.zeros(kernels.FIELDS, dtype=np.int64)
+        job[kernels.KIND] = kernels.CHOOSE
+        job[kernels.ROWS] = logits.shape[0]
+        job[kernels.INNER] = logits.shape[1]
+        job[kernels.X] = logits.data_ptr()
+        job[kernels.Y] = chosen.data_ptr()
+        job[kernels.IDS] = keys.data_ptr()
+        job[kernels.HEAT] = row_temperature.data_ptr()
+        with pool.lock:
+            pool.run(job)
+        best[not_finite] = -1
         return chosen.int()
 
 
 def _team() -> Workers:
-    team = workers()
-    assert team is not None  # a packed weight exists only where the kernels run
-    return team
+    pool = workers()
+    assert pool is not None  # a packed weight exists only where the kernels run
+    return pool
 
 
 def paged_attention(
-    team: Workers, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int
+    pool: Workers, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int
 ) -> Tensor:
-    """ops.attention for q float32, contiguous, and kv float32, float16 or codes, of which a layer's part of a block is
-    contiguous."""
-    step = team.step
-    out = torch.empty_like(q)
-    job = np.zeros(step.FIELDS, dtype=np.int64)
-    with team.lock:
-        record = attention_record(team, batch, q.shape[1], kv, scale)
-        a = step.attention_jit
-        record[a.QUERY] = q.data_ptr()
-        record[a.QUERY_STRIDE] = q.stride(0) * 4
-        record[a.OUT] = out.data_ptr()
-        job[step.KIND] = step.ATTENTION
-        job[step.BATCH] = record.ctypes.data
-        job[step.WINDOW_OF] = window
-        team.run(job)
-    return out
+    """Compute ops.attention in the kernels.
+
+    query is float32 and contiguous. kv_cache is float32, float16 or codes, and the part of a layer
+    in a block is contiguous.
+    """
+    kernels = pool.step
+    output = torch.empty_like(query)
+    job = np.zeros(kernels.FIELDS, dtype=np.int64)
+    with pool.lock:
+        record = attention_record(pool, batch, query.shape[1], kv_cache, scale)
+        fields = kernels.attention_jit
+        record[fields.QUERY] = query.data_ptr()
+        record[fields.QUERY_STRIDE] = query.stride(0) * 4
+        record[fields.OUT] = output.data_ptr()
+        job[kernels.KIND] = kernels.ATTENTION
+        job[kernels.BATCH] = record.ctypes.data
+        job[kernels.WINDOW_OF] = window
+        pool.run(job)
+    return output
 
 
 def padded_pages(
-    kv: KV, batch: ForwardBatch, padding: tuple[int, int]
+    kv_cache: KV, batch: ForwardBatch, padding: tuple[int, int]
 ) -> tuple[Tensor, ForwardBatch]:
-    """The blocks that a batch reads as float32, heads padded with zeros to whole vectors, and the batch with a table of these
-    copies: for KV that the kernels cannot read in place."""
-    block_size = kv.shape[-2]
+    """Copy the blocks of a batch as float32, with heads padded with zeros to whole vectors.
+
+    This is for KV that the kernels cannot read in place. Returns the copies, and the batch with a
+    block table of the copies.
+    """
+    block_size = kv_cache.shape[-2]
     widths = [-(-span.end // block_size) for span in batch.spans]
     rows = batch.slots.tolist()
     blocks = [batch.block_table[row, :width] for row, width in zip(rows, widths, strict=True)]
-    pages = F.pad(gathered(kv, torch.cat(blocks)).float(), padding)
-    table = torch.zeros(len(rows), max(widths), dtype=torch.int32)
-    first = 0
-    for i, width in enumerate(widths):
-        table[i, :width] = torch.arange(first, first + width, dtype=torch.int32)
-        first += width
-    numbers = torch.arange(len(rows), dtype=torch.int32)
-    return pages, replace(batch, block_table=table, slots=numbers)
+    blocks_read = F.pad(gathered(kv_cache, torch.cat(blocks)).float(), padding)
+    block_table = torch.zeros(len(rows), max(widths), dtype=torch.int32)
+    first_block = 0
+    for index, width in enumerate(widths):
+        block_table[index, :width] = torch.arange(
+            first_block, first_block + width, dtype=torch.int32
+        )
+        first_block += width
+    row_numbers = torch.arange(len(rows), dtype=torch.int32)
+    return blocks_read, replace(batch, block_table=block_table, slots=row_numbers)
 
 
-def activated(x: Tensor, gelu: bool, gated: bool = True) -> Tensor:
-    """act(gate) * up of x [T, 2 * inter], or act(x) of x [T, inter] where it is not gated -> [T, inter]"""
-    team = _team()
-    step = team.step
-    source = x.float().contiguous()
+def activated(values: Tensor, gelu: bool, gated: bool = True) -> Tensor:
+    """values [T, 2 * inter] -> act(gate) * up [T, inter]; not gated: [T, inter] -> act(values)"""
+    pool = _team()
+    kernels = pool.step
+    source = values.float().contiguous()
     rows, width = source.shape
     if gated:
         width //= 2
-    out = torch.empty(rows, width)
-    job = np.zeros(step.FIELDS, dtype=np.int64)
-    job[step.KIND] = step.ACTIVATE
-    job[step.ROWS] = rows
-    job[step.INNER] = width
-    job[step.GELU] = int(gelu)
-    job[step.LAYER_COUNT] = int(not gated)
-    job[step.X] = source.data_ptr()
-    job[step.Y] = out.data_ptr()
-    with team.lock:
-        job[step.SPARE] = team.memory("spare", step.ACTIVATE_BYTES * team.threads)
-        job[step.SPARE_SIZE] = step.ACTIVATE_BYTES
-        team.run(job)
-    return out.to(x.dtype)
+    output = torch.empty(rows, width)
+    job = np.zeros(kernels.FIELDS, dtype=np.int64)
+    job[kernels.KIND] = kernels.ACTIVATE
+    job[kernels.ROWS] = rows
+    job[kernels.INNER] = width
+    job[kernels.GELU] = int(gelu)
+    job[kernels.LAYER_COUNT] = int(not gated)
+    job[kernels.X] = source.data_ptr()
+    job[kernels.Y] = output.data_ptr()
+    with pool.lock:
+        job[kernels.SPARE] = pool.memory("spare", kernels.ACTIVATE_BYTES * pool.threads)
+        job[kernels.SPARE_SIZE] = kernels.ACTIVATE_BYTES
+        pool.run(job)
+    return output.to(values.dtype)
 
 
-def product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, in] float32, contiguous -> [T, out]"""
-    team = _team()
-    step = team.step
-    rows = len(x)
-    y = torch.empty(rows, weight.shape[0])
-    job = np.zeros(step.FIELDS, dtype=np.int64)
-    job[step.KIND] = step.PRODUCT
-    job[step.ROWS] = rows
-    job[step.WEIGHT] = weight.record.ctypes.data
-    job[step.X] = x.data_ptr()
-    job[step.Y] = y.data_ptr()
-    spare = spare_bytes(step.LANES, step.TILE, weight.shape[1] + weight.group)
-    with team.lock:
-        job[step.QUANTIZED] = team.memory(
-            "quantized", rows * step.row_bytes.py_func(weight.shape[1], weight.group)
+def product(hidden: Tensor, weight: CpuWeight) -> Tensor:
+    """hidden [T, in] float32, contiguous -> [T, out]"""
+    pool = _team()
+    kernels = pool.step
+    rows = len(hidden)
+    output = torch.empty(rows, weight.shape[0])
+    job = np.zeros(kernels.FIELDS, dtype=np.int64)
+    job[kernels.KIND] = kernels.PRODUCT
+    job[kernels.ROWS] = rows
+    job[kernels.WEIGHT] = weight.record.ctypes.data
+    job[kernels.X] = hidden.data_ptr()
+    job[kernels.Y] = output.data_ptr()
+    spare = spare_bytes(kernels.LANES, kernels.TILE, weight.shape[1] + weight.group)
+    with pool.lock:
+        job[kernels.QUANTIZED] = pool.memory(
+            "quantized", rows * kernels.row_bytes.py_func(weight.shape[1], weight.group)
         )
-        job[step.SPARE] = team.memory("spare", spare * team.threads)
-        job[step.SPARE_SIZE] = spare
-        team.run(job)
-    return y
+        job[kernels.SPARE] = pool.memory("spare", spare * pool.threads)
+        job[kernels.SPARE_SIZE] = spare
+        pool.run(job)
+    return output

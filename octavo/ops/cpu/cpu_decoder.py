@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu.thread_pool import Workers
-from octavo.ops.cpu.weight_layout import PackedWeight
+from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.fused_spec import DecoderLayer, DecoderSpec
 from octavo.ops.kv import KV, QuantKV
 
@@ -30,7 +30,7 @@ def write_float(record: Record, field: int, value: float) -> None:
 def fits(spec: DecoderSpec, lanes: int) -> bool:
     """Whether the kernels know how to compute this decoder."""
     packed = all(
-        isinstance(w, PackedWeight) for x in spec.layers for w in (x.qkv, x.out, x.gate_up, x.down)
+        isinstance(w, CpuWeight) for x in spec.layers for w in (x.qkv, x.out, x.gate_up, x.down)
     )
     if not packed or spec.dtype != torch.float32:
         return False

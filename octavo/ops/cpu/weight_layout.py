@@ -22,7 +22,7 @@ STRIP = 32
 ARENA = Arena()
 
 
-class PackedWeight(nn.Module):
+class CpuWeight(nn.Module):
     """Opaque but to the CPU kernels, which know it by `record`: addresses and sizes, in the order of jit/matmul_jit.py."""
 
     codes: Tensor

@@ -1,6 +1,6 @@
-"""The CUDA backend: Triton kernels for attention and for what lies between the matrix products, cuBLAS for the large ones.
+"""The CUDA backend: Triton kernels for attention and for small ops, cuBLAS for large products.
 
-Each kernel is the twin of one reference op: same name, same shapes, same rounding points.
+Each kernel computes one op of the reference, with the same name, shapes and rounding points.
 """
 
 from __future__ import annotations
@@ -25,50 +25,66 @@ class TritonOps(ReferenceOps):
     def pack(self, weight: Any) -> Any:
         if isinstance(weight, JoinedWeight):
             return JoinedWeight(self.pack(part) for part in weight.parts)
-        return quant.PackedWeight(weight) if isinstance(weight, QuantWeight) else weight
+        return quant.TritonWeight(weight) if isinstance(weight, QuantWeight) else weight
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
         return decode_megakernel.fuse(decoder)
 
     def linear(
-        self, x: Tensor, weight: Any, bias: Tensor | None = None, add: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(weight, quant.PackedWeight):
-            return quant.linear(x, weight, bias, add)
+        if isinstance(weight, quant.TritonWeight):
+            return quant.linear(hidden, weight, bias, residual)
         if isinstance(weight, JoinedWeight):
-            y = torch.cat([self.linear(x, part) for part in weight.parts], 1)
-            y = y if bias is None else y.add_(bias)
-            return y if add is None else add.add_(y)
-        if x.shape[0] == 1:
-            return dense_gemv.gemv(x, weight, bias, add)
-        if add is None:
-            return super().linear(x, weight, bias)
-        add.addmm_(x, weight.t())  # in the product's own epilogue
-        return add if bias is None else add.add_(bias)
+            output = torch.cat([self.linear(hidden, part) for part in weight.parts], 1)
+            output = output if bias is None else output.add_(bias)
+            return output if residual is None else residual.add_(output)
+        if hidden.shape[0] == 1:
+            return dense_gemv.gemv(hidden, weight, bias, residual)
+        if residual is None:
+            return super().linear(hidden, weight, bias)
+        residual.addmm_(hidden, weight.t())  # the epilogue of the product adds the residual
+        return residual if bias is None else residual.add_(bias)
 
-    def logits(self, x: Tensor, weight: Any) -> Tensor:
-        """Rows that begin on 16 bytes: for those that begin anywhere (GPT-2 has 50,257 tokens) cuBLAS has an old kernel alone."""
-        if not isinstance(weight, Tensor) or weight.shape[0] % 8 == 0 or x.shape[0] == 1:
-            return self.linear(x, weight)
-        rows = x.shape[0]
-        vocab = weight.shape[0]
-        return torch.mm(x, weight.t(), out=x.new_empty(rows, -(-vocab // 8) * 8)[:, :vocab])
+    def logits(self, hidden: Tensor, weight: Any) -> Tensor:
+        """Compute logits with rows that are aligned to 16 bytes.
 
-    def embedding(self, ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
-        if isinstance(weight, quant.PackedWeight):
-            return quant.embedding(ids, weight, scale)
-        return super().embedding(ids, weight, scale)
+        cuBLAS has only an old kernel for unaligned rows, such as those of GPT-2 with 50,257 tokens.
+        """
+        if not isinstance(weight, Tensor) or weight.shape[0] % 8 == 0 or hidden.shape[0] == 1:
+            return self.linear(hidden, weight)
+        rows = hidden.shape[0]
+        vocab_size = weight.shape[0]
+        return torch.mm(
+            hidden, weight.t(), out=hidden.new_empty(rows, -(-vocab_size // 8) * 8)[:, :vocab_size]
+        )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-        return fused_kernels.rms_norm(x, weight, eps, add)
+    def embedding(self, token_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, quant.TritonWeight):
+            return quant.embedding(token_ids, weight, scale)
+        return super().embedding(token_ids, weight, scale)
+
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+    ) -> Tensor:
+        return fused_kernels.rms_norm(hidden, weight, epsilon, residual)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        return fused_kernels.layer_norm(x, weight, bias, eps, add)
+        return fused_kernels.layer_norm(hidden, weight, bias, epsilon, residual)
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return fused_kernels.gelu(x)
+    def gelu(self, hidden: Tensor) -> Tensor:
+        return fused_kernels.gelu(hidden)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return fused_kernels.act_mul(gate_up, gelu=False)
@@ -79,22 +95,25 @@ class TritonOps(ReferenceOps):
     def rope_and_cache(
         self,
         qkv: Tensor,
-        kv: KV,
+        kv_cache: KV,
         batch: ForwardBatch,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
     ) -> Tensor:
-        return fused_kernels.rope_and_cache(qkv, kv, batch, cos_sin, q_norm, k_norm, eps)
+        return fused_kernels.rope_and_cache(qkv, kv_cache, batch, cos_sin, q_norm, k_norm, epsilon)
 
     def attention(
-        self, q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int = 0
     ) -> Tensor:
-        return attention_kernels.attention(q, kv, batch, scale, window)
+        return attention_kernels.attention(query, kv_cache, batch, scale, window)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Plain KV is multiplied as it is, so it must be like the queries; Triton knows float8 (e4m3) from Ada and Hopper on."""
+        """Return the dtypes that KV may have.
+
+        Plain KV has the dtype of the queries. Triton supports float8 (e4m3) from Ada and Hopper on.
+        """
         float8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
         return (dtype, torch.int8, torch.float8_e4m3fn) if float8 else (dtype, torch.int8)
 

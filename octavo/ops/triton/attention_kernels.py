@@ -1,13 +1,16 @@
-"""Causal attention over the paged KV cache, read in place: one kernel for decoding rows, one for everything else.
+"""Causal attention over the paged KV cache: one kernel for decode, one for prefill.
 
-Both pack the G query heads that share a key head into the rows of one tile, so that each key and value is read once.
-Both keep a running maximum and sum (online softmax), in float32 and in powers of two. Of compressed KV (octavo.ops.kv) the codes
-themselves are multiplied: a key's scale goes into its score, a value's into its weight.
+Both kernels pack the query heads that share a key head into the rows of one tile (GQA), so that
+each key and value is read once. Both use online softmax with a running maximum and sum, in float32
+and in base 2. For compressed KV (octavo.ops.kv) they multiply the codes: the scale of a key goes
+into its score, the scale of a value into its probability.
 
-    decode    one program a (sequence, key head, split): all of it is reading KV, so the split count only serves to
-              occupy every multiprocessor; with several splits a second kernel joins their partial results
-    prefill   one program a (tile of query tokens, key head), longest first: mostly matrix products. A few tokens behind a long
-              context, as after a hit in the prefix cache, are too few programs: they are split like decoding rows
+    decode    One program for each (sequence, key head, split). The kernel is bound by reading KV,
+              so splits only serve to occupy every multiprocessor. With several splits a second
+              kernel joins their partial results (flash decoding).
+    prefill   One program for each (tile of query tokens, key head), the longest context first. The
+              kernel is bound by matrix products. A few tokens after a long context, as after a
+              prefix cache hit, are too few programs, so they are split like decoding sequences.
 """
 
 from __future__ import annotations
@@ -27,20 +30,23 @@ from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inpu
 from octavo.ops.triton.fused_kernels import arguments
 
 LOG2E = 1.4426950408889634
-# Bytes for tiles: a program may have 227 KiB on Hopper, 99 on small Ampere and Ada chips, and needs some for the rest.
+# Bytes of shared memory for tiles. A program may use 227 KiB on Hopper and 99 KiB on small Ampere
+# and Ada chips, and needs some of it for other things.
 SHARED_MEMORY = 196608
 if torch.cuda.is_available():
     SHARED_MEMORY = int(
         0.85 * getattr(torch.cuda.get_device_properties(0), "shared_memory_per_block_optin", 232448)
     )
-# They begin anywhere in what was sent to the device: a kernel for each way they may be aligned would be compiled amid the work.
-LISTS = ["table_rows", "query_start", "seq_lens"]
-# that keep an H200's multiprocessors evenly busy with sequences of different lengths
+# These arguments begin at any offset of an upload. Specialising on their alignment would compile
+# another kernel while requests are served.
+LISTS = ["table_rows_ptr", "query_start_ptr", "seq_lens_ptr"]
+# The number of programs that keeps an H200 evenly busy with sequences of different lengths.
 PROGRAMS = 8 * 132
-# rows that decode beside prompts, at least: of fewer there are kernels that the first such step
-# would compile
+# The least number of decoding sequences that run beside prefill. For fewer sequences the number of
+# splits varies, and each number would compile another kernel.
 BESIDE = 32
-# so few tokens of sequences that may be so long are split: always alike, so one kernel more
+# Prefill of at most FEW tokens with a context of LONG or more positions is split. The number of
+# splits is fixed, so that only one more kernel is compiled.
 FEW = 64
 LONG = 1024
 SPLITS = 8
@@ -49,512 +55,1032 @@ SPLITS = 8
 @triton.jit
 def _weigh(
     score,
-    scale,
-    column,
-    position,
-    own,
-    peak,
-    total,
+    softmax_scale,
+    column_scale,
+    positions,
+    query_positions,
+    running_max,
+    running_sum,
     WINDOW: tl.constexpr,
-    EDGE: tl.constexpr,
-    BLIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    MAY_SEE_NOTHING: tl.constexpr,
 ):
-    """Scores [rows, N] become weights; `scale` is one for all rows or [rows], `column` the same as it meets a score. BLIND: a row
-    may have seen nothing yet. Returns the weights, what earlier sums must be multiplied by, and the new peak and total."""
-    if EDGE:
-        score = tl.where(position[None, :] <= own[:, None], score, -float("inf"))
+    """Do one step of online softmax with scores [rows, TILE_KEYS].
+
+    `softmax_scale` is a scalar or [rows]; `column_scale` is the same value, broadcastable to the
+    scores. MAY_SEE_NOTHING means that a row may not have seen any key yet. Returns the
+    probabilities, the factor for earlier sums, the new running maximum and the new running sum.
+    """
+    if MASKED:
+        score = tl.where(positions[None, :] <= query_positions[:, None], score, -float("inf"))
     if WINDOW > 0:
-        score = tl.where(position[None, :] > own[:, None] - WINDOW, score, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
-    shift = new_peak
-    # all of the tile lies before its window or behind its position, which leaves its maximum at
-    # -inf
-    if BLIND:
-        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    p = tl.exp2(score * column - shift[:, None])
-    shrink = tl.exp2(peak - shift)
-    return p, shrink, new_peak, total * shrink + tl.sum(p, 1)
+        score = tl.where(
+            positions[None, :] > query_positions[:, None] - WINDOW, score, -float("inf")
+        )
+    new_max = tl.maximum(running_max, tl.max(score, 1) * softmax_scale)
+    shift = new_max
+    # If a row sees no key of the tile and saw none before, its maximum is still -inf.
+    if MAY_SEE_NOTHING:
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    probabilities = tl.exp2(score * column_scale - shift[:, None])
+    rescale = tl.exp2(running_max - shift)
+    return probabilities, rescale, new_max, running_sum * rescale + tl.sum(probabilities, 1)
 
 
 @triton.jit
 def _attend(
-    queries, keys, values, key_scales, value_scales, table, low, high, own, peak, total, acc, scale, s_block, s_token, s_scales,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
-    BLIND: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Take in the positions low .. high - 1, tile by tile. `own` [rows]: each row's position, which it sees up to and
-    including. Without EDGE the tiles are whole and every row sees all of them, so nothing is masked but by the window.
-    LARGEST: of the codes that KV is compressed to, or 0; `scale` is then each row's, and acc in units of 1 / LARGEST."""
-    d = tl.arange(0, DP)
-    n = tl.arange(0, N)
-    for start in range(low, high, N):
-        position = start + n
-        # the tile lies in one block: one look-up, and offsets that are the same in every round
-        if B % N == 0:
-            at = (start % B + n) * s_token
-            block = tl.load(table + start // B).to(tl.int64) * s_block
-            page_k = keys + block
-            page_v = values + block
+    queries,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_table_ptr,
+    key_begin,
+    key_end,
+    query_positions,
+    running_max,
+    running_sum,
+    accumulator,
+    softmax_scale,
+    stride_block,
+    stride_token,
+    stride_scale_block,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    MAY_SEE_NOTHING: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+):
+    """Attend to the positions key_begin .. key_end - 1, tile by tile.
+
+    Each row sees the positions up to its own in query_positions [rows]. Without MASKED, the tiles
+    are full and every row sees all of their keys, except for the window. LARGEST_CODE is the
+    largest code of compressed KV, or 0 for plain KV. With codes, softmax_scale is [rows], and the
+    accumulator is in units of 1 / LARGEST_CODE.
+    """
+    dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
+    key_offsets = tl.arange(0, TILE_KEYS)
+    for start in range(key_begin, key_end, TILE_KEYS):
+        positions = start + key_offsets
+        # A tile within one block needs one lookup, and its offsets are the same in every round.
+        if BLOCK_SIZE % TILE_KEYS == 0:
+            offsets = (start % BLOCK_SIZE + key_offsets) * stride_token
+            block_offset = (
+                tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64) * stride_block
+            )
+            key_block_ptr = key_ptr + block_offset
+            value_block_ptr = value_ptr + block_offset
         else:
-            block = tl.load(table + position // B, mask=position < high, other=0).to(tl.int64)
-            at = block * s_block + (position % B) * s_token
-            page_k = keys
-            page_v = values
-        # what lies behind the end may be NaN, which no weight of zero takes away: load zeros
-        # there
-        if EDGE:
-            inside = position < high
-            k = tl.load(
-                page_k + (at[None, :] + d[:, None]),
-                mask=inside[None, :] & (d[:, None] < D),
+            block_offset = tl.load(
+                block_table_ptr + positions // BLOCK_SIZE, mask=positions < key_end, other=0
+            ).to(tl.int64)
+            offsets = block_offset * stride_block + (positions % BLOCK_SIZE) * stride_token
+            key_block_ptr = key_ptr
+            value_block_ptr = value_ptr
+        # Memory after the end may hold NaN, and 0 * NaN is NaN. So zeros are loaded there.
+        if MASKED:
+            in_range = positions < key_end
+            key = tl.load(
+                key_block_ptr + (offsets[None, :] + dim_offsets[:, None]),
+                mask=in_range[None, :] & (dim_offsets[:, None] < HEAD_DIM),
                 other=0.0,
             )
-            v = tl.load(
-                page_v + (at[:, None] + d[None, :]),
-                mask=inside[:, None] & (d[None, :] < D),
+            value = tl.load(
+                value_block_ptr + (offsets[:, None] + dim_offsets[None, :]),
+                mask=in_range[:, None] & (dim_offsets[None, :] < HEAD_DIM),
                 other=0.0,
             )
-        elif D == DP:
-            k = tl.load(page_k + (at[None, :] + d[:, None]))
-            v = tl.load(page_v + (at[:, None] + d[None, :]))
+        elif HEAD_DIM == HEAD_DIM_PADDED:
+            key = tl.load(key_block_ptr + (offsets[None, :] + dim_offsets[:, None]))
+            value = tl.load(value_block_ptr + (offsets[:, None] + dim_offsets[None, :]))
         else:
-            k = tl.load(page_k + (at[None, :] + d[:, None]), mask=d[:, None] < D, other=0.0)
-            v = tl.load(page_v + (at[:, None] + d[None, :]), mask=d[None, :] < D, other=0.0)
-        if LARGEST > 0:
+            key = tl.load(
+                key_block_ptr + (offsets[None, :] + dim_offsets[:, None]),
+                mask=dim_offsets[:, None] < HEAD_DIM,
+                other=0.0,
+            )
+            value = tl.load(
+                value_block_ptr + (offsets[:, None] + dim_offsets[None, :]),
+                mask=dim_offsets[None, :] < HEAD_DIM,
+                other=0.0,
+            )
+        if LARGEST_CODE > 0:
             key_scale, value_scale = _scales(
-                key_scales, value_scales, table, start, high, s_scales, B, N, EDGE
+                key_scale_ptr,
+                value_scale_ptr,
+                block_table_ptr,
+                start,
+                key_end,
+                stride_scale_block,
+                BLOCK_SIZE,
+                TILE_KEYS,
+                MASKED,
             )
-            score = tl.dot(queries, kv_codes.numbers(k, queries.dtype), input_precision=PRECISION)
+            score = tl.dot(queries, kv_codes.numbers(key, queries.dtype), input_precision=PRECISION)
             score *= key_scale[None, :]
-            p, shrink, peak, total = _weigh(
-                score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE, BLIND
+            probabilities, rescale, running_max, running_sum = _weigh(
+                score,
+                softmax_scale,
+                softmax_scale[:, None],
+                positions,
+                query_positions,
+                running_max,
+                running_sum,
+                WINDOW,
+                MASKED,
+                MAY_SEE_NOTHING,
             )
-            p = (p * (value_scale * LARGEST)[None, :]).to(queries.dtype)
-            acc = tl.dot(
-                p,
-                kv_codes.numbers(v, queries.dtype),
-                acc * shrink[:, None],
+            probabilities = (probabilities * (value_scale * LARGEST_CODE)[None, :]).to(
+                queries.dtype
+            )
+            accumulator = tl.dot(
+                probabilities,
+                kv_codes.numbers(value, queries.dtype),
+                accumulator * rescale[:, None],
                 input_precision=PRECISION,
             )
         else:
-            score = tl.dot(queries, k, input_precision=PRECISION)
-            p, shrink, peak, total = _weigh(
-                score, scale, scale, position, own, peak, total, WINDOW, EDGE, BLIND
+            score = tl.dot(queries, key, input_precision=PRECISION)
+            probabilities, rescale, running_max, running_sum = _weigh(
+                score,
+                softmax_scale,
+                softmax_scale,
+                positions,
+                query_positions,
+                running_max,
+                running_sum,
+                WINDOW,
+                MASKED,
+                MAY_SEE_NOTHING,
             )
-            acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return peak, total, acc
+            accumulator = accumulator * rescale[:, None]
+            accumulator = tl.dot(
+                probabilities.to(value.dtype), value, accumulator, input_precision=PRECISION
+            )
+    return running_max, running_sum, accumulator
 
 
 @triton.jit
 def _scales(
-    key_scales,
-    value_scales,
-    table,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_table_ptr,
     start,
-    high,
-    s_scales,
-    B: tl.constexpr,
-    N: tl.constexpr,
-    EDGE: tl.constexpr,
+    key_end,
+    stride_scale_block,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """A tile's two scales [N]; zeros behind the end, where anything may lie."""
-    n = tl.arange(0, N)
-    position = start + n
-    if B % N == 0:
-        slot = tl.load(table + start // B).to(tl.int64) * s_scales + (start % B + n)
+    """Load the scales of a tile's keys and values, [TILE_KEYS] each, with zeros after the end."""
+    key_offsets = tl.arange(0, TILE_KEYS)
+    positions = start + key_offsets
+    if BLOCK_SIZE % TILE_KEYS == 0:
+        slot = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64) * stride_scale_block + (
+            start % BLOCK_SIZE + key_offsets
+        )
     else:
         slot = (
-            tl.load(table + position // B, mask=position < high, other=0).to(tl.int64) * s_scales
-            + position % B
+            tl.load(
+                block_table_ptr + positions // BLOCK_SIZE, mask=positions < key_end, other=0
+            ).to(tl.int64)
+            * stride_scale_block
+            + positions % BLOCK_SIZE
         )
-    if EDGE:
-        inside = position < high
-        return tl.load(key_scales + slot, mask=inside, other=0.0), tl.load(
-            value_scales + slot, mask=inside, other=0.0
+    if MASKED:
+        in_range = positions < key_end
+        return tl.load(key_scale_ptr + slot, mask=in_range, other=0.0), tl.load(
+            value_scale_ptr + slot, mask=in_range, other=0.0
         )
-    return tl.load(key_scales + slot), tl.load(value_scales + slot)
+    return tl.load(key_scale_ptr + slot), tl.load(value_scale_ptr + slot)
 
 
 @triton.jit
 def _attend_words(
-    q0, q1, q2, q3, keys, values, key_scales, value_scales, table, low, high, own, peak, total, a0, a1, a2, a3,
-    scale, s_block, s_token, s_scales,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """_attend for few rows and codes that are read as words of four: dimensions 4i, 4i + 1, 4i + 2 and 4i + 3 are four problems
-    of a quarter of the width. Strides are in words. The matrix units want neighbouring positions of a value in one register,
-    and bytes can only be brought there one by one, which took half of the time; words are taken apart where they are."""
-    i = tl.arange(0, DP // 4)
-    n = tl.arange(0, N)
-    for start in range(low, high, N):
-        position = start + n
-        at = (start % B + n) * s_token
-        block = tl.load(table + start // B).to(tl.int64) * s_block
-        if EDGE:
-            inside = position < high
-            k = tl.load(
-                keys + block + (at[None, :] + i[:, None]),
-                mask=inside[None, :] & (i[:, None] < D // 4),
+    query0,
+    query1,
+    query2,
+    query3,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_table_ptr,
+    key_begin,
+    key_end,
+    query_positions,
+    running_max,
+    running_sum,
+    accumulator0,
+    accumulator1,
+    accumulator2,
+    accumulator3,
+    softmax_scale,
+    stride_block,
+    stride_token,
+    stride_scale_block,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+):
+    """Do what _attend does, with codes that are loaded as words of four. Strides are in words.
+
+    Dimensions 4i, 4i + 1, 4i + 2 and 4i + 3 are four problems of a quarter of the width. The tensor
+    cores need neighbouring positions of a value in one register. Moving bytes there one by one
+    took half of the time; words are unpacked in the registers where they are.
+    """
+    word_offsets = tl.arange(0, HEAD_DIM_PADDED // 4)
+    key_offsets = tl.arange(0, TILE_KEYS)
+    for start in range(key_begin, key_end, TILE_KEYS):
+        positions = start + key_offsets
+        offsets = (start % BLOCK_SIZE + key_offsets) * stride_token
+        block_offset = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64) * stride_block
+        if MASKED:
+            in_range = positions < key_end
+            key = tl.load(
+                key_ptr + block_offset + (offsets[None, :] + word_offsets[:, None]),
+                mask=in_range[None, :] & (word_offsets[:, None] < HEAD_DIM // 4),
                 other=0,
             )
-            v = tl.load(
-                values + block + (at[:, None] + i[None, :]),
-                mask=inside[:, None] & (i[None, :] < D // 4),
+            value = tl.load(
+                value_ptr + block_offset + (offsets[:, None] + word_offsets[None, :]),
+                mask=in_range[:, None] & (word_offsets[None, :] < HEAD_DIM // 4),
                 other=0,
             )
-        elif D == DP:
-            k = tl.load(keys + block + (at[None, :] + i[:, None]))
-            v = tl.load(values + block + (at[:, None] + i[None, :]))
+        elif HEAD_DIM == HEAD_DIM_PADDED:
+            key = tl.load(key_ptr + block_offset + (offsets[None, :] + word_offsets[:, None]))
+            value = tl.load(value_ptr + block_offset + (offsets[:, None] + word_offsets[None, :]))
         else:
-            k = tl.load(
-                keys + block + (at[None, :] + i[:, None]), mask=i[:, None] < D // 4, other=0
+            key = tl.load(
+                key_ptr + block_offset + (offsets[None, :] + word_offsets[:, None]),
+                mask=word_offsets[:, None] < HEAD_DIM // 4,
+                other=0,
             )
-            v = tl.load(
-                values + block + (at[:, None] + i[None, :]), mask=i[None, :] < D // 4, other=0
+            value = tl.load(
+                value_ptr + block_offset + (offsets[:, None] + word_offsets[None, :]),
+                mask=word_offsets[None, :] < HEAD_DIM // 4,
+                other=0,
             )
         key_scale, value_scale = _scales(
-            key_scales, value_scales, table, start, high, s_scales, B, N, EDGE
+            key_scale_ptr,
+            value_scale_ptr,
+            block_table_ptr,
+            start,
+            key_end,
+            stride_scale_block,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            MASKED,
         )
-        k0, k1, k2, k3 = kv_codes.quarters(k, q0.dtype, LARGEST)
-        score = tl.dot(q0, k0, input_precision=PRECISION)
-        score = tl.dot(q1, k1, score, input_precision=PRECISION)
-        score = tl.dot(q2, k2, score, input_precision=PRECISION)
-        score = tl.dot(q3, k3, score, input_precision=PRECISION)
+        key0, key1, key2, key3 = kv_codes.quarters(key, query0.dtype, LARGEST_CODE)
+        score = tl.dot(query0, key0, input_precision=PRECISION)
+        score = tl.dot(query1, key1, score, input_precision=PRECISION)
+        score = tl.dot(query2, key2, score, input_precision=PRECISION)
+        score = tl.dot(query3, key3, score, input_precision=PRECISION)
         score *= key_scale[None, :]
-        p, shrink, peak, total = _weigh(
-            score, scale, scale[:, None], position, own, peak, total, WINDOW, EDGE, WINDOW > 0
+        probabilities, rescale, running_max, running_sum = _weigh(
+            score,
+            softmax_scale,
+            softmax_scale[:, None],
+            positions,
+            query_positions,
+            running_max,
+            running_sum,
+            WINDOW,
+            MASKED,
+            WINDOW > 0,
         )
-        p = (p * (value_scale * LARGEST)[None, :]).to(q0.dtype)
-        v0, v1, v2, v3 = kv_codes.quarters(v, q0.dtype, LARGEST)
-        a0 = tl.dot(p, v0, a0 * shrink[:, None], input_precision=PRECISION)
-        a1 = tl.dot(p, v1, a1 * shrink[:, None], input_precision=PRECISION)
-        a2 = tl.dot(p, v2, a2 * shrink[:, None], input_precision=PRECISION)
-        a3 = tl.dot(p, v3, a3 * shrink[:, None], input_precision=PRECISION)
-    return peak, total, a0, a1, a2, a3
+        probabilities = (probabilities * (value_scale * LARGEST_CODE)[None, :]).to(query0.dtype)
+        value0, value1, value2, value3 = kv_codes.quarters(value, query0.dtype, LARGEST_CODE)
+        accumulator0 = tl.dot(
+            probabilities, value0, accumulator0 * rescale[:, None], input_precision=PRECISION
+        )
+        accumulator1 = tl.dot(
+            probabilities, value1, accumulator1 * rescale[:, None], input_precision=PRECISION
+        )
+        accumulator2 = tl.dot(
+            probabilities, value2, accumulator2 * rescale[:, None], input_precision=PRECISION
+        )
+        accumulator3 = tl.dot(
+            probabilities, value3, accumulator3 * rescale[:, None], input_precision=PRECISION
+        )
+    return running_max, running_sum, accumulator0, accumulator1, accumulator2, accumulator3
 
 
 @triton.jit(do_not_specialize_on_alignment=LISTS)
 def decode_kernel(
-    q, kv, scales, table, table_rows, seq_lens, out, part, part_max, part_sum, scale,
-    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
-    HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr,
-    WORDS: tl.constexpr, BESIDE: tl.constexpr,
-):  # fmt: skip
-    """BESIDE: the kernel before is prefill_kernel with FIRST, so its inputs are there. It ends after that one."""
+    query_ptr,
+    kv_ptr,
+    scales_ptr,
+    block_table_ptr,
+    table_rows_ptr,
+    seq_lens_ptr,
+    output_ptr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    softmax_scale,
+    stride_block,
+    stride_kind,
+    stride_head,
+    stride_token,
+    stride_scale_block,
+    stride_scale_kind,
+    stride_scale_head,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    READ_WORDS: tl.constexpr,
+    BESIDE_PREFILL: tl.constexpr,
+):
+    """Compute attention for sequences with one query token each.
+
+    BESIDE_PREFILL means that the kernel before is prefill_kernel with LAUNCH_EARLY: the inputs are
+    ready, and this kernel waits at its end until that one has finished.
+    """
     start_next()
-    if not BESIDE:
+    if not BESIDE_PREFILL:
         wait_for_inputs()
-    seq = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(seq_lens + seq)
-    first = 0
+    sequence_length = tl.load(seq_lens_ptr + sequence)
+    first_tile = 0
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // N
-    each = tl.cdiv(tl.cdiv(length, N) - first, SPLITS)
-    low = (first + split * each) * N
-    high = tl.minimum(low + each * N, length)
-    g = tl.arange(0, GP)
-    d = tl.arange(0, DP)
-    rows = seq * HEADS + head * G + g
-    mask = (g[:, None] < G) & (d[None, :] < D)
-    row_scale = scale
-    if WORDS:
-        i = tl.arange(0, DP // 4)
-        at = q + rows[:, None] * D + 4 * i[None, :]
-        inside = (g[:, None] < G) & (i[None, :] < D // 4)
-        q0, q1, q2, q3, row_scale = kv_codes.four_queries(at, inside, scale)
+        first_tile = tl.maximum(sequence_length - WINDOW, 0) // TILE_KEYS
+    tiles_per_split = tl.cdiv(tl.cdiv(sequence_length, TILE_KEYS) - first_tile, NUM_SPLITS)
+    key_begin = (first_tile + split * tiles_per_split) * TILE_KEYS
+    key_end = tl.minimum(key_begin + tiles_per_split * TILE_KEYS, sequence_length)
+    group_heads = tl.arange(0, GROUP_PADDED)
+    dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
+    rows = sequence * NUM_HEADS + head * GROUP_SIZE + group_heads
+    query_mask = (group_heads[:, None] < GROUP_SIZE) & (dim_offsets[None, :] < HEAD_DIM)
+    row_scale = softmax_scale
+    if READ_WORDS:
+        word_offsets = tl.arange(0, HEAD_DIM_PADDED // 4)
+        query_words_ptr = query_ptr + rows[:, None] * HEAD_DIM + 4 * word_offsets[None, :]
+        in_range = (group_heads[:, None] < GROUP_SIZE) & (word_offsets[None, :] < HEAD_DIM // 4)
+        query0, query1, query2, query3, row_scale = kv_codes.four_queries(
+            query_words_ptr, in_range, softmax_scale
+        )
     else:
-        queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
-        if LARGEST > 0:
-            queries, row_scale = kv_codes.queries(queries, scale)
-    own = tl.zeros([GP], tl.int32) + length - 1
-    peak = tl.full([GP], -float("inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    table += tl.load(table_rows + seq).to(tl.int64) * s_table
-    keys = kv + head * s_head
-    values = kv + head * s_head + s_kind
-    key_scales = scales
-    value_scales = scales
-    if LARGEST > 0:
-        key_scales += head * s_scales_head
-        value_scales = key_scales + s_scales_kind
-    whole = tl.maximum(high // N * N, low)
-    if WORDS:
-        a0 = tl.zeros([GP, DP // 4], tl.float32)
-        a1 = a0
-        a2 = a0
-        a3 = a0
-        peak, total, a0, a1, a2, a3 = _attend_words(
-            q0, q1, q2, q3, keys, values, key_scales, value_scales, table, low, whole, own, peak, total, a0, a1, a2, a3,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, PRECISION, LARGEST,
-        )  # fmt: skip
-        peak, total, a0, a1, a2, a3 = _attend_words(
-            q0, q1, q2, q3, keys, values, key_scales, value_scales, table, whole, high, own, peak, total, a0, a1, a2, a3,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, PRECISION, LARGEST,
-        )  # fmt: skip
-        acc = tl.interleave(tl.interleave(a0, a2), tl.interleave(a1, a3))
+        queries = tl.load(
+            query_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :], mask=query_mask, other=0.0
+        )
+        if LARGEST_CODE > 0:
+            queries, row_scale = kv_codes.queries(queries, softmax_scale)
+    query_positions = tl.zeros([GROUP_PADDED], tl.int32) + sequence_length - 1
+    running_max = tl.full([GROUP_PADDED], -float("inf"), tl.float32)
+    running_sum = tl.zeros([GROUP_PADDED], tl.float32)
+    block_table_ptr += tl.load(table_rows_ptr + sequence).to(tl.int64) * stride_table
+    key_ptr = kv_ptr + head * stride_head
+    value_ptr = kv_ptr + head * stride_head + stride_kind
+    key_scale_ptr = scales_ptr
+    value_scale_ptr = scales_ptr
+    if LARGEST_CODE > 0:
+        key_scale_ptr += head * stride_scale_head
+        value_scale_ptr = key_scale_ptr + stride_scale_kind
+    unmasked_end = tl.maximum(key_end // TILE_KEYS * TILE_KEYS, key_begin)
+    if READ_WORDS:
+        accumulator0 = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED // 4], tl.float32)
+        accumulator1 = accumulator0
+        accumulator2 = accumulator0
+        accumulator3 = accumulator0
+        running_max, running_sum, accumulator0, accumulator1, accumulator2, accumulator3 = (
+            _attend_words(
+                query0,
+                query1,
+                query2,
+                query3,
+                key_ptr,
+                value_ptr,
+                key_scale_ptr,
+                value_scale_ptr,
+                block_table_ptr,
+                key_begin,
+                unmasked_end,
+                query_positions,
+                running_max,
+                running_sum,
+                accumulator0,
+                accumulator1,
+                accumulator2,
+                accumulator3,
+                row_scale,
+                stride_block,
+                stride_token,
+                stride_scale_block,
+                HEAD_DIM,
+                HEAD_DIM_PADDED,
+                BLOCK_SIZE,
+                TILE_KEYS,
+                WINDOW,
+                False,
+                PRECISION,
+                LARGEST_CODE,
+            )
+        )
+        running_max, running_sum, accumulator0, accumulator1, accumulator2, accumulator3 = (
+            _attend_words(
+                query0,
+                query1,
+                query2,
+                query3,
+                key_ptr,
+                value_ptr,
+                key_scale_ptr,
+                value_scale_ptr,
+                block_table_ptr,
+                unmasked_end,
+                key_end,
+                query_positions,
+                running_max,
+                running_sum,
+                accumulator0,
+                accumulator1,
+                accumulator2,
+                accumulator3,
+                row_scale,
+                stride_block,
+                stride_token,
+                stride_scale_block,
+                HEAD_DIM,
+                HEAD_DIM_PADDED,
+                BLOCK_SIZE,
+                TILE_KEYS,
+                WINDOW,
+                True,
+                PRECISION,
+                LARGEST_CODE,
+            )
+        )
+        accumulator = tl.interleave(
+            tl.interleave(accumulator0, accumulator2), tl.interleave(accumulator1, accumulator3)
+        )
     else:
-        acc = tl.zeros([GP, DP], tl.float32)
-        peak, total, acc = _attend(
-            queries, keys, values, key_scales, value_scales, table, low, whole, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, WINDOW > 0, PRECISION, LARGEST,
-        )  # fmt: skip
-        peak, total, acc = _attend(
-            queries, keys, values, key_scales, value_scales, table, whole, high, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, WINDOW > 0, PRECISION, LARGEST,
-        )  # fmt: skip
-    if LARGEST > 0:
-        acc *= 1.0 / LARGEST
-    if SPLITS == 1:
-        tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+        accumulator = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
+        running_max, running_sum, accumulator = _attend(
+            queries,
+            key_ptr,
+            value_ptr,
+            key_scale_ptr,
+            value_scale_ptr,
+            block_table_ptr,
+            key_begin,
+            unmasked_end,
+            query_positions,
+            running_max,
+            running_sum,
+            accumulator,
+            row_scale,
+            stride_block,
+            stride_token,
+            stride_scale_block,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            WINDOW,
+            False,
+            WINDOW > 0,
+            PRECISION,
+            LARGEST_CODE,
+        )
+        running_max, running_sum, accumulator = _attend(
+            queries,
+            key_ptr,
+            value_ptr,
+            key_scale_ptr,
+            value_scale_ptr,
+            block_table_ptr,
+            unmasked_end,
+            key_end,
+            query_positions,
+            running_max,
+            running_sum,
+            accumulator,
+            row_scale,
+            stride_block,
+            stride_token,
+            stride_scale_block,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            WINDOW,
+            True,
+            WINDOW > 0,
+            PRECISION,
+            LARGEST_CODE,
+        )
+    if LARGEST_CODE > 0:
+        accumulator *= 1.0 / LARGEST_CODE
+    if NUM_SPLITS == 1:
+        tl.store(
+            output_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :],
+            accumulator / running_sum[:, None],
+            mask=query_mask,
+        )
     else:
-        _keep(part, part_max, part_sum, rows * SPLITS + split, peak, total, acc, g < G, D)
-    if BESIDE:
+        _keep(
+            partial_ptr,
+            partial_max_ptr,
+            partial_sum_ptr,
+            rows * NUM_SPLITS + split,
+            running_max,
+            running_sum,
+            accumulator,
+            group_heads < GROUP_SIZE,
+            HEAD_DIM,
+        )
+    if BESIDE_PREFILL:
         wait_for_inputs()
 
 
 @triton.jit
-def _keep(part, part_max, part_sum, at, peak, total, acc, inside, D: tl.constexpr):
-    """What a split has found out about its rows, for join_kernel."""
-    d = tl.arange(0, acc.shape[1])
-    tl.store(part + at[:, None] * D + d[None, :], acc, mask=inside[:, None] & (d[None, :] < D))
-    tl.store(part_max + at, peak, mask=inside)
-    tl.store(part_sum + at, total, mask=inside)
+def _keep(
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    partial_rows,
+    running_max,
+    running_sum,
+    accumulator,
+    in_range,
+    HEAD_DIM: tl.constexpr,
+):
+    """Store the partial result of a split, for join_kernel."""
+    dim_offsets = tl.arange(0, accumulator.shape[1])
+    tl.store(
+        partial_ptr + partial_rows[:, None] * HEAD_DIM + dim_offsets[None, :],
+        accumulator,
+        mask=in_range[:, None] & (dim_offsets[None, :] < HEAD_DIM),
+    )
+    tl.store(partial_max_ptr + partial_rows, running_max, mask=in_range)
+    tl.store(partial_sum_ptr + partial_rows, running_sum, mask=in_range)
 
 
 @triton.jit
 def join_kernel(
-    part,
-    part_max,
-    part_sum,
-    out,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SP: tl.constexpr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    output_ptr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
 ):
-    """One program a query head: weigh the splits' results by their maxima. An empty split has maximum -inf, weight 0."""
+    """Join the results of all splits. There is one program for each query head.
+
+    An empty split has the maximum -inf and thus the weight 0.
+    """
     start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SP)
-    d = tl.arange(0, DP)
-    peaks = tl.load(part_max + row * SPLITS + s, mask=s < SPLITS, other=-float("inf"))
-    weight = tl.exp2(peaks - tl.max(peaks, 0))
-    total = tl.sum(weight * tl.load(part_sum + row * SPLITS + s, mask=s < SPLITS, other=0.0), 0)
-    mask = (s[:, None] < SPLITS) & (d[None, :] < D)
-    acc = tl.load(part + (row * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0)
-    tl.store(out + row * D + d, tl.sum(acc * weight[:, None], 0) / total, mask=d < D)
+    split_offsets = tl.arange(0, SPLITS_PADDED)
+    dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
+    split_max = tl.load(
+        partial_max_ptr + row * NUM_SPLITS + split_offsets,
+        mask=split_offsets < NUM_SPLITS,
+        other=-float("inf"),
+    )
+    weight = tl.exp2(split_max - tl.max(split_max, 0))
+    running_sum = tl.sum(
+        weight
+        * tl.load(
+            partial_sum_ptr + row * NUM_SPLITS + split_offsets,
+            mask=split_offsets < NUM_SPLITS,
+            other=0.0,
+        ),
+        0,
+    )
+    partial_mask = (split_offsets[:, None] < NUM_SPLITS) & (dim_offsets[None, :] < HEAD_DIM)
+    split_accumulator = tl.load(
+        partial_ptr + (row * NUM_SPLITS + split_offsets)[:, None] * HEAD_DIM + dim_offsets[None, :],
+        mask=partial_mask,
+        other=0.0,
+    )
+    tl.store(
+        output_ptr + row * HEAD_DIM + dim_offsets,
+        tl.sum(split_accumulator * weight[:, None], 0) / running_sum,
+        mask=dim_offsets < HEAD_DIM,
+    )
 
 
 @triton.jit
-def _find_item(query_start, tile, num_items, BLOCK_Q: tl.constexpr):
-    """The item whose tiles include `tile`, when item i owns those from query_start[i] // BLOCK_Q + i on."""
-    low = 0
-    high = num_items
-    while low < high - 1:
-        mid = (low + high) // 2
-        if tl.load(query_start + mid) // BLOCK_Q + mid <= tile:
-            low = mid
+def _find_item(query_start_ptr, tile, num_items, BLOCK_Q: tl.constexpr):
+    """Find the item that contains `tile`.
+
+    The tiles of item i start at query_start[i] // BLOCK_Q + i.
+    """
+    first_item = 0
+    end_item = num_items
+    while first_item < end_item - 1:
+        middle = (first_item + end_item) // 2
+        if tl.load(query_start_ptr + middle) // BLOCK_Q + middle <= tile:
+            first_item = middle
         else:
-            high = mid
-    return low
+            end_item = middle
+    return first_item
 
 
 @triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=LISTS)
 def prefill_kernel(
-    q, kv, scales, table, table_rows, query_start, seq_lens, out, part, part_max, part_sum, scale, num_items,
-    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head, s_table,
-    HEADS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    LARGEST: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """FIRST: what comes next needs the same inputs and nothing of this one: it may start as soon as these are there."""
-    if FIRST:
+    query_ptr,
+    kv_ptr,
+    scales_ptr,
+    block_table_ptr,
+    table_rows_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    output_ptr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    softmax_scale,
+    num_items,
+    stride_block,
+    stride_kind,
+    stride_head,
+    stride_token,
+    stride_scale_block,
+    stride_scale_kind,
+    stride_scale_head,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    LAUNCH_EARLY: tl.constexpr,
+):
+    """Compute attention for tiles of query tokens.
+
+    LAUNCH_EARLY means that the next kernel needs the same inputs and not the result of this one,
+    so it may start as soon as the inputs are ready.
+    """
+    if LAUNCH_EARLY:
         wait_for_inputs()
         start_next()
     else:
         start_next()
         wait_for_inputs()
-    BLIND: tl.constexpr = WINDOW > 0 or SPLITS > 1
-    BLOCK_Q: tl.constexpr = M // GP
+    MAY_SEE_NOTHING: tl.constexpr = WINDOW > 0 or NUM_SPLITS > 1
+    BLOCK_Q: tl.constexpr = TILE_ROWS // GROUP_PADDED
     head = tl.program_id(1)
-    # the last tiles of a sequence have the most to read: they go first
+    # The last tiles of a sequence have the longest context, so they run first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile += tl.load(query_start) // BLOCK_Q
-    item = _find_item(query_start, tile, num_items, BLOCK_Q)
-    begin = tl.load(query_start + item)
-    end = tl.load(query_start + item + 1)
-    token = (tile - begin // BLOCK_Q - item) * BLOCK_Q
-    if token < end - begin:
-        past = tl.load(seq_lens + item) - (end - begin)  # positions before this step's
-        m = tl.arange(0, M)
-        d = tl.arange(0, DP)
-        local = token + m // GP
-        g = m % GP
-        rows = (begin + local).to(tl.int64) * HEADS + head * G + g
-        inside = (local < end - begin) & (g < G)
-        mask = inside[:, None] & (d[None, :] < D)
-        queries = tl.load(q + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
-        row_scale = scale
-        if LARGEST > 0:
-            queries, row_scale = kv_codes.queries(queries, scale)
-        own = past + local
-        low = 0
+    tile += tl.load(query_start_ptr) // BLOCK_Q
+    item = _find_item(query_start_ptr, tile, num_items, BLOCK_Q)
+    token_begin = tl.load(query_start_ptr + item)
+    token_end = tl.load(query_start_ptr + item + 1)
+    first_token = (tile - token_begin // BLOCK_Q - item) * BLOCK_Q
+    if first_token < token_end - token_begin:
+        context_length = tl.load(seq_lens_ptr + item) - (
+            token_end - token_begin
+        )  # positions before this step
+        row_offsets = tl.arange(0, TILE_ROWS)
+        dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
+        local_tokens = first_token + row_offsets // GROUP_PADDED
+        group_head = row_offsets % GROUP_PADDED
+        rows = (
+            (token_begin + local_tokens).to(tl.int64) * NUM_HEADS + head * GROUP_SIZE + group_head
+        )
+        in_range = (local_tokens < token_end - token_begin) & (group_head < GROUP_SIZE)
+        query_mask = in_range[:, None] & (dim_offsets[None, :] < HEAD_DIM)
+        queries = tl.load(
+            query_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :], mask=query_mask, other=0.0
+        )
+        row_scale = softmax_scale
+        if LARGEST_CODE > 0:
+            queries, row_scale = kv_codes.queries(queries, softmax_scale)
+        query_positions = context_length + local_tokens
+        key_begin = 0
         if WINDOW > 0:
-            low = tl.maximum(past + token - WINDOW + 1, 0) // N * N
-        diagonal = (past + token + 1) // N * N  # before it, every row sees everything
-        high = past + tl.minimum(token + BLOCK_Q, end - begin)
-        if SPLITS > 1:
-            each = tl.cdiv(tl.cdiv(high - low, N), SPLITS) * N
-            low += tl.program_id(2) * each
-            high = tl.minimum(low + each, high)
-        diagonal = tl.maximum(tl.minimum(diagonal, high), low)
-        table += tl.load(table_rows + item).to(tl.int64) * s_table
-        keys = kv + head * s_head
-        values = kv + head * s_head + s_kind
-        key_scales = scales
-        value_scales = scales
-        if LARGEST > 0:
-            key_scales += head * s_scales_head
-            value_scales = key_scales + s_scales_kind
-        peak = tl.full([M], -float("inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, DP], tl.float32)
-        peak, total, acc = _attend(
-            queries, keys, values, key_scales, value_scales, table, low, diagonal, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, False, BLIND, PRECISION, LARGEST,
-        )  # fmt: skip
-        peak, total, acc = _attend(
-            queries, keys, values, key_scales, value_scales, table, diagonal, high, own, peak, total, acc,
-            row_scale, s_block, s_token, s_scales, D, DP, B, N, WINDOW, True, BLIND, PRECISION, LARGEST,
-        )  # fmt: skip
-        if LARGEST > 0:
-            acc *= 1.0 / LARGEST
-        if SPLITS == 1:
-            tl.store(out + rows[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+            key_begin = (
+                tl.maximum(context_length + first_token - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
+            )
+        unmasked_end = (
+            (context_length + first_token + 1) // TILE_KEYS * TILE_KEYS
+        )  # every row sees all keys before this
+        key_end = context_length + tl.minimum(first_token + BLOCK_Q, token_end - token_begin)
+        if NUM_SPLITS > 1:
+            keys_per_split = (
+                tl.cdiv(tl.cdiv(key_end - key_begin, TILE_KEYS), NUM_SPLITS) * TILE_KEYS
+            )
+            key_begin += tl.program_id(2) * keys_per_split
+            key_end = tl.minimum(key_begin + keys_per_split, key_end)
+        unmasked_end = tl.maximum(tl.minimum(unmasked_end, key_end), key_begin)
+        block_table_ptr += tl.load(table_rows_ptr + item).to(tl.int64) * stride_table
+        key_ptr = kv_ptr + head * stride_head
+        value_ptr = kv_ptr + head * stride_head + stride_kind
+        key_scale_ptr = scales_ptr
+        value_scale_ptr = scales_ptr
+        if LARGEST_CODE > 0:
+            key_scale_ptr += head * stride_scale_head
+            value_scale_ptr = key_scale_ptr + stride_scale_kind
+        running_max = tl.full([TILE_ROWS], -float("inf"), tl.float32)
+        running_sum = tl.zeros([TILE_ROWS], tl.float32)
+        accumulator = tl.zeros([TILE_ROWS, HEAD_DIM_PADDED], tl.float32)
+        running_max, running_sum, accumulator = _attend(
+            queries,
+            key_ptr,
+            value_ptr,
+            key_scale_ptr,
+            value_scale_ptr,
+            block_table_ptr,
+            key_begin,
+            unmasked_end,
+            query_positions,
+            running_max,
+            running_sum,
+            accumulator,
+            row_scale,
+            stride_block,
+            stride_token,
+            stride_scale_block,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            WINDOW,
+            False,
+            MAY_SEE_NOTHING,
+            PRECISION,
+            LARGEST_CODE,
+        )
+        running_max, running_sum, accumulator = _attend(
+            queries,
+            key_ptr,
+            value_ptr,
+            key_scale_ptr,
+            value_scale_ptr,
+            block_table_ptr,
+            unmasked_end,
+            key_end,
+            query_positions,
+            running_max,
+            running_sum,
+            accumulator,
+            row_scale,
+            stride_block,
+            stride_token,
+            stride_scale_block,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            WINDOW,
+            True,
+            MAY_SEE_NOTHING,
+            PRECISION,
+            LARGEST_CODE,
+        )
+        if LARGEST_CODE > 0:
+            accumulator *= 1.0 / LARGEST_CODE
+        if NUM_SPLITS == 1:
+            tl.store(
+                output_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :],
+                accumulator / running_sum[:, None],
+                mask=query_mask,
+            )
         else:
             _keep(
-                part,
-                part_max,
-                part_sum,
-                rows * SPLITS + tl.program_id(2),
-                peak,
-                total,
-                acc,
-                inside,
-                D,
+                partial_ptr,
+                partial_max_ptr,
+                partial_sum_ptr,
+                rows * NUM_SPLITS + tl.program_id(2),
+                running_max,
+                running_sum,
+                accumulator,
+                in_range,
+                HEAD_DIM,
             )
 
 
-def attention(q: Tensor, kv: KV, batch: ForwardBatch, scale: float, window: int) -> Tensor:
-    """As Ops.attention. A plan lists decoding rows first, one token each; the rest is prefill. Where there are both, prefill
-    starts first, and decoding takes what it leaves: the one computes, the other reads."""
-    out = torch.empty_like(q)
-    decoding = next((i for i, span in enumerate(batch.spans) if span.num != 1), len(batch.spans))
-    beside = False
-    if decoding < len(batch.spans):
-        beside = _prefill(q, kv, batch, out, decoding, scale, window)
-    if decoding:
-        _decode(q, kv, batch, out, decoding, scale, window, beside)
-    return out
+def attention(
+    query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int
+) -> Tensor:
+    """Implement Ops.attention.
+
+    A batch has decoding sequences with one token each first; the other items are prefill. If it has
+    both, prefill starts first and decode uses the remaining resources, because prefill is bound by
+    computing and decode by memory.
+    """
+    output = torch.empty_like(query)
+    num_decoding = next(
+        (index for index, span in enumerate(batch.spans) if span.num != 1), len(batch.spans)
+    )
+    beside_prefill = False
+    if num_decoding < len(batch.spans):
+        beside_prefill = _prefill(query, kv_cache, batch, output, num_decoding, scale, window)
+    if num_decoding:
+        _decode(query, kv_cache, batch, output, num_decoding, scale, window, beside_prefill)
+    return output
 
 
-def _shape(q: Tensor, kv: KV) -> dict[str, Any]:
-    """What both kernels are specialised for."""
-    heads = q.shape[1]
-    (_, _, kv_heads, block, dim) = kv.shape
-    return dict(HEADS=heads, G=heads // kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), B=block,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LARGEST=LARGEST.get(kv.dtype, 0.0))  # fmt: skip
-
-
-def _tile(kv: KV, dim: int) -> dict[str, int]:
-    """Positions a tile, and how many tiles are on their way at once: as many as shared memory holds, up to four. A tile within
-    one block has cheaper addresses: with blocks of 64 prefill runs a quarter faster than with blocks of 16."""
-    tile = max(16, min(64, 32768 // (dim * kv.dtype.itemsize)))
+def _shape(query: Tensor, kv_cache: KV) -> dict[str, Any]:
+    """Return the constants that both kernels are specialised for."""
+    num_heads = query.shape[1]
+    (_, _, num_kv_heads, block_size, head_dim) = kv_cache.shape
     return {
-        "N": tile,
-        "num_stages": max(1, min(4, SHARED_MEMORY // (2 * tile * dim * kv.dtype.itemsize))),
+        "NUM_HEADS": num_heads,
+        "GROUP_SIZE": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_SIZE": block_size,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "LARGEST_CODE": LARGEST.get(kv_cache.dtype, 0.0),
     }
 
 
-def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for what the splits of these queries find out: sums, maxima, totals."""
-    if splits == 1:
-        return q, q, q  # not used
-    part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty(2, *part.shape[:3], dtype=torch.float32, device=q.device).unbind(0)
-    return part, peaks, totals
+def _tile(kv_cache: KV, head_dim: int) -> dict[str, int]:
+    """Return the number of keys in a tile and the number of pipeline stages.
+
+    There are as many stages as fit into shared memory, up to four. A tile within one block has
+    cheaper addresses: prefill runs a quarter faster with blocks of 64 than with blocks of 16.
+    """
+    tile_keys = max(16, min(64, 32768 // (head_dim * kv_cache.dtype.itemsize)))
+    return {
+        "TILE_KEYS": tile_keys,
+        "num_stages": max(
+            1, min(4, SHARED_MEMORY // (2 * tile_keys * head_dim * kv_cache.dtype.itemsize))
+        ),
+    }
+
+
+def _parts(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the partial results of the splits: accumulators, maxima and sums."""
+    if num_splits == 1:
+        return query, query, query  # the kernels do not use them
+    partial = torch.empty(
+        *query.shape[:2], num_splits, query.shape[2], dtype=torch.float32, device=query.device
+    )
+    partial_max, partial_sum = torch.empty(
+        2, *partial.shape[:3], dtype=torch.float32, device=query.device
+    ).unbind(0)
+    return partial, partial_max, partial_sum
 
 
 def _join(
-    parts: tuple[Tensor, Tensor, Tensor], out: Tensor, splits: int, shape: dict[str, Any]
+    parts: tuple[Tensor, Tensor, Tensor], output: Tensor, num_splits: int, shape: dict[str, Any]
 ) -> None:
-    if splits > 1:
-        size = triton.next_power_of_2(splits)
-        join_kernel[out.shape[0] * out.shape[1],](
-            *parts, out, shape["D"], shape["DP"], splits, size, num_warps=4, **LAUNCH
+    if num_splits > 1:
+        splits_padded = triton.next_power_of_2(num_splits)
+        join_kernel[output.shape[0] * output.shape[1],](
+            *parts,
+            output,
+            shape["HEAD_DIM"],
+            shape["HEAD_DIM_PADDED"],
+            num_splits,
+            splits_padded,
+            num_warps=4,
+            **LAUNCH,
         )
 
 
 def _decode(
-    q: Tensor,
-    kv: KV,
+    query: Tensor,
+    kv_cache: KV,
     batch: ForwardBatch,
-    out: Tensor,
-    count: int,
+    output: Tensor,
+    num_sequences: int,
     scale: float,
     window: int,
-    beside: bool,
+    beside_prefill: bool,
 ) -> None:
-    shape = _shape(q, kv)
-    kv_heads = kv.shape[2]
-    tile = _tile(kv, shape["DP"])
-    words = isinstance(kv, QuantKV) and shape["DP"] >= 64 and shape["B"] % tile["N"] == 0
-    tensors, strides = arguments(QuantKV(kv.codes.view(torch.int32), kv.scales) if words else kv)  # type: ignore[union-attr]
-    # that any row may be: what is split alike needs no kernel of its own
-    longest = batch.block_table.shape[1] * shape["B"]
-    splits = max(1, min(PROGRAMS // (count * kv_heads), triton.cdiv(longest, tile["N"]), 32))
-    splits = 1 << round(math.log2(splits))
-    # Two tiles on their way in each program rather than one. Three such programs fit a multiprocessor, where five fit otherwise:
-    # not where there are a few more than three, which would be a second, short round.
-    deeper = shape["DP"] == 128 and kv.dtype.itemsize == 2 and tile["num_stages"] == 4
-    if deeper and not 3 < count * kv_heads * splits / (PROGRAMS / 8) <= 4:
-        tile["num_stages"] = 6  # as the compiler counts
-    parts = _parts(q[:count], splits)
-    decode_kernel[count, kv_heads, splits](
-        q, *tensors, batch.block_table, batch.slots, batch.seq_lens, out, *parts, scale * LOG2E,
-        *strides, batch.block_table.stride(0),
-        GP=max(16, triton.next_power_of_2(shape["G"])), SPLITS=splits, WINDOW=window, WORDS=words, BESIDE=beside,
-        num_warps=1 if words and shape["DP"] < 128 else 2, **tile, **shape, **LAUNCH,
-    )  # fmt: skip
-    _join(parts, out[:count], splits, shape)
+    shape = _shape(query, kv_cache)
+    num_kv_heads = kv_cache.shape[2]
+    tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
+    read_words = (
+        isinstance(kv_cache, QuantKV)
+        and shape["HEAD_DIM_PADDED"] >= 64
+        and shape["BLOCK_SIZE"] % tile["TILE_KEYS"] == 0
+    )
+    if read_words and isinstance(kv_cache, QuantKV):
+        tensors, strides = arguments(QuantKV(kv_cache.codes.view(torch.int32), kv_cache.scales))
+    else:
+        tensors, strides = arguments(kv_cache)
+    # The splits depend on the largest possible length, so that few different kernels are needed.
+    max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]
+    num_splits = max(
+        1,
+        min(
+            PROGRAMS // (num_sequences * num_kv_heads),
+            triton.cdiv(max_length, tile["TILE_KEYS"]),
+            32,
+        ),
+    )
+    num_splits = 1 << round(math.log2(num_splits))
+    # More stages let each program prefetch two tiles instead of one. Only three such programs fit a
+    # multiprocessor instead of five, so this does not pay if there are slightly more than three.
+    can_prefetch_more = (
+        shape["HEAD_DIM_PADDED"] == 128 and kv_cache.dtype.itemsize == 2 and tile["num_stages"] == 4
+    )
+    if (
+        can_prefetch_more
+        and not 3 < num_sequences * num_kv_heads * num_splits / (PROGRAMS / 8) <= 4
+    ):
+        tile["num_stages"] = 6  # two prefetched tiles, as the compiler counts stages
+    parts = _parts(query[:num_sequences], num_splits)
+    decode_kernel[num_sequences, num_kv_heads, num_splits](
+        query,
+        *tensors,
+        batch.block_table,
+        batch.slots,
+        batch.seq_lens,
+        output,
+        *parts,
+        scale * LOG2E,
+        *strides,
+        batch.block_table.stride(0),
+        GROUP_PADDED=max(16, triton.next_power_of_2(shape["GROUP_SIZE"])),
+        NUM_SPLITS=num_splits,
+        WINDOW=window,
+        READ_WORDS=read_words,
+        BESIDE_PREFILL=beside_prefill,
+        num_warps=1 if read_words and shape["HEAD_DIM_PADDED"] < 128 else 2,
+        **tile,
+        **shape,
+        **LAUNCH,
+    )
+    _join(parts, output[:num_sequences], num_splits, shape)
 
 
 def _prefill(
-    q: Tensor, kv: KV, batch: ForwardBatch, out: Tensor, skip: int, scale: float, window: int
+    query: Tensor,
+    kv_cache: KV,
+    batch: ForwardBatch,
+    output: Tensor,
+    num_decoding: int,
+    scale: float,
+    window: int,
 ) -> bool:
-    """Returns whether decoding may start beside it."""
-    shape = _shape(q, kv)
-    kv_heads = kv.shape[2]
-    (tensors, strides) = arguments(kv)
-    group = triton.next_power_of_2(shape["G"])
-    items = len(batch.spans) - skip
-    tokens = q.shape[0] - skip
-    rows = max(group, 64)
-    tiles = tokens // (rows // group) + items + (skip > 0)  # from above: some stay empty
-    longest = batch.block_table.shape[1] * shape["B"]  # that any item may be: as in _decode
-    splits = SPLITS if tokens <= FEW and longest >= LONG else 1
-    parts = _parts(q, splits)
-    first = skip >= BESIDE and splits == 1
-    prefill_kernel[tiles, kv_heads, splits](
-        q, *tensors, batch.block_table, batch.slots[skip:], batch.query_start[skip:], batch.seq_lens[skip:], out, *parts,
-        scale * LOG2E, items, *strides, batch.block_table.stride(0),
-        GP=group, M=rows, SPLITS=splits, WINDOW=window, FIRST=first, num_warps=4, **_tile(kv, shape["DP"]), **shape, **LAUNCH,
-    )  # fmt: skip
-    _join(tuple(part[skip:] for part in parts), out[skip:], splits, shape)  # type: ignore[arg-type]
-    return first
+    """Launch prefill, and return whether decode may run beside it."""
+    shape = _shape(query, kv_cache)
+    num_kv_heads = kv_cache.shape[2]
+    (tensors, strides) = arguments(kv_cache)
+    group_padded = triton.next_power_of_2(shape["GROUP_SIZE"])
+    num_items = len(batch.spans) - num_decoding
+    num_tokens = query.shape[0] - num_decoding
+    tile_rows = max(group_padded, 64)
+    num_tiles = (
+        num_tokens // (tile_rows // group_padded) + num_items + (num_decoding > 0)
+    )  # an upper bound: some tiles are empty
+    max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]  # as in _decode
+    num_splits = SPLITS if num_tokens <= FEW and max_length >= LONG else 1
+    parts = _parts(query, num_splits)
+    launch_early = num_decoding >= BESIDE and num_splits == 1
+    prefill_kernel[num_tiles, num_kv_heads, num_splits](
+        query,
+        *tensors,
+        batch.block_table,
+        batch.slots[num_decoding:],
+        batch.query_start[num_decoding:],
+        batch.seq_lens[num_decoding:],
+        output,
+        *parts,
+        scale * LOG2E,
+        num_items,
+        *strides,
+        batch.block_table.stride(0),
+        GROUP_PADDED=group_padded,
+        TILE_ROWS=tile_rows,
+        NUM_SPLITS=num_splits,
+        WINDOW=window,
+        LAUNCH_EARLY=launch_early,
+        num_warps=4,
+        **_tile(kv_cache, shape["HEAD_DIM_PADDED"]),
+        **shape,
+        **LAUNCH,
+    )
+    accumulators, maxima, sums = parts
+    prefill_parts = (accumulators[num_decoding:], maxima[num_decoding:], sums[num_decoding:])
+    _join(prefill_parts, output[num_decoding:], num_splits, shape)
+    return launch_early

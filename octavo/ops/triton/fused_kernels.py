@@ -1,5 +1,7 @@
-"""The small operations between the matrix products, each one pass over its data: they are bound by memory and by the
-number of kernels, about a microsecond each however little they do."""
+"""The small ops between the matrix products. Each is one pass over its data.
+
+They are bound by memory and by the number of kernels, each of which costs about a microsecond.
+"""
 
 from __future__ import annotations
 
@@ -15,251 +17,437 @@ from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inpu
 
 @triton.jit
 def norm_kernel(
-    x, weight, add, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program a token."""
+    input_ptr,
+    weight_ptr,
+    residual_ptr,
+    output_ptr,
+    hidden_size,
+    epsilon,
+    ADD_RESIDUAL: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Normalise one token in each program."""
     start_next()
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64) * hidden
-    c = tl.arange(0, BLOCK)
-    mask = c < hidden
-    value = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
-    value *= factor * tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        value = value.to(out.dtype.element_ty).to(tl.float32) + tl.load(
-            add + row + c, mask=mask, other=0.0
+    row_start = tl.program_id(0).to(tl.int64) * hidden_size
+    columns = tl.arange(0, BLOCK_COLUMNS)
+    mask = columns < hidden_size
+    values = tl.load(input_ptr + row_start + columns, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / hidden_size + epsilon)
+    values *= factor * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD_RESIDUAL:
+        values = values.to(output_ptr.dtype.element_ty).to(tl.float32) + tl.load(
+            residual_ptr + row_start + columns, mask=mask, other=0.0
         ).to(tl.float32)
-    tl.store(out + row + c, value, mask=mask)
+    tl.store(output_ptr + row_start + columns, values, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None) -> Tensor:
-    out = torch.empty_like(x)
-    tokens, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
-    norm_kernel[tokens,](
-        x, weight, x if add is None else add, out, hidden, eps, add is not None, block,
-        num_warps=min(16, max(1, block // 512)), **LAUNCH,
-    )  # fmt: skip
-    return out
+def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None) -> Tensor:
+    output = torch.empty_like(hidden)
+    num_tokens, hidden_size = hidden.shape
+    block_columns = triton.next_power_of_2(hidden_size)
+    norm_kernel[num_tokens,](
+        hidden,
+        weight,
+        hidden if residual is None else residual,
+        output,
+        hidden_size,
+        epsilon,
+        residual is not None,
+        block_columns,
+        num_warps=min(16, max(1, block_columns // 512)),
+        **LAUNCH,
+    )
+    return output
 
 
 @triton.jit
 def layer_norm_kernel(
-    x, weight, bias, add, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program a token. ADD: x becomes x + add first."""
+    input_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    output_ptr,
+    hidden_size,
+    epsilon,
+    ADD_RESIDUAL: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Normalise one token in each program. ADD_RESIDUAL first adds the residual to the input."""
     start_next()
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64) * hidden
-    c = tl.arange(0, BLOCK)
-    mask = c < hidden
-    value = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(add + row + c, mask=mask, other=0.0).to(tl.float32)
-        value = value.to(x.dtype.element_ty)
-        tl.store(x + row + c, value, mask=mask)
-        value = value.to(tl.float32)
-    value = tl.where(mask, value - tl.sum(value, 0) / hidden, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
-    value *= tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
-    value += tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row + c, value, mask=mask)
+    row_start = tl.program_id(0).to(tl.int64) * hidden_size
+    columns = tl.arange(0, BLOCK_COLUMNS)
+    mask = columns < hidden_size
+    values = tl.load(input_ptr + row_start + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD_RESIDUAL:
+        values += tl.load(residual_ptr + row_start + columns, mask=mask, other=0.0).to(tl.float32)
+        values = values.to(input_ptr.dtype.element_ty)
+        tl.store(input_ptr + row_start + columns, values, mask=mask)
+        values = values.to(tl.float32)
+    values = tl.where(mask, values - tl.sum(values, 0) / hidden_size, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / hidden_size + epsilon)
+    values *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    values += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output_ptr + row_start + columns, values, mask=mask)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None) -> Tensor:
-    out = torch.empty_like(x)
-    tokens, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
-    layer_norm_kernel[tokens,](
-        x, weight, bias, x if add is None else add, out, hidden, eps, add is not None, block,
-        num_warps=min(16, max(1, block // 512)), **LAUNCH,
-    )  # fmt: skip
-    return out
+def layer_norm(
+    hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float, residual: Tensor | None
+) -> Tensor:
+    output = torch.empty_like(hidden)
+    num_tokens, hidden_size = hidden.shape
+    block_columns = triton.next_power_of_2(hidden_size)
+    layer_norm_kernel[num_tokens,](
+        hidden,
+        weight,
+        bias,
+        hidden if residual is None else residual,
+        output,
+        hidden_size,
+        epsilon,
+        residual is not None,
+        block_columns,
+        num_warps=min(16, max(1, block_columns // 512)),
+        **LAUNCH,
+    )
+    return output
 
 
 @triton.jit
-def gelu_kernel(x, out, count, BLOCK: tl.constexpr):
+def gelu_kernel(input_ptr, output_ptr, num_values, BLOCK_COLUMNS: tl.constexpr):
     start_next()
     wait_for_inputs()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(out + at, _gelu(value), mask=at < count)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    values = tl.load(input_ptr + offsets, mask=offsets < num_values, other=0.0).to(tl.float32)
+    tl.store(output_ptr + offsets, _gelu(values), mask=offsets < num_values)
 
 
-def gelu(x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    block = 1024
-    gelu_kernel[triton.cdiv(x.numel(), block),](x, out, x.numel(), block, num_warps=4, **LAUNCH)
-    return out
+def gelu(hidden: Tensor) -> Tensor:
+    output = torch.empty_like(hidden)
+    block_columns = 1024
+    gelu_kernel[triton.cdiv(hidden.numel(), block_columns),](
+        hidden, output, hidden.numel(), block_columns, num_warps=4, **LAUNCH
+    )
+    return output
 
 
 @triton.jit
-def _gelu(x):
+def _gelu(values):
     # tanh(z) = 2 sigmoid(2 z) - 1
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return values * tl.sigmoid(1.5957691216057308 * (values + 0.044715 * values * values * values))
 
 
 @triton.jit
-def act_mul_kernel(gate_up, out, inter, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def act_mul_kernel(
+    gate_up_ptr, output_ptr, intermediate, GELU: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
     start_next()
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < inter
-    gate = tl.load(gate_up + row * 2 * inter + c, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * inter + inter + c, mask=mask, other=0.0).to(tl.float32)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    mask = columns < intermediate
+    gate = tl.load(gate_up_ptr + token * 2 * intermediate + columns, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    up = tl.load(
+        gate_up_ptr + token * 2 * intermediate + intermediate + columns, mask=mask, other=0.0
+    ).to(tl.float32)
     if GELU:
         gate = _gelu(gate)
     else:
         gate *= tl.sigmoid(gate)
-    tl.store(out + row * inter + c, gate * up, mask=mask)
+    tl.store(output_ptr + token * intermediate + columns, gate * up, mask=mask)
 
 
 def act_mul(gate_up: Tensor, gelu: bool) -> Tensor:
-    tokens = gate_up.shape[0]
-    inter = gate_up.shape[1] // 2
-    out = gate_up.new_empty(tokens, inter)
-    block = min(2048, triton.next_power_of_2(inter))
-    act_mul_kernel[tokens, triton.cdiv(inter, block)](
-        gate_up, out, inter, gelu, block, num_warps=4, **LAUNCH
+    num_tokens = gate_up.shape[0]
+    intermediate = gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_tokens, intermediate)
+    block_columns = min(2048, triton.next_power_of_2(intermediate))
+    act_mul_kernel[num_tokens, triton.cdiv(intermediate, block_columns)](
+        gate_up, output, intermediate, gelu, block_columns, num_warps=4, **LAUNCH
     )
-    return out
+    return output
 
 
 @triton.jit
 def _turned(
-    at,
-    h,
+    heads_ptr,
+    head_offsets,
     cos,
     sin,
-    weight,
-    eps,
-    heads,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    ROPE: tl.constexpr,
+    weight_ptr,
+    epsilon,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    USE_NORM: tl.constexpr,
+    USE_ROPE: tl.constexpr,
 ):
-    """Both halves [heads, D / 2] of some heads at `at`, normalised and rotated: dimension i turns with i + D / 2."""
-    c = tl.arange(0, HALF)
-    mask = (h[:, None] < heads) & (c[None, :] < D // 2)
-    a = tl.load(at + h[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(at + h[:, None] * D + D // 2 + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        a *= factor * tl.load(weight + c, mask=c < D // 2, other=0.0).to(tl.float32)[None, :]
-        b *= (
+    """Load, normalise and rotate heads. Dimension i is rotated together with i + HEAD_DIM / 2.
+
+    Returns both halves [heads, HEAD_DIM / 2] and their mask.
+    """
+    columns = tl.arange(0, HALF_PADDED)
+    head_mask = (head_offsets[:, None] < num_heads) & (columns[None, :] < HEAD_DIM // 2)
+    first_half = tl.load(
+        heads_ptr + head_offsets[:, None] * HEAD_DIM + columns[None, :], mask=head_mask, other=0.0
+    ).to(tl.float32)
+    second_half = tl.load(
+        heads_ptr + head_offsets[:, None] * HEAD_DIM + HEAD_DIM // 2 + columns[None, :],
+        mask=head_mask,
+        other=0.0,
+    ).to(tl.float32)
+    if USE_NORM:
+        factor = tl.rsqrt(
+            (tl.sum(first_half * first_half, 1) + tl.sum(second_half * second_half, 1)) / HEAD_DIM
+            + epsilon
+        )[:, None]
+        first_half *= (
             factor
-            * tl.load(weight + D // 2 + c, mask=c < D // 2, other=0.0).to(tl.float32)[None, :]
+            * tl.load(weight_ptr + columns, mask=columns < HEAD_DIM // 2, other=0.0).to(tl.float32)[
+                None, :
+            ]
         )
-        a = a.to(at.dtype.element_ty).to(tl.float32)  # as the reference rounds between the two
-        b = b.to(at.dtype.element_ty).to(tl.float32)
-    if ROPE:
-        return a * cos - b * sin, b * cos + a * sin, mask
-    return a, b, mask
+        second_half *= (
+            factor
+            * tl.load(
+                weight_ptr + HEAD_DIM // 2 + columns, mask=columns < HEAD_DIM // 2, other=0.0
+            ).to(tl.float32)[None, :]
+        )
+        first_half = first_half.to(heads_ptr.dtype.element_ty).to(
+            tl.float32
+        )  # the reference rounds here too
+        second_half = second_half.to(heads_ptr.dtype.element_ty).to(tl.float32)
+    if USE_ROPE:
+        return first_half * cos - second_half * sin, second_half * cos + first_half * sin, head_mask
+    return first_half, second_half, head_mask
 
 
 @triton.jit
-def _code(x, LARGEST: tl.constexpr):
-    """x, in -LARGEST..LARGEST, as an int8 or as the bits of a float8 (e4m3): to the nearest, ties to even."""
-    if LARGEST == 127.0:
-        # the sum with 1.5 * 2^23 has no bits for fractions
-        return ((x + 12582912.0) - 12582912.0).to(tl.int8)
-    bits = x.to(tl.int32, bitcast=True)
+def _code(values, LARGEST_CODE: tl.constexpr):
+    """Round values in -LARGEST_CODE..LARGEST_CODE to int8, or to the bits of a float8 (e4m3).
+
+    Ties are rounded to even.
+    """
+    if LARGEST_CODE == 127.0:
+        # The sum with 1.5 * 2^23 has no bits for fractions, so it is rounded.
+        return ((values + 12582912.0) - 12582912.0).to(tl.int8)
+    bits = values.to(tl.int32, bitcast=True)
     large = bits & 0x7FFFFFFF
-    # exponent's bias: 127 to 7, (127 - 7) << 3 is 960
+    # The exponent's bias changes from 127 to 7, and (127 - 7) << 3 is 960.
     large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - 960
-    # below 2^-6 the code counts steps of 2^-9
-    small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
-    return (tl.where(tl.abs(x) < 0.015625, small, large) | ((bits >> 24) & 0x80)).to(tl.int8)
+    # Below 2^-6 the code counts steps of 2^-9.
+    small = ((tl.abs(values) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    return (tl.where(tl.abs(values) < 0.015625, small, large) | ((bits >> 24) & 0x80)).to(tl.int8)
 
 
 @triton.jit
-def _compress(a, b, rounded, kv, LARGEST: tl.constexpr):
-    """Codes of both halves [heads, D / 2], first rounded to the dtype that `rounded` points to, and scales [heads]: what
-    octavo.ops.kv.compress() computes."""
-    a = a.to(rounded.dtype.element_ty).to(tl.float32)
-    b = b.to(rounded.dtype.element_ty).to(tl.float32)
-    peak = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-    spoiled = tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1)  # NaN, if anything is not finite
-    usable = (peak >= 1e-30) & (spoiled == 0.0)
-    factor = tl.div_rn(LARGEST, tl.where(usable, peak, 1.0))[:, None]
-    a = tl.where(usable[:, None], a * factor, 0.0)
-    b = tl.where(usable[:, None], b * factor, 0.0)
-    scale = tl.where(usable, tl.div_rn(peak, LARGEST), 0.0) + spoiled
-    kind: tl.constexpr = kv.dtype.element_ty
-    return _code(a, LARGEST).to(kind, bitcast=True), _code(b, LARGEST).to(kind, bitcast=True), scale
+def _compress(first_half, second_half, rounded_ptr, kv_ptr, LARGEST_CODE: tl.constexpr):
+    """Compute codes of both halves [heads, HEAD_DIM / 2] and scales [heads].
+
+    This is octavo.ops.kv.compress(). The values are first rounded to the dtype of `rounded_ptr`.
+    """
+    first_half = first_half.to(rounded_ptr.dtype.element_ty).to(tl.float32)
+    second_half = second_half.to(rounded_ptr.dtype.element_ty).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(first_half), 1), tl.max(tl.abs(second_half), 1))
+    not_finite = tl.sum(first_half * 0.0, 1) + tl.sum(
+        second_half * 0.0, 1
+    )  # NaN if any value is not finite, else 0
+    usable = (largest >= 1e-30) & (not_finite == 0.0)
+    factor = tl.div_rn(LARGEST_CODE, tl.where(usable, largest, 1.0))[:, None]
+    first_half = tl.where(usable[:, None], first_half * factor, 0.0)
+    second_half = tl.where(usable[:, None], second_half * factor, 0.0)
+    scale = tl.where(usable, tl.div_rn(largest, LARGEST_CODE), 0.0) + not_finite
+    code_type: tl.constexpr = kv_ptr.dtype.element_ty
+    return (
+        _code(first_half, LARGEST_CODE).to(code_type, bitcast=True),
+        _code(second_half, LARGEST_CODE).to(code_type, bitcast=True),
+        scale,
+    )
 
 
 @triton.jit
 def rope_cache_kernel(
-    qkv, q_out, kv, scales, slots, positions, cos_sin, q_norm, k_norm, eps,
-    s_block, s_kind, s_head, s_token, s_scales, s_scales_kind, s_scales_head,
-    HQ: tl.constexpr, HK: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    B: tl.constexpr, QNORM: tl.constexpr, KNORM: tl.constexpr, ROPE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """One program a token, all its heads: q to q_out, k and v to their slot in the cache; LARGEST: the largest code, or 0."""
+    qkv_ptr,
+    query_out_ptr,
+    kv_ptr,
+    scales_ptr,
+    slots_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    epsilon,
+    stride_block,
+    stride_kind,
+    stride_head,
+    stride_token,
+    stride_scale_block,
+    stride_scale_kind,
+    stride_scale_head,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    QUERY_HEADS_PADDED: tl.constexpr,
+    KEY_HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    USE_QUERY_NORM: tl.constexpr,
+    USE_KEY_NORM: tl.constexpr,
+    USE_ROPE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+):
+    """Normalise and rotate all heads of one token in each program.
+
+    Queries are written to query_out_ptr, keys and values to their slot in the cache. LARGEST_CODE
+    is the largest code of compressed KV, or 0 for plain KV.
+    """
     start_next()
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    c = tl.arange(0, HALF)
-    hq = tl.arange(0, HQP)
-    hk = tl.arange(0, HKP)
-    cos = tl.zeros([1, HALF], tl.float32)
+    slot = tl.load(slots_ptr + token)
+    columns = tl.arange(0, HALF_PADDED)
+    query_head = tl.arange(0, QUERY_HEADS_PADDED)
+    key_head = tl.arange(0, KEY_HEADS_PADDED)
+    cos = tl.zeros([1, HALF_PADDED], tl.float32)
     sin = cos
-    if ROPE:
-        at = cos_sin + tl.load(positions + token) * D
-        cos = tl.load(at + c, mask=c < D // 2, other=0.0)[None, :]
-        sin = tl.load(at + D // 2 + c, mask=c < D // 2, other=0.0)[None, :]
-    row = qkv + token * (HQ + 2 * HK) * D
-    a, b, mask = _turned(row, hq, cos, sin, q_norm, eps, HQ, D, HALF, QNORM, ROPE)
-    out = q_out + token * HQ * D + hq[:, None] * D + c[None, :]
-    tl.store(out, a, mask=mask)
-    tl.store(out + D // 2, b, mask=mask)
-    a, b, mask = _turned(row + HQ * D, hk, cos, sin, k_norm, eps, HK, D, HALF, KNORM, ROPE)
-    out = kv + (slot // B) * s_block + hk[:, None] * s_head + (slot % B) * s_token + c[None, :]
-    out_scale = scales
-    if LARGEST > 0:
-        out_scale = scales + (slot // B) * s_scales + hk * s_scales_head + slot % B
-        a, b, scale = _compress(a, b, qkv, kv, LARGEST)
-        tl.store(out_scale, scale, mask=hk < HK)
-    tl.store(out, a, mask=mask)
-    tl.store(out + D // 2, b, mask=mask)
-    a, b, mask = _turned(row + (HQ + HK) * D, hk, cos, sin, k_norm, eps, HK, D, HALF, False, False)
-    if LARGEST > 0:
-        a, b, scale = _compress(a, b, qkv, kv, LARGEST)
-        tl.store(out_scale + s_scales_kind, scale, mask=hk < HK)
-    tl.store(out + s_kind, a, mask=mask)
-    tl.store(out + s_kind + D // 2, b, mask=mask)
+    if USE_ROPE:
+        angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * HEAD_DIM
+        cos = tl.load(angles_ptr + columns, mask=columns < HEAD_DIM // 2, other=0.0)[None, :]
+        sin = tl.load(
+            angles_ptr + HEAD_DIM // 2 + columns, mask=columns < HEAD_DIM // 2, other=0.0
+        )[None, :]
+    token_ptr = qkv_ptr + token * (QUERY_HEADS + 2 * KEY_HEADS) * HEAD_DIM
+    first_half, second_half, head_mask = _turned(
+        token_ptr,
+        query_head,
+        cos,
+        sin,
+        query_norm_ptr,
+        epsilon,
+        QUERY_HEADS,
+        HEAD_DIM,
+        HALF_PADDED,
+        USE_QUERY_NORM,
+        USE_ROPE,
+    )
+    output_ptr = (
+        query_out_ptr
+        + token * QUERY_HEADS * HEAD_DIM
+        + query_head[:, None] * HEAD_DIM
+        + columns[None, :]
+    )
+    tl.store(output_ptr, first_half, mask=head_mask)
+    tl.store(output_ptr + HEAD_DIM // 2, second_half, mask=head_mask)
+    first_half, second_half, head_mask = _turned(
+        token_ptr + QUERY_HEADS * HEAD_DIM,
+        key_head,
+        cos,
+        sin,
+        key_norm_ptr,
+        epsilon,
+        KEY_HEADS,
+        HEAD_DIM,
+        HALF_PADDED,
+        USE_KEY_NORM,
+        USE_ROPE,
+    )
+    output_ptr = (
+        kv_ptr
+        + (slot // BLOCK_SIZE) * stride_block
+        + key_head[:, None] * stride_head
+        + (slot % BLOCK_SIZE) * stride_token
+        + columns[None, :]
+    )
+    scale_ptr = scales_ptr
+    if LARGEST_CODE > 0:
+        scale_ptr = (
+            scales_ptr
+            + (slot // BLOCK_SIZE) * stride_scale_block
+            + key_head * stride_scale_head
+            + slot % BLOCK_SIZE
+        )
+        first_half, second_half, scale = _compress(
+            first_half, second_half, qkv_ptr, kv_ptr, LARGEST_CODE
+        )
+        tl.store(scale_ptr, scale, mask=key_head < KEY_HEADS)
+    tl.store(output_ptr, first_half, mask=head_mask)
+    tl.store(output_ptr + HEAD_DIM // 2, second_half, mask=head_mask)
+    first_half, second_half, head_mask = _turned(
+        token_ptr + (QUERY_HEADS + KEY_HEADS) * HEAD_DIM,
+        key_head,
+        cos,
+        sin,
+        key_norm_ptr,
+        epsilon,
+        KEY_HEADS,
+        HEAD_DIM,
+        HALF_PADDED,
+        False,
+        False,
+    )
+    if LARGEST_CODE > 0:
+        first_half, second_half, scale = _compress(
+            first_half, second_half, qkv_ptr, kv_ptr, LARGEST_CODE
+        )
+        tl.store(scale_ptr + stride_scale_kind, scale, mask=key_head < KEY_HEADS)
+    tl.store(output_ptr + stride_kind, first_half, mask=head_mask)
+    tl.store(output_ptr + stride_kind + HEAD_DIM // 2, second_half, mask=head_mask)
 
 
 def rope_and_cache(
     qkv: Tensor,
-    kv: KV,
+    kv_cache: KV,
     batch: ForwardBatch,
     cos_sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
-    eps: float,
+    epsilon: float,
 ) -> Tensor:
-    _, _, kv_heads, block, dim = kv.shape
-    tokens = qkv.shape[0]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    q = qkv.new_empty(tokens, heads, dim)
-    size = triton.next_power_of_2
-    tensors, strides = arguments(kv)
-    rope_cache_kernel[tokens,](
-        qkv, q, *tensors, batch.kv_indices, batch.positions, cos_sin, q_norm, k_norm, eps, *strides,
-        heads, kv_heads, size(heads), size(kv_heads), dim, size(dim // 2), block,
-        q_norm is not None, k_norm is not None, cos_sin is not None, LARGEST.get(kv.dtype, 0.0), num_warps=4, **LAUNCH,
-    )  # fmt: skip
-    return q
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_tokens = qkv.shape[0]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    padded = triton.next_power_of_2
+    tensors, strides = arguments(kv_cache)
+    rope_cache_kernel[num_tokens,](
+        qkv,
+        query,
+        *tensors,
+        batch.kv_indices,
+        batch.positions,
+        cos_sin,
+        q_norm,
+        k_norm,
+        epsilon,
+        *strides,
+        num_heads,
+        num_kv_heads,
+        padded(num_heads),
+        padded(num_kv_heads),
+        head_dim,
+        padded(head_dim // 2),
+        block_size,
+        q_norm is not None,
+        k_norm is not None,
+        cos_sin is not None,
+        LARGEST.get(kv_cache.dtype, 0.0),
+        num_warps=4,
+        **LAUNCH,
+    )
+    return query
 
 
-def arguments(kv: KV) -> tuple[tuple[Tensor, Tensor | None], tuple[int | None, ...]]:
-    """What kernels take for kv [N, 2, Hk, B, D]: its numbers or codes, scales if there are any, and the strides of both."""
-    if isinstance(kv, QuantKV):
-        return (kv.codes, kv.scales), (*kv.codes.stride()[:4], *kv.scales.stride()[:3])
-    return (kv, None), (*kv.stride()[:4], None, None, None)
+def arguments(kv_cache: KV) -> tuple[tuple[Tensor, Tensor | None], tuple[int | None, ...]]:
+    """Return the kernel arguments for kv_cache [N, 2, Hk, B, D].
+
+    They are its numbers or codes, the scales or None, and the strides of both.
+    """
+    if isinstance(kv_cache, QuantKV):
+        return (kv_cache.codes, kv_cache.scales), (
+            *kv_cache.codes.stride()[:4],
+            *kv_cache.scales.stride()[:3],
+        )
+    return (kv_cache, None), (*kv_cache.stride()[:4], None, None, None)

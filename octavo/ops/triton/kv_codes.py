@@ -1,8 +1,9 @@
-"""Compressed KV as what the matrix units multiply: codes become float16, in which every int8 and float8 (e4m3) is exact.
+"""Converts the codes of compressed KV to float16, in which every int8 and float8 (e4m3) is exact.
 
-Only attention uses these. Beside float32 queries, which tests have, they become float32. The rest is about instructions: at the
-speed of memory a multiprocessor takes in some twenty codes a cycle, and has about as many instructions for each as are here.
-An H200 converts float8 itself, two at once. An int8 goes through its bits: 0x6400 | n is the float16 1024 + n.
+Only the attention kernels use these functions. With float32 queries, which only tests have, codes
+become float32. The number of instructions matters: at memory speed a multiprocessor receives some
+twenty codes a cycle, which leaves few instructions for each. An H200 converts two float8 with one
+instruction. An int8 is converted through its bits: 0x6400 | n is the float16 number 1024 + n.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Four int8 in a register -> two registers of two float16. n ^ 0x80 is n + 128, and 0x6480 is 1152.
+# One register of four int8 -> two registers of two float16. n ^ 0x80 is n + 128; 0x6480 is 1152.
 INT8 = tl.constexpr("""{
 .reg .b32 n, a, b, c;
 mov.b32 c, 0x64806480;
@@ -23,7 +24,8 @@ sub.f16x2 $0, a, c;
 sub.f16x2 $1, b, c;
 }""")
 
-# Two words of four codes -> the first bytes of both as two float16 in a register, then the second, third and fourth.
+# Two words of four codes -> four registers of two float16: the first bytes of both words, then the
+# second, third and fourth bytes.
 QUARTERS_INT8 = tl.constexpr("""{
 .reg .b32 m, n, a, b, c, d, e, f, g;
 mov.b32 c, 0x64806480;
@@ -55,69 +57,78 @@ cvt.rn.f16x2.e4m3x2 $3, f;
 
 
 @triton.jit
-def queries(q, scale):
-    """q [rows, D] for products with codes, of size 1 at most so that float16 holds it, and the scale that each row's scores
-    then have: [rows]."""
-    x = q.to(tl.float32)
-    size = tl.max(tl.abs(x), 1)
-    size = tl.where(size > 0, size, 1.0)
-    x = x / size[:, None]
-    if q.dtype != tl.float32:
-        x = x.to(tl.float16)
-    return x, size * scale
+def queries(query, scale):
+    """Scale query [rows, HEAD_DIM] to at most 1, so that float16 can hold it.
+
+    Returns the scaled query and the scale of each row's scores, [rows].
+    """
+    scaled = query.to(tl.float32)
+    largest = tl.max(tl.abs(scaled), 1)
+    largest = tl.where(largest > 0, largest, 1.0)
+    scaled = scaled / largest[:, None]
+    if query.dtype != tl.float32:
+        scaled = scaled.to(tl.float16)
+    return scaled, largest * scale
 
 
 @triton.jit
-def four_queries(at, mask, scale):
-    """queries() of dimensions 4i, 4i + 1, 4i + 2 and 4i + 3, which are read from `at` [rows, D / 4]."""
-    a = tl.load(at, mask=mask, other=0.0)
-    b = tl.load(at + 1, mask=mask, other=0.0)
-    c = tl.load(at + 2, mask=mask, other=0.0)
-    d = tl.load(at + 3, mask=mask, other=0.0)
-    size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    size = tl.max(size.to(tl.float32), 1)
-    size = tl.where(size > 0, size, 1.0)
-    less = (1.0 / size)[:, None]
-    a = a.to(tl.float32) * less
-    b = b.to(tl.float32) * less
-    c = c.to(tl.float32) * less
-    d = d.to(tl.float32) * less
-    if at.dtype.element_ty != tl.float32:
-        a = a.to(tl.float16)
-        b = b.to(tl.float16)
-        c = c.to(tl.float16)
-        d = d.to(tl.float16)
-    return a, b, c, d, size * scale
+def four_queries(words_ptr, mask, scale):
+    """Do what queries() does for the dimensions 4i, 4i + 1, 4i + 2 and 4i + 3.
+
+    They are loaded from words_ptr [rows, HEAD_DIM / 4].
+    """
+    query0 = tl.load(words_ptr, mask=mask, other=0.0)
+    query1 = tl.load(words_ptr + 1, mask=mask, other=0.0)
+    query2 = tl.load(words_ptr + 2, mask=mask, other=0.0)
+    query3 = tl.load(words_ptr + 3, mask=mask, other=0.0)
+    largest = tl.maximum(
+        tl.maximum(tl.abs(query0), tl.abs(query1)), tl.maximum(tl.abs(query2), tl.abs(query3))
+    )
+    largest = tl.max(largest.to(tl.float32), 1)
+    largest = tl.where(largest > 0, largest, 1.0)
+    inverse = (1.0 / largest)[:, None]
+    query0 = query0.to(tl.float32) * inverse
+    query1 = query1.to(tl.float32) * inverse
+    query2 = query2.to(tl.float32) * inverse
+    query3 = query3.to(tl.float32) * inverse
+    if words_ptr.dtype.element_ty != tl.float32:
+        query0 = query0.to(tl.float16)
+        query1 = query1.to(tl.float16)
+        query2 = query2.to(tl.float16)
+        query3 = query3.to(tl.float16)
+    return query0, query1, query2, query3, largest * scale
 
 
 @triton.jit
-def numbers(codes, dtype: tl.constexpr):
-    """Codes as float16 or float32."""
-    if codes.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
+def numbers(codes, target_dtype: tl.constexpr):
+    """Convert codes to float16 or float32."""
+    if codes.dtype == tl.int8 and target_dtype == tl.float16 and not INTERPRETED:
         return tl.inline_asm_elementwise(
             INT8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         )
-    return codes.to(dtype)
+    return codes.to(target_dtype)
 
 
 @triton.jit
-def _quarter(words, which: tl.constexpr, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    code = (words >> (8 * which)).to(tl.int8)
-    if LARGEST != 127.0:
+def _quarter(words, INDEX: tl.constexpr, target_dtype: tl.constexpr, LARGEST_CODE: tl.constexpr):
+    code = (words >> (8 * INDEX)).to(tl.int8)
+    if LARGEST_CODE != 127.0:
         code = code.to(tl.float8e4nv, bitcast=True)
-    return code.to(dtype)
+    return code.to(target_dtype)
 
 
 @triton.jit
-def quarters(words, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """Words of four codes -> the first code of each, the second, the third, the fourth."""
-    if dtype == tl.float16 and not INTERPRETED:
-        ASM: tl.constexpr = QUARTERS_INT8 if LARGEST == 127.0 else QUARTERS_FP8
-        four: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+def quarters(words, target_dtype: tl.constexpr, LARGEST_CODE: tl.constexpr):
+    """Words of four codes -> four tensors: the first codes, the second, the third, the fourth."""
+    if target_dtype == tl.float16 and not INTERPRETED:
+        ASM: tl.constexpr = QUARTERS_INT8 if LARGEST_CODE == 127.0 else QUARTERS_FP8
+        FOUR_FLOATS: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
         return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r", [words], dtype=four, is_pure=True, pack=2
+            ASM, "=r,=r,=r,=r,r,r", [words], dtype=FOUR_FLOATS, is_pure=True, pack=2
         )
     return (
-        _quarter(words, 0, dtype, LARGEST), _quarter(words, 1, dtype, LARGEST),
-        _quarter(words, 2, dtype, LARGEST), _quarter(words, 3, dtype, LARGEST),
-    )  # fmt: skip
+        _quarter(words, 0, target_dtype, LARGEST_CODE),
+        _quarter(words, 1, target_dtype, LARGEST_CODE),
+        _quarter(words, 2, target_dtype, LARGEST_CODE),
+        _quarter(words, 3, target_dtype, LARGEST_CODE),
+    )

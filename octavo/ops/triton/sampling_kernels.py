@@ -1,7 +1,7 @@
-"""Choosing tokens without sorting the vocabulary: argmax of logits / temperature + gumbel noise, in one pass.
+"""Samples tokens in one pass without sorting: argmax of logits / temperature + gumbel noise.
 
-The noise is the reference's: the same hash of (seed, position, token), bit for bit, through logarithms that differ in the
-last place.
+The noise is a hash of (seed, position, token), as in the reference. The hash has the same bits; the
+logarithms of the noise may differ in the last place.
 """
 
 from __future__ import annotations
@@ -15,80 +15,114 @@ ON_GPU = tl.constexpr(torch.cuda.is_available())
 
 
 @triton.jit
-def _mix(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
+def _mix(bits):
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15)
+    bits = bits * 0x846CA68B
+    return bits ^ (bits >> 16)
 
 
 @triton.jit
-def _log(x):
-    """Natural logarithm; on a GPU the hardware's own, good to 22 bits: the accurate one takes as long as all the rest."""
+def _log(values):
+    """Return the natural logarithm, on a GPU with the hardware's accuracy of 22 bits.
+
+    The accurate logarithm would take as long as the rest of the kernel.
+    """
     if ON_GPU:
-        two = tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
         )
-        return two * 0.6931471805599453
+        return log2 * 0.6931471805599453
     else:
-        return tl.log(x)
+        return tl.log(values)
 
 
 @triton.jit
 def choose_kernel(
-    logits, rows, temperature, seed_low, seed_high, position, best_value, best_token, vocab, s_logits, s_float, s_int,
-    BLOCK: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """The best of one part of one row's vocabulary."""
+    logits_ptr,
+    rows_ptr,
+    temperature_ptr,
+    seed_low_ptr,
+    seed_high_ptr,
+    position_ptr,
+    best_value_ptr,
+    best_token_ptr,
+    vocab_size,
+    stride_logits,
+    stride_float,
+    stride_int,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Find the best token in one part of the vocabulary, for one row."""
     row = tl.program_id(0)
     part = tl.program_id(1)
-    state = tl.load(rows + row).to(tl.int64)
-    heat = tl.load(temperature + state * s_float)
-    key = _mix(tl.load(position + row).to(tl.uint32, bitcast=True))
-    key = _mix(tl.load(seed_high + state * s_int).to(tl.uint32, bitcast=True) ^ key)
-    key = _mix(tl.load(seed_low + state * s_int).to(tl.uint32, bitcast=True) ^ key)
-    top = tl.full([BLOCK], -float("inf"), tl.float32)
-    token = tl.zeros([BLOCK], tl.int32) + vocab
+    state_row = tl.load(rows_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + state_row * stride_float)
+    noise_key = _mix(tl.load(position_ptr + row).to(tl.uint32, bitcast=True))
+    noise_key = _mix(
+        tl.load(seed_high_ptr + state_row * stride_int).to(tl.uint32, bitcast=True) ^ noise_key
+    )
+    noise_key = _mix(
+        tl.load(seed_low_ptr + state_row * stride_int).to(tl.uint32, bitcast=True) ^ noise_key
+    )
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best_tokens = tl.zeros([BLOCK], tl.int32) + vocab_size
     for step in range(STEPS):
-        c = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        mask = c < vocab
-        value = tl.load(
-            logits + row.to(tl.int64) * s_logits + c, mask=mask, other=-float("inf")
+        tokens = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        mask = tokens < vocab_size
+        scores = tl.load(
+            logits_ptr + row.to(tl.int64) * stride_logits + tokens, mask=mask, other=-float("inf")
         ).to(tl.float32)
-        if heat > 0:
-            bits = _mix(_mix(c.to(tl.uint32, bitcast=True)) ^ key)
+        if temperature > 0:
+            noise_bits = _mix(_mix(tokens.to(tl.uint32, bitcast=True)) ^ noise_key)
             uniform = tl.minimum(
-                bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994
+                noise_bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10,
+                0.99999994,
             )
-            # log1p(-u), which Triton lacks: exact enough where u is small, which is where the noise is large
+            # Triton has no log1p. The series is exact enough for small values, where the noise is
+            # large.
             log1p = tl.where(
                 uniform < 1e-3,
                 -uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)),
                 _log(1.0 - uniform),
             )
-            value = value / heat - _log(-log1p)
-            value = tl.where(mask, value, -float("inf"))
-        value = tl.where(value == value, value, float("inf"))  # NaN: nothing may be better
-        better = value > top
-        top = tl.where(better, value, top)
-        token = tl.where(better, c, token)
-    peak = tl.max(top, 0)
-    parts = tl.num_programs(1)
-    tl.store(best_value + row * parts + part, peak)
-    tl.store(best_token + row * parts + part, tl.min(tl.where(top == peak, token, vocab), 0))
+            scores = scores / temperature - _log(-log1p)
+            scores = tl.where(mask, scores, -float("inf"))
+        scores = tl.where(scores == scores, scores, float("inf"))  # a NaN must win
+        better = scores > best
+        best = tl.where(better, scores, best)
+        best_tokens = tl.where(better, tokens, best_tokens)
+    largest = tl.max(best, 0)
+    num_parts = tl.num_programs(1)
+    tl.store(best_value_ptr + row * num_parts + part, largest)
+    tl.store(
+        best_token_ptr + row * num_parts + part,
+        tl.min(tl.where(best == largest, best_tokens, vocab_size), 0),
+    )
 
 
 @triton.jit
-def join_kernel(best_value, best_token, out, parts, vocab, P: tl.constexpr):
+def join_kernel(
+    best_value_ptr, best_token_ptr, output_ptr, num_parts, vocab_size, PARTS_PADDED: tl.constexpr
+):
     row = tl.program_id(0)
-    p = tl.arange(0, P)
-    value = tl.load(best_value + row * parts + p, mask=p < parts, other=-float("inf"))
-    token = tl.load(best_token + row * parts + p, mask=p < parts, other=2**31 - 1)
-    peak = tl.max(value, 0)
-    best = tl.min(tl.where(value == peak, token, 2**31 - 1), 0)
-    finite = (peak > -float("inf")) & (peak < float("inf"))  # which no NaN is
-    tl.store(out + row, tl.where(finite, tl.minimum(best, vocab - 1), -1))
+    part_offsets = tl.arange(0, PARTS_PADDED)
+    values = tl.load(
+        best_value_ptr + row * num_parts + part_offsets,
+        mask=part_offsets < num_parts,
+        other=-float("inf"),
+    )
+    tokens = tl.load(
+        best_token_ptr + row * num_parts + part_offsets,
+        mask=part_offsets < num_parts,
+        other=2**31 - 1,
+    )
+    largest = tl.max(values, 0)
+    best_token = tl.min(tl.where(values == largest, tokens, 2**31 - 1), 0)
+    finite = (largest > -float("inf")) & (largest < float("inf"))  # false for NaN too
+    tl.store(output_ptr + row, tl.where(finite, tl.minimum(best_token, vocab_size - 1), -1))
 
 
 def choose(
@@ -99,17 +133,38 @@ def choose(
     seed_high: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """As Ops.choose."""
-    count, vocab = logits.shape
-    block = 1024
+    """Implement Ops.choose."""
+    num_rows, vocab_size = logits.shape
+    block_tokens = 1024
     steps = 4
-    parts = triton.cdiv(vocab, block * steps)
-    value = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
-    token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    out = torch.empty(count, dtype=torch.int32, device=logits.device)
-    choose_kernel[count, parts](
-        logits, rows, temperature, seed_low, seed_high, position, value, token, vocab,
-        logits.stride(0), temperature.stride(0), seed_low.stride(0), block, steps, num_warps=4,
-    )  # fmt: skip
-    join_kernel[count,](value, token, out, parts, vocab, triton.next_power_of_2(parts), num_warps=1)
-    return out
+    num_parts = triton.cdiv(vocab_size, block_tokens * steps)
+    values = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    output = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    choose_kernel[num_rows, num_parts](
+        logits,
+        rows,
+        temperature,
+        seed_low,
+        seed_high,
+        position,
+        values,
+        tokens,
+        vocab_size,
+        logits.stride(0),
+        temperature.stride(0),
+        seed_low.stride(0),
+        block_tokens,
+        steps,
+        num_warps=4,
+    )
+    join_kernel[num_rows,](
+        values,
+        tokens,
+        output,
+        num_parts,
+        vocab_size,
+        triton.next_power_of_2(num_parts),
+        num_warps=1,
+    )
+    return output

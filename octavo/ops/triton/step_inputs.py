@@ -1,4 +1,4 @@
-"""Preparing a decode step on the device: what each row computes next, and where, without the host knowing either."""
+"""Prepares the inputs of a decode step on the device, without the host knowing the tokens."""
 
 from __future__ import annotations
 
@@ -12,80 +12,104 @@ from torch import Tensor
 
 @triton.jit
 def advance_kernel(
-    rows,
-    fresh,
-    tokens,
-    table,
-    computed,
-    ids,
-    positions,
-    slots,
-    seq_lens,
-    padding,
-    s_tokens,
-    s_table,
-    s_computed,
-    B: tl.constexpr,
+    rows_ptr,
+    fresh_blocks_ptr,
+    tokens_ptr,
+    block_table_ptr,
+    computed_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    padding_row,
+    stride_tokens,
+    stride_table,
+    stride_computed,
+    BLOCK_SIZE: tl.constexpr,
 ):
-    """One program an item: take its row one position on. The padding row stays at position 0 of block 0."""
+    """Advance the row of one item by one position, in each program.
+
+    The padding row stays at position 0 of block 0.
+    """
     item = tl.program_id(0)
-    row = tl.load(rows + item).to(tl.int64)
-    at = tl.load(computed + row * s_computed)
-    block = tl.load(fresh + item)
-    entry = table + row * s_table + at // B
+    row = tl.load(rows_ptr + item).to(tl.int64)
+    position = tl.load(computed_ptr + row * stride_computed)
+    block = tl.load(fresh_blocks_ptr + item)
+    entry_ptr = block_table_ptr + row * stride_table + position // BLOCK_SIZE
     if block > 0:
-        tl.store(entry, block)
+        tl.store(entry_ptr, block)
     else:
-        block = tl.load(entry)
-    token = tl.load(tokens + row * s_tokens + at)
-    # -1: none could be chosen, and the row ends soon
-    tl.store(ids + item, tl.maximum(token, 0).to(tl.int64))
-    tl.store(positions + item, at.to(tl.int64))
-    tl.store(slots + item, block.to(tl.int64) * B + at % B)
-    tl.store(seq_lens + item, at + 1)
-    if row != padding:
-        tl.store(computed + row * s_computed, at + 1)
+        block = tl.load(entry_ptr)
+    token = tl.load(tokens_ptr + row * stride_tokens + position)
+    # The token -1 means that no token could be sampled. The row will be finished soon.
+    tl.store(input_ids_ptr + item, tl.maximum(token, 0).to(tl.int64))
+    tl.store(positions_ptr + item, position.to(tl.int64))
+    tl.store(slots_ptr + item, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE)
+    tl.store(seq_lens_ptr + item, position + 1)
+    if row != padding_row:
+        tl.store(computed_ptr + row * stride_computed, position + 1)
 
 
 def advance(
     rows: Tensor,
-    fresh: Tensor,
+    fresh_blocks: Tensor,
     tokens: Tensor,
-    table: Tensor,
+    block_table: Tensor,
     computed: Tensor,
-    padding: int,
+    padding_row: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For items of rows [S] (int32), one token each: (ids, positions, kv_indices [S] int64, seq_lens [S] int32).
+    """Advance rows [S] (int32) by one token each.
 
-    fresh [S]: the block that the position goes to where it is the row's new one, else 0; it is entered in table [rows, W].
-    computed [rows] is moved on."""
-    ids, positions, slots = torch.empty(3, len(rows), dtype=torch.int64, device=rows.device).unbind(
-        0
-    )
+    Returns input_ids, positions, kv_indices [S] (int64) and seq_lens [S] (int32). fresh_blocks [S]
+    holds the new block of a row whose position begins a block, else 0; it is written to
+    block_table [rows, W]. computed [rows] is incremented.
+    """
+    input_ids, positions, slots = torch.empty(
+        3, len(rows), dtype=torch.int64, device=rows.device
+    ).unbind(0)
     seq_lens = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     advance_kernel[len(rows),](
-        rows, fresh, tokens, table, computed, ids, positions, slots, seq_lens, padding,
-        tokens.stride(0), table.stride(0), computed.stride(0), block_size, num_warps=1,
-    )  # fmt: skip
-    return ids, positions, slots, seq_lens
+        rows,
+        fresh_blocks,
+        tokens,
+        block_table,
+        computed,
+        input_ids,
+        positions,
+        slots,
+        seq_lens,
+        padding_row,
+        tokens.stride(0),
+        block_table.stride(0),
+        computed.stride(0),
+        block_size,
+        num_warps=1,
+    )
+    return input_ids, positions, slots, seq_lens
 
 
-@triton.jit(do_not_specialize=["count"])
-def tell_kernel(source, target, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+@triton.jit(do_not_specialize=["num_values"])
+def copy_kernel(source_ptr, target_ptr, num_values, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(
+        target_ptr + offsets,
+        tl.load(source_ptr + offsets, mask=offsets < num_values),
+        mask=offsets < num_values,
+    )
 
 
-# Torch gives pinned memory away again when nobody holds it, and knows of no kernel that has yet to write there: it is held until
-# so many more steps were launched, which is more than are ever on their way.
-_told: deque[Tensor] = deque(maxlen=32)
+# Torch reuses pinned memory when its tensor is dropped, and does not know that a kernel has yet to
+# write to it. So tensors are kept for more steps than can be in flight.
+_targets_in_flight: deque[Tensor] = deque(maxlen=32)
 
 
-def tell(target: Tensor, source: Tensor) -> None:
-    """Copy a few numbers to target, pinned memory of the host. A copy engine would do it too, and the next step's kernels would
-    wait until it has been told to and has told that it is done."""
-    _told.append(target)
-    tell_kernel[triton.cdiv(source.numel(), 1024),](
+def copy_to_host(target: Tensor, source: Tensor) -> None:
+    """Copy a few numbers to target, which is pinned host memory.
+
+    A kernel does this because the kernels of the next step would wait for a copy engine.
+    """
+    _targets_in_flight.append(target)
+    copy_kernel[triton.cdiv(source.numel(), 1024),](
         source, target, source.numel(), 1024, num_warps=4
     )

@@ -1,15 +1,18 @@
-"""Products with quantised weights on a GPU. Reading order: packed, codes, gemv, gemm, hopper.
+"""Products with quantised weights on a GPU.
 
-    rows                what computes
-    1                   gemv: float32 multiply and add
-    up to FEW_ROWS      gemm: weights become bfloat16 in registers, then tensor cores
-    more                hopper: the same while the tensor cores are at work, on a Hopper GPU, if format and shape fit; else
-    up to DENSE_ROWS    gemm
-    more                dense: the weight is written out as numbers, then cuBLAS: that many rows pay for it
+Reading order: packed_weight, weight_codes, quant_gemv, quant_gemm, hopper_gemm.
 
-In the format that rounds activations (int8-a8), above EXACT_ROWS rows, a kernel rounds them and the tensor cores multiply 8
-bits by 8 bits. How a product is cut up follows from its shape alone, so a row's result depends on how many rows there are and
-never on what the others hold.
+    rows                kernel
+    1                   quant_gemv: multiplies and adds in float32
+    up to FEW_ROWS      quant_gemm: dequantises to bfloat16 in registers, for the tensor cores
+    more                hopper_gemm: the same, overlapped with the tensor cores, on a Hopper GPU
+                        and for formats and shapes that it supports; otherwise:
+    up to DENSE_ROWS    quant_gemm
+    more                dequantize: writes the weight as plain numbers for cuBLAS
+
+For the format that rounds activations (int8-a8) and more than EXACT_ROWS rows, activation_gemm
+rounds them and the tensor cores multiply 8 bits by 8 bits. The tiling follows from the shape
+alone: the result of a row depends on the number of rows, and never on the values of other rows.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from octavo.ops.triton.dependent_launch import AVAILABLE
 from octavo.ops.triton.quant.activation_gemm import Rounded, rounded
 from octavo.ops.triton.quant.dequantize import Dense, dense, embedding
 from octavo.ops.triton.quant.hopper_gemm import Hopper, fastest, fits, hopper
-from octavo.ops.triton.quant.packed_weight import PackedWeight
+from octavo.ops.triton.quant.packed_weight import TritonWeight
 from octavo.ops.triton.quant.quant_gemm import Gemm, gemm
 from octavo.ops.triton.quant.quant_gemv import Gemv, gemv
 from octavo.ops.triton.quant.weight_codes import FP8, INT4, INT8
 
-__all__ = ["How", "PackedWeight", "choose", "embedding", "linear"]
+__all__ = ["How", "TritonWeight", "choose", "embedding", "linear"]
 
 How = Gemv | Gemm | Hopper | Rounded | Dense
 EXACT_ROWS = 16
@@ -34,8 +37,9 @@ FEW_ROWS = 64
 DENSE_ROWS = 1024
 FEW_OUTPUTS = 8192
 
-# How products are cut up: by kind of code, by the most rows that an entry is for, and whether they have few outputs or many: with
-# many there are programs enough that each can have all inputs. `octavo bench linear SHAPE --tune` tries others.
+# The tiling of products: by kind of code, by the largest number of rows, and for few or many
+# outputs. Many outputs give enough programs that each can compute over all inputs.
+# `octavo bench linear SHAPE --tune` tries other tilings.
 ROWS: dict[int, dict[int, tuple[Gemv | Gemm, Gemv | Gemm]]] = {
     INT4.value: {
         1: (Gemv(16, 4), Gemv(8, 2)),
@@ -60,41 +64,47 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
-# for activations of four bytes, which no tensor core takes, and GPUs before Hopper
+# The tiling for float32 activations, which tensor cores do not support, and for older GPUs.
 SMALL = Gemm(16, 64, 1, 2, 2)
 OLD = torch.cuda.is_available() and not AVAILABLE
 
 
 def linear(
-    x: Tensor,
-    weight: PackedWeight,
+    hidden: Tensor,
+    weight: TritonWeight,
     bias: Tensor | None = None,
-    add: Tensor | None = None,
+    residual: Tensor | None = None,
     how: How | None = None,
 ) -> Tensor:
-    """x [T, in] -> [T, out], written over add where there is one"""
-    x = x.contiguous()
-    how = how or choose(len(x), x.dtype, weight)
+    """hidden [T, in] -> [T, out], plus the residual, which is overwritten"""
+    hidden = hidden.contiguous()
+    how = how or choose(len(hidden), hidden.dtype, weight)
     if isinstance(how, Gemv):
-        return gemv(x, weight, bias, add, how)
+        return gemv(hidden, weight, bias, residual, how)
     if isinstance(how, Gemm):
-        return gemm(x, weight, bias, add, how)
+        return gemm(hidden, weight, bias, residual, how)
     if isinstance(how, Hopper):
-        return hopper(x, weight, bias, add, how)
+        return hopper(hidden, weight, bias, residual, how)
     if isinstance(how, Rounded):
-        return rounded(x, weight, bias, add, how)
-    out = dense(x, weight, bias, how)
-    return out if add is None else add.add_(out)
+        return rounded(hidden, weight, bias, residual, how)
+    output = dense(hidden, weight, bias, how)
+    return output if residual is None else residual.add_(output)
 
 
-def choose(rows: int, dtype: torch.dtype, weight: PackedWeight) -> How:
+def choose(rows: int, dtype: torch.dtype, weight: TritonWeight) -> How:
     if rows > EXACT_ROWS and weight.format.quantizes_activations:
-        return Rounded(SMALL) if OLD else next(how for most, how in ROUNDED.items() if rows <= most)
+        return (
+            Rounded(SMALL)
+            if OLD
+            else next(how for max_rows, how in ROUNDED.items() if rows <= max_rows)
+        )
     if rows > FEW_ROWS and fits(dtype, weight):
         return fastest(rows, *weight.shape)
     if rows > DENSE_ROWS:
         return Dense()
     if rows > 1 and (dtype == torch.float32 or OLD):
         return SMALL
-    few, many = next(hows for most, hows in ROWS[weight.kind].items() if rows <= most)
-    return few if weight.shape[0] <= FEW_OUTPUTS else many
+    for_few_outputs, for_many_outputs = next(
+        hows for max_rows, hows in ROWS[weight.kind].items() if rows <= max_rows
+    )
+    return for_few_outputs if weight.shape[0] <= FEW_OUTPUTS else for_many_outputs

@@ -1,4 +1,4 @@
-"""Products of 8 bits with 8 bits: activations are rounded too, each row with a scale of its own."""
+"""Products of 8-bit weights with 8-bit activations. Each row of activations has its own scale."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.packed_weight import PackedWeight
+from octavo.ops.triton.quant.packed_weight import TritonWeight
 from octavo.ops.triton.quant.quant_gemm import Gemm, cut, write
 
 
 class Rounded(NamedTuple):
-    """How a product of rounded rows is cut up, where it is not the library's."""
+    """The tiling of a product with rounded activations."""
 
     tile: Gemm
 
 
 @triton.jit
-def round_kernel(x, codes, scale, inputs, W: tl.constexpr, row_words):
-    """A row of x to 8 bits, its codes laid out as those of weights are; scale: what a code is worth."""
+def round_kernel(
+    input_ptr, codes_ptr, scale_ptr, num_inputs, WORDS_PADDED: tl.constexpr, row_words
+):
+    """Round one row to 8 bits in each program. Its codes have the layout of weights."""
     start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
-    word = tl.arange(0, W)
-    k = (word // 32) * 64 + word % 32
-    a = tl.load(x + row * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)
-    b = tl.load(x + row * inputs + k + 32, mask=k + 32 < inputs, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
-    unit = tl.maximum(most, 1e-30) / 127.0
-    tl.store(scale + row, unit)
+    word_offsets = tl.arange(0, WORDS_PADDED)
+    input_offsets = (word_offsets // 32) * 64 + word_offsets % 32
+    first = tl.load(
+        input_ptr + row * num_inputs + input_offsets, mask=input_offsets < num_inputs, other=0.0
+    ).to(tl.float32)
+    second = tl.load(
+        input_ptr + row * num_inputs + input_offsets + 32,
+        mask=input_offsets + 32 < num_inputs,
+        other=0.0,
+    ).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+    unit = tl.maximum(largest, 1e-30) / 127.0
+    tl.store(scale_ptr + row, unit)
     tl.store(
-        codes + row * row_words + word,
-        _code(a / unit) | _code(b / unit) << 8,
-        mask=word < row_words,
+        codes_ptr + row * row_words + word_offsets,
+        _code(first / unit) | _code(second / unit) << 8,
+        mask=word_offsets < row_words,
     )
 
 
@@ -45,58 +53,123 @@ def _code(value):
     return (tl.floor(value + 0.5).to(tl.int32) & 255).to(tl.int16)
 
 
-@triton.jit(do_not_specialize=["rows", "split"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def int8_kernel(
-    x, x_scale, words, info, bias, out, partial, locks, rows, outputs, row_bytes, split, BIAS: tl.constexpr,
-    ADD: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A tile [N, M] of the transposed product of bytes with bytes."""
+    input_ptr,
+    input_scale_ptr,
+    words_ptr,
+    info_ptr,
+    bias_ptr,
+    output_ptr,
+    partial_ptr,
+    locks_ptr,
+    num_rows,
+    num_outputs,
+    row_bytes,
+    num_splits,
+    ADD_BIAS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute a tile [TILE_OUTPUTS, TILE_ROWS] of the transposed product of bytes with bytes."""
     start_next()
     tile = tl.program_id(0)
-    row_tiles = tl.cdiv(rows, M)
-    m = (tile % row_tiles) * M + tl.arange(0, M)
-    n = (tile // row_tiles) * N + tl.arange(0, N)
-    k = tl.arange(0, K)
-    output = tl.minimum(n, outputs - 1)
-    row = tl.minimum(m, rows - 1)
-    share = tl.cdiv(row_bytes, K * split) * K
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, row_bytes)
-    word_at = words + output.to(tl.int64)[:, None] * row_bytes + k[None, :]
-    x_at = x + row[None, :] * row_bytes + k[:, None]
+    row_tiles = tl.cdiv(num_rows, TILE_ROWS)
+    row_offsets = (tile % row_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    output_offsets = (tile // row_tiles) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    byte_offsets = tl.arange(0, TILE_BYTES)
+    output_index = tl.minimum(output_offsets, num_outputs - 1)
+    row_index = tl.minimum(row_offsets, num_rows - 1)
+    split_bytes = tl.cdiv(row_bytes, TILE_BYTES * num_splits) * TILE_BYTES
+    begin = tl.program_id(1) * split_bytes
+    end = tl.minimum(begin + split_bytes, row_bytes)
+    word_ptr = words_ptr + output_index.to(tl.int64)[:, None] * row_bytes + byte_offsets[None, :]
+    tile_input_ptr = input_ptr + row_index[None, :] * row_bytes + byte_offsets[:, None]
     wait_for_inputs()
-    sums = tl.zeros([N, M], tl.int32)
-    for start in tl.range(begin, end, K, num_stages=STAGES):
-        w = tl.load(word_at + start, mask=(start + k < row_bytes)[None, :], other=0)
+    sums = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.int32)
+    for start in tl.range(begin, end, TILE_BYTES, num_stages=STAGES):
+        weights = tl.load(
+            word_ptr + start, mask=(start + byte_offsets < row_bytes)[None, :], other=0
+        )
         sums = tl.dot(
-            w,
-            tl.load(x_at + start, mask=(start + k < row_bytes)[:, None], other=0),
+            weights,
+            tl.load(
+                tile_input_ptr + start, mask=(start + byte_offsets < row_bytes)[:, None], other=0
+            ),
             sums,
             out_dtype=tl.int32,
         )
-    acc = sums.to(tl.float32) * tl.load(info + output)[:, None] * tl.load(x_scale + row)[None, :]
-    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, ADD, SHARED, M, N)
+    accumulator = (
+        sums.to(tl.float32)
+        * tl.load(info_ptr + output_index)[:, None]
+        * tl.load(input_scale_ptr + row_index)[None, :]
+    )
+    write(
+        accumulator,
+        bias_ptr,
+        output_ptr,
+        partial_ptr,
+        locks_ptr,
+        row_offsets,
+        output_offsets,
+        num_rows,
+        num_outputs,
+        num_splits,
+        ADD_BIAS,
+        ADD_RESIDUAL,
+        IS_SPLIT,
+        TILE_ROWS,
+        TILE_OUTPUTS,
+    )
 
 
 def rounded(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Rounded
+    hidden: Tensor,
+    weight: TritonWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    config: Rounded,
 ) -> Tensor:
-    """x [T, in] -> [T, out], written over add where there is one"""
-    rows = len(x)
-    (outputs, inputs) = weight.shape
+    """hidden [T, in] -> [T, out], plus the residual, which is overwritten"""
+    num_rows = len(hidden)
+    (num_outputs, num_inputs) = weight.shape
     row_words = weight.words.shape[1]
-    codes = torch.empty(rows, row_words, dtype=torch.int16, device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    wide = triton.next_power_of_2(row_words)
-    warps = min(16, max(1, wide // 256))
-    round_kernel[rows,](x, codes, scale, inputs, wide, row_words, num_warps=warps, **LAUNCH)
-    out = x.new_empty(rows, outputs) if add is None else add
-    tile = how.tile
-    tiles, split, partial = cut(rows, weight, tile)
-    int8_kernel[tiles, split](
-        codes.view(torch.int8), scale, weight.words.view(torch.int8), weight.info, bias, out, partial, weight.locks, rows,
-        outputs, 2 * row_words, split, bias is not None, add is not None, split > 1, tile.rows, tile.outputs,
-        64 * tile.blocks, tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
-    )  # fmt: skip
-    return out
+    codes = torch.empty(num_rows, row_words, dtype=torch.int16, device=hidden.device)
+    scale = torch.empty(num_rows, 1, dtype=torch.float32, device=hidden.device)
+    words_padded = triton.next_power_of_2(row_words)
+    num_warps = min(16, max(1, words_padded // 256))
+    round_kernel[num_rows,](
+        hidden, codes, scale, num_inputs, words_padded, row_words, num_warps=num_warps, **LAUNCH
+    )
+    output = hidden.new_empty(num_rows, num_outputs) if residual is None else residual
+    tile = config.tile
+    num_tiles, num_splits, partial = cut(num_rows, weight, tile)
+    int8_kernel[num_tiles, num_splits](
+        codes.view(torch.int8),
+        scale,
+        weight.words.view(torch.int8),
+        weight.info,
+        bias,
+        output,
+        partial,
+        weight.locks,
+        num_rows,
+        num_outputs,
+        2 * row_words,
+        num_splits,
+        bias is not None,
+        residual is not None,
+        num_splits > 1,
+        tile.rows,
+        tile.outputs,
+        64 * tile.blocks,
+        tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **LAUNCH,
+    )
+    return output

@@ -1,15 +1,17 @@
-"""A quantised matrix times many rows on a Hopper GPU: weights become bfloat16 in registers while the tensor cores are at work.
+"""A quantised matrix times many rows on a Hopper GPU, with dequantisation behind the tensor cores.
 
-What quant_gemm.py does, in Gluon, Triton's language in which waits and layouts are written out. Triton itself decides when to wait for
-the tensor cores, and with weights in registers it is wrong unless every round waits (quant_gemm.py's `_finished`): they stand still
-while weights are made. Here a step is 64 inputs, and two sets of registers take turns:
+This is the algorithm of quant_gemm.py in Gluon, Triton's language with explicit waits and layouts.
+Triton decides itself when to wait for the tensor cores. With weights in registers that is wrong
+unless every round waits (`_finished` in quant_gemm.py), and then the tensor cores idle while
+weights are dequantised. Here a step is 64 inputs, and two sets of registers alternate:
 
-    threads         make 1 | wait for 0 | make 2 | wait for 1 | make 3 | ...
-    tensor cores    0 ------------------|1 ------------------|2 ---------- ...
+    threads         dequantise 1 | wait for 0 | dequantise 2 | wait for 1 | dequantise 3 | ...
+    tensor cores    0 ------------------------|1 ------------------------|2 ------------- ...
 
-A set is filled only after the product that read it was waited for, and there is always one under way. Rows and words come through
-a ring of STAGES steps in shared memory, copied by the GPU's own engine: a barrier says that a step is there, and its place is
-filled anew once all threads have waited for its product.
+A set of registers is overwritten only after its product has finished, and one product is always in
+flight. TMA copies rows and words through a ring of STAGES steps in shared memory. An mbarrier
+signals that a step has arrived, and its stage is refilled once all threads have waited for its
+product.
 """
 
 from __future__ import annotations
@@ -32,48 +34,51 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
 from octavo.ops.triton.dependent_launch import LAUNCH
-from octavo.ops.triton.quant.packed_weight import LOCKS, PackedWeight
+from octavo.ops.triton.quant.packed_weight import LOCKS, TritonWeight
 from octavo.ops.triton.quant.quant_gemm import PROCESSORS
 from octavo.ops.triton.quant.weight_codes import BYTES, E4M3, FP8, INT4
 from octavo.ops.weight import WeightFormat
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-STEP = gl.constexpr(64)  # inputs
-# a multiprocessor's memory, and what of it a program cannot have for its ring
+STEP = gl.constexpr(64)  # the number of inputs in a step
+# The shared memory of a multiprocessor, and the part that a program cannot use for its ring.
 SHARED = 228 << 10
 RESERVED = 2 << 10
 SPLITS = (1, 2, 4, 8)
-# what starting a program and adding up parts cost, in steps
+# The costs of starting a program and of adding the parts of a split tile, in steps.
 STARTING = 2
 ADDING = 12
-# of an output: a block's, which is a step of 8-bit codes and two of 4-bit ones
+# The words of a block for one output: one step of 8-bit codes, or two steps of 4-bit codes.
 WORDS = gl.constexpr(32)
 
 
 class Hopper(NamedTuple):
-    """How a product of many rows is cut up: tiles of `outputs` x `rows`, each along all inputs or one of `split` parts."""
+    """The tiling of a product with many rows.
+
+    A tile is `outputs` x `rows`. A program computes it over one of `split` parts of the inputs.
+    """
 
     rows: int
     outputs: int
     warps: int
-    resident: int  # programs that fit on a multiprocessor
-    cost: int  # of a step of as many, in 10 ns
+    resident: int  # the number of programs that fit on a multiprocessor
+    cost: int  # the time of a step of that many programs, in 10 ns
     split: int = 1
 
     def stages(self, kind: int) -> int:
-        """Steps in the ring: as many as there is memory for."""
-        step = 2 * STEP.value * self.rows + self.outputs * STEP.value // (
+        """Return the number of steps in the ring: as many as fit into memory."""
+        step_bytes = 2 * STEP.value * self.rows + self.outputs * STEP.value // (
             2 if kind == INT4.value else 1
         )
-        return ((SHARED // self.resident) - RESERVED) // step
+        return ((SHARED // self.resident) - RESERVED) // step_bytes
 
 
-# The larger a tile, the less is read; the smaller, the fewer multiprocessors have nothing to do at the end.
+# Larger tiles read less; smaller tiles leave fewer multiprocessors idle at the end.
 TILES = (Hopper(256, 128, 8, 1, 66), Hopper(128, 128, 4, 2, 75), Hopper(128, 64, 4, 2, 42))
 
 
 def _nibbles(first: int) -> gl.constexpr:
-    """Two words and a scale twice -> two times two numbers: parts `first` and `first` + 1, less 8, times the scale."""
+    """Return PTX: two words and a scale twice -> (code - 8) * scale for parts first, first + 1."""
     return gl.constexpr(f"""{{
     .reg .b32 a, b, least;
     mov.b32 least, 0x43084308;
@@ -94,289 +99,488 @@ HIGH = _nibbles(2)
 
 @gluon.jit
 def _weights(words, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
-    """A block's words [N, 32] -> a step's weights [N, 64]: all of 8-bit codes, the first or second half of 4-bit ones, scaled."""
+    """The words of a block [N, 32] -> the weights of a step [N, 64].
+
+    For 8-bit codes a step is the whole block. For 4-bit codes it is the first or second half, and
+    the weights are scaled.
+    """
     if KIND == INT4:
         words, scale = gl.broadcast(words, scale)
-        CODE: gl.constexpr = HIGH if HALF else LOW
-        a, b = gl.inline_asm_elementwise(
-            CODE, "=r,=r,r,r", [words, scale], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        NIBBLES: gl.constexpr = HIGH if HALF else LOW
+        left, right = gl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,r,r", [words, scale], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
     else:
-        EIGHT: gl.constexpr = E4M3 if KIND == FP8 else BYTES
-        a, b = gl.inline_asm_elementwise(
-            EIGHT, "=r,=r,r", [words], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        EIGHT_BITS: gl.constexpr = E4M3 if KIND == FP8 else BYTES
+        left, right = gl.inline_asm_elementwise(
+            EIGHT_BITS, "=r,=r,r", [words], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
-    beside = gl.join(a, b).permute(0, 2, 1).reshape(words.shape[0], 64)
-    return gl.convert_layout(beside, OPERAND, assert_trivial=True)
+    side_by_side = gl.join(left, right).permute(0, 2, 1).reshape(words.shape[0], 64)
+    return gl.convert_layout(side_by_side, OPERAND, assert_trivial=True)
 
 
 @gluon.constexpr_function
-def _pairs(outputs, warps):
-    """Where words with the scales of outputs n and n + 8 lie, [outputs / 16, 8]: in the threads that make those weights."""
-    bits = [[1 << i, 0] for i in range((outputs // 16).bit_length() - 1)]
-    own = warps.bit_length() - 1
-    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
-    return gl.DistributedLinearLayout(bits[own:], lanes, bits[:own], [], [outputs // 16, 8])
+def _pairs(num_outputs, num_warps):
+    """Return the layout of the words [outputs / 16, 8] that hold the scales of outputs n and n + 8.
 
-
-@gluon.jit
-def _info(at, block, width, KIND: gl.constexpr):
-    """Read ahead: memory is far."""
-    if KIND == INT4:
-        return gl.load(at + block * width)
-    else:
-        return 0
-
-
-@gluon.jit
-def _scales(info, KIND: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of two float16 [N / 16, 8] -> [N, 1] bfloat16, each where it is"""
-    if KIND == INT4:
-        low = info.to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
-        high = (info >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
-        flat = gl.join(low, high).permute(0, 2, 1).reshape(info.shape[0] * 16)
-        return gl.convert_layout(flat, gl.SliceLayout(1, OPERAND), assert_trivial=True).expand_dims(
-            1
-        )
-    else:
-        return 0
-
-
-@gluon.jit
-def _fetch_words(w, x, ws, there, n0, first, i, inside, HALF: gl.constexpr, KIND: gl.constexpr):
-    """A step's words on their way; of 4-bit codes the first half of a block brings them for both. Announces the rows, too."""
-    bar = there.index(i % there.shape[0])
-    if KIND == INT4 and HALF == 1:
-        mbarrier.expect(bar, x.block_type.nbytes, pred=inside)
-    else:
-        block = i // 2 if KIND == INT4 else i
-        begin = first // 2 if KIND == INT4 else first
-        mbarrier.expect(bar, x.block_type.nbytes + w.block_type.nbytes, pred=inside)
-        tma.async_copy_global_to_shared(
-            w, [n0, (begin + block) * WORDS], bar, ws.index(block % ws.shape[0]), pred=inside
-        )
-
-
-@gluon.jit
-def _fetch_rows(x, xs, there, m0, first, i, inside):
-    s = i % xs.shape[0]
-    tma.async_copy_global_to_shared(
-        x, [m0, (first + i) * STEP], there.index(s), xs.index(s), pred=inside
+    Each word is in the threads that dequantise these outputs.
+    """
+    bases = [[1 << index, 0] for index in range((num_outputs // 16).bit_length() - 1)]
+    warp_bits = num_warps.bit_length() - 1
+    lane_bases = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout(
+        bases[warp_bits:], lane_bases, bases[:warp_bits], [], [num_outputs // 16, 8]
     )
 
 
 @gluon.jit
-def _refill(w, x, ws, xs, there, m0, n0, first, i, count, HALF: gl.constexpr, KIND: gl.constexpr):
-    """Step i in place of the one that all threads are done with."""
+def _info(info_ptr, block, info_width, KIND: gl.constexpr):
+    """Load the scales of a block. It is called ahead of their use, to hide the latency."""
+    if KIND == INT4:
+        return gl.load(info_ptr + block * info_width)
+    else:
+        return 0
+
+
+@gluon.jit
+def _scales(info_words, KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of two float16 [N / 16, 8] -> [N, 1] bfloat16, without moving them between threads"""
+    if KIND == INT4:
+        low = info_words.to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
+        high = (info_words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
+        scales = gl.join(low, high).permute(0, 2, 1).reshape(info_words.shape[0] * 16)
+        return gl.convert_layout(
+            scales, gl.SliceLayout(1, OPERAND), assert_trivial=True
+        ).expand_dims(1)
+    else:
+        return 0
+
+
+@gluon.jit
+def _fetch_words(
+    weight_desc,
+    input_desc,
+    weight_ring,
+    ready_barriers,
+    first_output,
+    first_step,
+    step,
+    in_range,
+    HALF: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """Start copying the words of a step, and set the number of bytes that its barrier expects.
+
+    For 4-bit codes, the first half of a block copies the words of both halves.
+    """
+    barrier = ready_barriers.index(step % ready_barriers.shape[0])
+    if KIND == INT4 and HALF == 1:
+        mbarrier.expect(barrier, input_desc.block_type.nbytes, pred=in_range)
+    else:
+        block = step // 2 if KIND == INT4 else step
+        first_block = first_step // 2 if KIND == INT4 else first_step
+        mbarrier.expect(
+            barrier, input_desc.block_type.nbytes + weight_desc.block_type.nbytes, pred=in_range
+        )
+        tma.async_copy_global_to_shared(
+            weight_desc,
+            [first_output, (first_block + block) * WORDS],
+            barrier,
+            weight_ring.index(block % weight_ring.shape[0]),
+            pred=in_range,
+        )
+
+
+@gluon.jit
+def _fetch_rows(input_desc, input_ring, ready_barriers, first_row, first_step, step, in_range):
+    stage = step % input_ring.shape[0]
+    tma.async_copy_global_to_shared(
+        input_desc,
+        [first_row, (first_step + step) * STEP],
+        ready_barriers.index(stage),
+        input_ring.index(stage),
+        pred=in_range,
+    )
+
+
+@gluon.jit
+def _refill(
+    weight_desc,
+    input_desc,
+    weight_ring,
+    input_ring,
+    ready_barriers,
+    first_row,
+    first_output,
+    first_step,
+    step,
+    num_steps,
+    HALF: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """Start copying a step into the stage that all threads have finished with."""
     gl.thread_barrier()
-    _fetch_words(w, x, ws, there, n0, first, i, i < count, HALF, KIND)
-    _fetch_rows(x, xs, there, m0, first, i, i < count)
+    _fetch_words(
+        weight_desc,
+        input_desc,
+        weight_ring,
+        ready_barriers,
+        first_output,
+        first_step,
+        step,
+        step < num_steps,
+        HALF,
+        KIND,
+    )
+    _fetch_rows(
+        input_desc, input_ring, ready_barriers, first_row, first_step, step, step < num_steps
+    )
 
 
 @gluon.jit
-def _made(ws, there, i, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
-    """Step i's weights, once it is there"""
-    STAGES: gl.constexpr = there.shape[0]
-    mbarrier.wait(there.index(i % STAGES), i // STAGES & 1)
-    block = i // 2 if KIND == INT4 else i
-    return _weights(ws.index(block % ws.shape[0]).load(OPERAND), scale, HALF, KIND, OPERAND)
+def _made(
+    weight_ring,
+    ready_barriers,
+    step,
+    scale,
+    HALF: gl.constexpr,
+    KIND: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """Wait for a step and return its weights."""
+    STAGES: gl.constexpr = ready_barriers.shape[0]
+    mbarrier.wait(ready_barriers.index(step % STAGES), step // STAGES & 1)
+    block = step // 2 if KIND == INT4 else step
+    return _weights(
+        weight_ring.index(block % weight_ring.shape[0]).load(OPERAND), scale, HALF, KIND, OPERAND
+    )
 
 
 @gluon.jit
-def _start(weights, xs, i, acc):
-    """acc [N, M] and what step i adds to it, under way"""
-    return warpgroup_mma(weights, xs.index(i % xs.shape[0]).permute([1, 0]), acc, is_async=True)
+def _start(weights, input_ring, step, accumulator):
+    """Start the product of a step, which is added to accumulator [N, M]."""
+    return warpgroup_mma(
+        weights,
+        input_ring.index(step % input_ring.shape[0]).permute([1, 0]),
+        accumulator,
+        is_async=True,
+    )
 
 
 @gluon.jit
-def _place(N: gl.constexpr, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where a tile's sums lie in memory, of ROWS rows from `first` on: those that a warp has at a time are neighbours."""
-    n = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
-    m = first + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-    n = n // 16 * 128 + n // 8 % 2 * 64 + n % 8 * 4
-    m = m // 8 * (N * 8) + m % 2 * 32 + m % 8 // 2
-    return n.expand_dims(1) + m.expand_dims(0)
+def _place(TILE_OUTPUTS: gl.constexpr, first_row, NUM_ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the offsets of a tile's partial sums in memory, for NUM_ROWS rows from first_row on.
+
+    Sums that a warp accesses at the same time are neighbours.
+    """
+    output_offsets = gl.arange(0, TILE_OUTPUTS, gl.SliceLayout(1, LAYOUT))
+    row_offsets = first_row + gl.arange(0, NUM_ROWS, gl.SliceLayout(0, LAYOUT))
+    output_offsets = (
+        output_offsets // 16 * 128 + output_offsets // 8 % 2 * 64 + output_offsets % 8 * 4
+    )
+    row_offsets = (
+        row_offsets // 8 * (TILE_OUTPUTS * 8) + row_offsets % 2 * 32 + row_offsets % 8 // 2
+    )
+    return output_offsets.expand_dims(1) + row_offsets.expand_dims(0)
 
 
 @gluon.jit
 def _shared(
-    acc,
-    partial,
-    lock,
+    accumulator,
+    partial_ptr,
+    lock_ptr,
     part,
-    M: gl.constexpr,
-    N: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    TILE_OUTPUTS: gl.constexpr,
     SPLIT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """A tile of which this program has one of SPLIT parts -> the sums of all parts, in their order, for its share of the rows.
-    It waits for the others, which were started with it."""
-    WHOLE: gl.constexpr = acc.type.layout
-    gl.store(partial + part * (M * N) + _place(N, 0, M, WHOLE), acc)
+    """Add the parts of a split tile in order, and return the sums for this program's share of rows.
+
+    The program waits for the other programs of the tile, which were started with it.
+    """
+    FULL_LAYOUT: gl.constexpr = accumulator.type.layout
+    gl.store(
+        partial_ptr
+        + part * (TILE_ROWS * TILE_OUTPUTS)
+        + _place(TILE_OUTPUTS, 0, TILE_ROWS, FULL_LAYOUT),
+        accumulator,
+    )
     gl.thread_barrier()
-    seen = gl.atomic_add(lock, 1) + 1
-    while seen < SPLIT:
-        seen = gl.atomic_add(lock, 0)
-    ROWS: gl.constexpr = M // SPLIT
-    at = partial + _place(N, part * ROWS, ROWS, LAYOUT)
-    total = gl.load(at, cache_modifier=".cg")
-    for i in gl.static_range(1, SPLIT):
-        total += gl.load(at + i * (M * N), cache_modifier=".cg")
-    if gl.atomic_add(lock, 1) == 2 * SPLIT - 1:
-        gl.store(lock, 0)
+    arrived = gl.atomic_add(lock_ptr, 1) + 1
+    while arrived < SPLIT:
+        arrived = gl.atomic_add(lock_ptr, 0)
+    ROWS: gl.constexpr = TILE_ROWS // SPLIT
+    share_ptr = partial_ptr + _place(TILE_OUTPUTS, part * ROWS, ROWS, LAYOUT)
+    total = gl.load(share_ptr, cache_modifier=".cg")
+    for other_part in gl.static_range(1, SPLIT):
+        total += gl.load(share_ptr + other_part * (TILE_ROWS * TILE_OUTPUTS), cache_modifier=".cg")
+    if gl.atomic_add(lock_ptr, 1) == 2 * SPLIT - 1:
+        gl.store(lock_ptr, 0)
     return total
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["num_rows"])
 def hopper_kernel(
-    x, w, out, info, bias, partial, locks, rows, steps, width, KIND: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """A tile [N outputs, M rows] of the transposed product, or its share of one. x [rows, inputs], w, out: descriptors."""
+    input_desc,
+    weight_desc,
+    output_desc,
+    info_ptr,
+    bias_ptr,
+    partial_ptr,
+    locks_ptr,
+    num_rows,
+    total_steps,
+    info_width,
+    KIND: gl.constexpr,
+    ADD_BIAS: gl.constexpr,
+    ADD_RESIDUAL: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    TILE_OUTPUTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    NUM_SPLITS: gl.constexpr,
+):
+    """Compute a tile [TILE_OUTPUTS, TILE_ROWS] of the transposed product, or a share of it.
+
+    input_desc [rows, inputs], weight_desc and output_desc are TMA descriptors.
+    """
     cuda.gdc_launch_dependents()
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    part = gl.program_id(0) % SPLIT
-    tile = gl.program_id(0) // SPLIT
-    row_tiles = gl.cdiv(rows, M)
-    m0 = tile % row_tiles * M
-    n0 = tile // row_tiles * N
-    count = steps // SPLIT
-    first = part * count
-    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, STEP], x.layout)
-    ws = gl.allocate_shared_memory(
-        gl.int16, [(STAGES + 1) // 2 if KIND == INT4 else STAGES, N, WORDS], w.layout
+    ACCUMULATOR_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS, 1], [16, TILE_ROWS, 16]
     )
-    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    old = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(there.index(i), count=1)
-    mbarrier.init(old, count=1)
+    OPERAND_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACCUMULATOR_LAYOUT, 2)
+    part = gl.program_id(0) % NUM_SPLITS
+    tile = gl.program_id(0) // NUM_SPLITS
+    row_tiles = gl.cdiv(num_rows, TILE_ROWS)
+    first_row = tile % row_tiles * TILE_ROWS
+    first_output = tile // row_tiles * TILE_OUTPUTS
+    num_steps = total_steps // NUM_SPLITS
+    first_step = part * num_steps
+    input_ring = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, TILE_ROWS, STEP], input_desc.layout
+    )
+    weight_ring = gl.allocate_shared_memory(
+        gl.int16,
+        [(STAGES + 1) // 2 if KIND == INT4 else STAGES, TILE_OUTPUTS, WORDS],
+        weight_desc.layout,
+    )
+    ready_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    residual_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for step in gl.static_range(STAGES):
+        mbarrier.init(ready_barriers.index(step), count=1)
+    mbarrier.init(residual_barrier, count=1)
     fence_async_shared()
-    for i in gl.static_range(STAGES):
-        _fetch_words(w, x, ws, there, n0, first, i, i < count, i % 2, KIND)
-    cuda.gdc_wait()
-    for i in gl.static_range(STAGES):
-        _fetch_rows(x, xs, there, m0, first, i, i < count)
-    if KIND == INT4:
-        PAIRS: gl.constexpr = _pairs(N, WARPS)
-        sixteen = gl.arange(0, N // 16, gl.SliceLayout(1, PAIRS)).expand_dims(1)
-        pair = gl.arange(0, 8, gl.SliceLayout(0, PAIRS)).expand_dims(0)
-        at = info + (first // 2 * width + n0 // 2) + (sixteen * 8 + pair)
-    else:
-        at = info
-    scale = _scales(_info(at, 0, width, KIND), KIND, OPERAND)
-    ahead = _info(at, gl.minimum(1, count // 2 - 1), width, KIND)
-    even = _made(ws, there, 0, scale, 0, KIND, OPERAND)
-    acc = _start(even, xs, 0, gl.zeros([N, M], gl.float32, SUMS))
-    acc, even = warpgroup_mma_wait(1, deps=[acc, even])
-    for i in range(0, count - 2, 2):
-        odd = _made(ws, there, i + 1, scale, 1, KIND, OPERAND)
-        acc = _start(odd, xs, i + 1, acc)
-        acc, even = warpgroup_mma_wait(1, deps=[acc, even])
-        _refill(w, x, ws, xs, there, m0, n0, first, i + STAGES, count, STAGES % 2, KIND)
-        scale = _scales(ahead, KIND, OPERAND)
-        ahead = _info(at, gl.minimum(i // 2 + 2, count // 2 - 1), width, KIND)
-        even = _made(ws, there, i + 2, scale, 0, KIND, OPERAND)
-        acc = _start(even, xs, i + 2, acc)
-        acc, odd = warpgroup_mma_wait(1, deps=[acc, odd])
-        _refill(w, x, ws, xs, there, m0, n0, first, i + 1 + STAGES, count, (STAGES + 1) % 2, KIND)
-    odd = _made(ws, there, count - 1, scale, 1, KIND, OPERAND)
-    acc = _start(odd, xs, count - 1, acc)
-    acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
-    gl.thread_barrier()  # from here on the ring holds what is written
-    ROWS: gl.constexpr = M // SPLIT
-    SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
-    m0 += part * ROWS
-    ready = xs._reinterpret(gl.bfloat16, [ROWS, N], out.layout)
-    if ADD:
-        mbarrier.expect(old, out.block_type.nbytes)
-        tma.async_copy_global_to_shared(out, [m0, n0], old, ready)
-    if SPLIT > 1:
-        acc = _shared(
-            acc,
-            partial + tile.to(gl.int64) * (SPLIT * M * N),
-            locks + tile,
-            part,
-            M,
-            N,
-            SPLIT,
-            SHARE,
+    for step in gl.static_range(STAGES):
+        _fetch_words(
+            weight_desc,
+            input_desc,
+            weight_ring,
+            ready_barriers,
+            first_output,
+            first_step,
+            step,
+            step < num_steps,
+            step % 2,
+            KIND,
         )
-    n = n0 + gl.arange(0, N, gl.SliceLayout(1, SHARE))
+    cuda.gdc_wait()
+    for step in gl.static_range(STAGES):
+        _fetch_rows(
+            input_desc, input_ring, ready_barriers, first_row, first_step, step, step < num_steps
+        )
+    if KIND == INT4:
+        PAIR_LAYOUT: gl.constexpr = _pairs(TILE_OUTPUTS, WARPS)
+        sixteen_offsets = gl.arange(
+            0, TILE_OUTPUTS // 16, gl.SliceLayout(1, PAIR_LAYOUT)
+        ).expand_dims(1)
+        pair_offsets = gl.arange(0, 8, gl.SliceLayout(0, PAIR_LAYOUT)).expand_dims(0)
+        tile_info_ptr = (
+            info_ptr
+            + (first_step // 2 * info_width + first_output // 2)
+            + (sixteen_offsets * 8 + pair_offsets)
+        )
+    else:
+        tile_info_ptr = info_ptr
+    scale = _scales(_info(tile_info_ptr, 0, info_width, KIND), KIND, OPERAND_LAYOUT)
+    next_info = _info(tile_info_ptr, gl.minimum(1, num_steps // 2 - 1), info_width, KIND)
+    even_weights = _made(weight_ring, ready_barriers, 0, scale, 0, KIND, OPERAND_LAYOUT)
+    accumulator = _start(
+        even_weights,
+        input_ring,
+        0,
+        gl.zeros([TILE_OUTPUTS, TILE_ROWS], gl.float32, ACCUMULATOR_LAYOUT),
+    )
+    accumulator, even_weights = warpgroup_mma_wait(1, deps=[accumulator, even_weights])
+    for step in range(0, num_steps - 2, 2):
+        odd_weights = _made(weight_ring, ready_barriers, step + 1, scale, 1, KIND, OPERAND_LAYOUT)
+        accumulator = _start(odd_weights, input_ring, step + 1, accumulator)
+        accumulator, even_weights = warpgroup_mma_wait(1, deps=[accumulator, even_weights])
+        _refill(
+            weight_desc,
+            input_desc,
+            weight_ring,
+            input_ring,
+            ready_barriers,
+            first_row,
+            first_output,
+            first_step,
+            step + STAGES,
+            num_steps,
+            STAGES % 2,
+            KIND,
+        )
+        scale = _scales(next_info, KIND, OPERAND_LAYOUT)
+        next_info = _info(
+            tile_info_ptr, gl.minimum(step // 2 + 2, num_steps // 2 - 1), info_width, KIND
+        )
+        even_weights = _made(weight_ring, ready_barriers, step + 2, scale, 0, KIND, OPERAND_LAYOUT)
+        accumulator = _start(even_weights, input_ring, step + 2, accumulator)
+        accumulator, odd_weights = warpgroup_mma_wait(1, deps=[accumulator, odd_weights])
+        _refill(
+            weight_desc,
+            input_desc,
+            weight_ring,
+            input_ring,
+            ready_barriers,
+            first_row,
+            first_output,
+            first_step,
+            step + 1 + STAGES,
+            num_steps,
+            (STAGES + 1) % 2,
+            KIND,
+        )
+    odd_weights = _made(weight_ring, ready_barriers, num_steps - 1, scale, 1, KIND, OPERAND_LAYOUT)
+    accumulator = _start(odd_weights, input_ring, num_steps - 1, accumulator)
+    accumulator, even_weights, odd_weights = warpgroup_mma_wait(
+        0, deps=[accumulator, even_weights, odd_weights]
+    )
+    gl.thread_barrier()  # from here on the ring is the output buffer
+    SHARE_ROWS: gl.constexpr = TILE_ROWS // NUM_SPLITS
+    SHARE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SHARE_ROWS, 16])
+    first_row += part * SHARE_ROWS
+    output_buffer = input_ring._reinterpret(
+        gl.bfloat16, [SHARE_ROWS, TILE_OUTPUTS], output_desc.layout
+    )
+    if ADD_RESIDUAL:
+        mbarrier.expect(residual_barrier, output_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            output_desc, [first_row, first_output], residual_barrier, output_buffer
+        )
+    if NUM_SPLITS > 1:
+        accumulator = _shared(
+            accumulator,
+            partial_ptr + tile.to(gl.int64) * (NUM_SPLITS * TILE_ROWS * TILE_OUTPUTS),
+            locks_ptr + tile,
+            part,
+            TILE_ROWS,
+            TILE_OUTPUTS,
+            NUM_SPLITS,
+            SHARE_LAYOUT,
+        )
+    output_offsets = first_output + gl.arange(0, TILE_OUTPUTS, gl.SliceLayout(1, SHARE_LAYOUT))
     if KIND != INT4:
-        acc *= gl.load(info + n).expand_dims(1)
-    if BIAS:
-        acc += gl.load(bias + n).to(gl.float32).expand_dims(1)
-    if ADD:
-        mbarrier.wait(old, 0)
-        acc += ready.permute([1, 0]).load(SHARE).to(gl.float32)
-    ready.permute([1, 0]).store(acc.to(gl.bfloat16))
+        accumulator *= gl.load(info_ptr + output_offsets).expand_dims(1)
+    if ADD_BIAS:
+        accumulator += gl.load(bias_ptr + output_offsets).to(gl.float32).expand_dims(1)
+    if ADD_RESIDUAL:
+        mbarrier.wait(residual_barrier, 0)
+        accumulator += output_buffer.permute([1, 0]).load(SHARE_LAYOUT).to(gl.float32)
+    output_buffer.permute([1, 0]).store(accumulator.to(gl.bfloat16))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [m0, n0], ready)
+    tma.async_copy_shared_to_global(output_desc, [first_row, first_output], output_buffer)
     tma.store_wait(0)
 
 
 def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What the copy engine must know: the tensor, and the piece of it that is copied at a time."""
-    kind = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.int16
+    """Return a TMA descriptor of a tensor, for copies of [rows, columns]."""
+    element_type = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.int16
     return TensorDescriptor.from_tensor(
-        tensor, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+        tensor, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], element_type)
     )
 
 
-def known(form: WeightFormat) -> bool:
-    """Groups of 128 inputs or none, and scales alone."""
+def known(weight_format: WeightFormat) -> bool:
+    """Whether a format is supported: groups of 128 inputs or whole rows, without minima."""
     return (
         HOPPER
-        and form.group_size == (128 if form.bits == 4 else 0)
-        and not (form.asymmetric or form.float32_scales or form.quantizes_activations)
+        and weight_format.group_size == (128 if weight_format.bits == 4 else 0)
+        and not (
+            weight_format.asymmetric
+            or weight_format.float32_scales
+            or weight_format.quantizes_activations
+        )
     )
 
 
-def fits(dtype: torch.dtype, weight: PackedWeight) -> bool:
-    """Whole tiles and pairs of steps."""
-    outputs, inputs = weight.shape
+def fits(dtype: torch.dtype, weight: TritonWeight) -> bool:
+    """Whether a product is supported: it must consist of whole tiles and pairs of steps."""
+    num_outputs, num_inputs = weight.shape
     return (
         known(weight.format)
         and dtype == torch.bfloat16
-        and outputs % 128 == 0
-        and inputs % (2 * STEP.value) == 0
+        and num_outputs % 128 == 0
+        and num_inputs % (2 * STEP.value) == 0
     )
 
 
-def fastest(rows: int, outputs: int, inputs: int) -> Hopper:
-    """The tile, and how many programs share one, by what they would take."""
-    steps = inputs // STEP.value
+def fastest(num_rows: int, num_outputs: int, num_inputs: int) -> Hopper:
+    """Return the tile size and the number of splits with the smallest estimated time."""
+    num_steps = num_inputs // STEP.value
 
-    def cost(how: Hopper) -> int:
-        tiles = outputs // how.outputs * triton.cdiv(rows, how.rows)
-        if (how.split > 1 and tiles > LOCKS) or steps % (2 * how.split):
+    def cost(config: Hopper) -> int:
+        num_tiles = num_outputs // config.outputs * triton.cdiv(num_rows, config.rows)
+        if (config.split > 1 and num_tiles > LOCKS) or num_steps % (2 * config.split):
             return 1 << 60
-        rounds = triton.cdiv(tiles * how.split, PROCESSORS * how.resident)
-        return how.cost * rounds * (steps // how.split + STARTING + ADDING * (how.split > 1))
+        rounds = triton.cdiv(num_tiles * config.split, PROCESSORS * config.resident)
+        return (
+            config.cost
+            * rounds
+            * (num_steps // config.split + STARTING + ADDING * (config.split > 1))
+        )
 
-    return min((how._replace(split=split) for how in TILES for split in SPLITS), key=cost)
+    return min((config._replace(split=split) for config in TILES for split in SPLITS), key=cost)
 
 
 def hopper(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Hopper
+    hidden: Tensor,
+    weight: TritonWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    config: Hopper,
 ) -> Tensor:
-    """x [T, in] -> [T, out], written over add where there is one"""
-    rows = len(x)
-    (outputs, inputs) = weight.shape
-    split = how.split
-    out = x.new_empty(rows, outputs) if add is None else add
-    tiles = outputs // how.outputs * triton.cdiv(rows, how.rows)
+    """hidden [T, in] -> [T, out], plus the residual, which is overwritten"""
+    num_rows = len(hidden)
+    (num_outputs, num_inputs) = weight.shape
+    num_splits = config.split
+    output = hidden.new_empty(num_rows, num_outputs) if residual is None else residual
+    num_tiles = num_outputs // config.outputs * triton.cdiv(num_rows, config.rows)
     partial = (
-        x.new_empty(tiles * split * how.rows * how.outputs, dtype=torch.float32)
-        if split > 1
+        hidden.new_empty(num_tiles * num_splits * config.rows * config.outputs, dtype=torch.float32)
+        if num_splits > 1
         else None
     )
-    hopper_kernel[tiles * split,](
-        _described(x, how.rows, STEP.value), _described(weight.words, how.outputs, WORDS.value),
-        _described(out, how.rows // split, how.outputs), weight.info, bias, partial, weight.locks, rows, inputs // STEP.value,
-        weight.info.shape[-1], weight.kind, bias is not None, add is not None, how.rows, how.outputs, how.stages(weight.kind),
-        how.warps, split, num_warps=how.warps, **LAUNCH,
-    )  # fmt: skip
-    return out
+    hopper_kernel[num_tiles * num_splits,](
+        _described(hidden, config.rows, STEP.value),
+        _described(weight.words, config.outputs, WORDS.value),
+        _described(output, config.rows // num_splits, config.outputs),
+        weight.info,
+        bias,
+        partial,
+        weight.locks,
+        num_rows,
+        num_inputs // STEP.value,
+        weight.info.shape[-1],
+        weight.kind,
+        bias is not None,
+        residual is not None,
+        config.rows,
+        config.outputs,
+        config.stages(weight.kind),
+        config.warps,
+        num_splits,
+        num_warps=config.warps,
+        **LAUNCH,
+    )
+    return output

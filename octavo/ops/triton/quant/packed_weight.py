@@ -1,18 +1,23 @@
-"""Quantised weights in the order in which the GPU kernels read them. What codes mean is octavo.ops.weight's.
+"""Quantised weights in the order in which the GPU kernels read them.
 
-A row's codes lie in words of 16 bits, in blocks of 32 words: P = 2 or 4 codes a word. Part j of all words of a block are the
-block's j-th 32 inputs, so that a kernel takes a word apart by shifting and multiplies each part with 32 neighbouring inputs:
+octavo.ops.weight defines the meaning of codes. The codes of a row are in words of 16 bits, with 2
+or 4 codes in a word, and in blocks of 32 words. Part j of the words of a block are the j-th 32
+inputs of the block. So a kernel unpacks a word by shifting and multiplies each part with 32
+neighbouring inputs:
 
     8 bits   word i of block b:   inputs 64 b + i (low byte), 64 b + 32 + i
     4 bits   word i of block b:   inputs 128 b + i (lowest four bits), 128 b + 32 + i, + 64, + 96
 
-A group's scale lies in a word of 32 bits, because less cannot be copied ahead of its use: info [groups, width]
+The scales of groups are in words of 32 bits, the smallest unit that can be prefetched, in
+info [groups, width]:
 
-    symmetric     word 8 a + i:   the scales of outputs 16 a + i (low half) and 16 a + 8 + i, which one thread computes
-    asymmetric    word n:         the scale of output n (low half) and its least value
+    symmetric     word 8 a + i:   the scales of outputs 16 a + i (low half) and 16 a + 8 + i, which
+                                  one thread computes
+    asymmetric    word n:         the scale of output n (low half) and its minimum
 
-Scales that float16 does not hold are float32 each, info [groups, out] or, with least values in every other line, [2 groups, out].
-A scale for a whole row is a float32, info [out]. Inputs are padded to whole blocks, with zeros.
+Scales that need float32 are in info [groups, out], or [2 groups, out] with the minima in every
+other line. The scale of a whole row is a float32 in info [out]. Inputs are padded to whole blocks
+with zeros.
 """
 
 from __future__ import annotations
@@ -24,15 +29,15 @@ from torch import Tensor, nn
 from octavo.ops.triton.quant.weight_codes import FP8, INT4, INT8
 from octavo.ops.weight import QuantWeight
 
-WORDS = 32  # in a block
-LOCKS = 2048  # tiles of one product that may be computed by several programs
+WORDS = 32  # the number of words in a block
+LOCKS = 2048  # the largest number of tiles of a product that is split over the inputs
 
 
-class PackedWeight(nn.Module):
-    """Opaque but to the kernels beside it."""
+class TritonWeight(nn.Module):
+    """A quantised weight in the layout of the kernels in this package."""
 
-    words: Tensor  # [out, blocks * 32] int16, of any bits
-    info: Tensor  # [out] or [lines, out] float32, or [groups, width] int32, of two float16 each
+    words: Tensor  # [out, blocks * 32] int16
+    info: Tensor  # [out] or [lines, out] float32, or [groups, width] int32 of two float16 each
     locks: Tensor  # [LOCKS] int32, all zero between products
 
     def __init__(self, weight: QuantWeight):
@@ -49,12 +54,12 @@ class PackedWeight(nn.Module):
 
     @property
     def kind(self) -> int:
-        """What a code is, for the kernels."""
+        """Return INT4, INT8 or FP8, for the kernels."""
         return (INT4 if self.format.bits == 4 else FP8 if self.format.is_float else INT8).value
 
     @property
     def parts(self) -> int:
-        """Codes in a word."""
+        """Return the number of codes in a word."""
         return 16 // self.format.bits
 
     @property
@@ -63,41 +68,49 @@ class PackedWeight(nn.Module):
 
 
 def _words(weight: QuantWeight) -> Tensor:
-    outputs, inputs = weight.shape
+    num_outputs, num_inputs = weight.shape
     parts = 16 // weight.format.bits
-    blocks = -(-inputs // (WORDS * parts))
-    out = torch.empty(outputs, blocks * WORDS, dtype=torch.int16, device=weight.codes.device)
-    step = max(1, (1 << 24) // inputs)  # rows at a time: the codes are unpacked for a moment
-    for first in range(0, outputs, step):
-        rows = slice(first, first + step)
+    num_blocks = -(-num_inputs // (WORDS * parts))
+    words = torch.empty(
+        num_outputs, num_blocks * WORDS, dtype=torch.int16, device=weight.codes.device
+    )
+    chunk_rows = max(1, (1 << 24) // num_inputs)  # unpacked codes of this many rows exist at a time
+    for first_row in range(0, num_outputs, chunk_rows):
+        rows = slice(first_row, first_row + chunk_rows)
         codes = weight[rows].unpacked()
-        codes = F.pad(codes, (0, blocks * WORDS * parts - inputs), value=weight.format.zero_point)
+        codes = F.pad(
+            codes, (0, num_blocks * WORDS * parts - num_inputs), value=weight.format.zero_point
+        )
         if weight.format.bits == 8:
-            # around 128 -> signed; what is a float stays as it is
+            # Codes around 128 become signed. Floats stay unchanged, because their zero point is 0.
             signed = codes ^ weight.format.zero_point
-            out[rows] = (
-                signed.view(-1, blocks, 2, WORDS)
+            words[rows] = (
+                signed.view(-1, num_blocks, 2, WORDS)
                 .transpose(2, 3)
                 .contiguous()
                 .view(torch.int16)
                 .flatten(1)
             )
         else:
-            a, b, c, d = codes.view(-1, blocks, 4, WORDS).unbind(2)
-            out[rows] = torch.stack((a | b << 4, c | d << 4), 3).view(torch.int16).flatten(1)
-    return out
+            part0, part1, part2, part3 = codes.view(-1, num_blocks, 4, WORDS).unbind(2)
+            words[rows] = (
+                torch.stack((part0 | part1 << 4, part2 | part3 << 4), 3)
+                .view(torch.int16)
+                .flatten(1)
+            )
+    return words
 
 
-def _info(weight: QuantWeight, inputs: int) -> Tensor:
-    """inputs: with what is padded; a padded group's scale is zero."""
+def _info(weight: QuantWeight, padded_inputs: int) -> Tensor:
+    """Return the scales. `padded_inputs` includes the padding; a padded group has the scale 0."""
     if not weight.format.group_size:
         return weight.scale[:, 0].float()
-    groups = -(-inputs // weight.format.group_size)
-    scale = F.pad(weight.scale, (0, groups - weight.scale.shape[1])).t()  # [groups, out]
+    num_groups = -(-padded_inputs // weight.format.group_size)
+    scale = F.pad(weight.scale, (0, num_groups - weight.scale.shape[1])).t()  # [groups, out]
     least = (
         None
         if weight.least is None
-        else F.pad(weight.least, (0, groups - weight.least.shape[1])).t()
+        else F.pad(weight.least, (0, num_groups - weight.least.shape[1])).t()
     )
     if weight.format.float32_scales:
         return scale.contiguous() if least is None else torch.stack((scale, least), 1).flatten(0, 1)
@@ -106,7 +119,7 @@ def _info(weight: QuantWeight, inputs: int) -> Tensor:
     else:
         pairs = (
             F.pad(scale, (0, -len(weight.scale) % 16))
-            .reshape(groups, -1, 2, 8)
+            .reshape(num_groups, -1, 2, 8)
             .transpose(2, 3)
             .contiguous()
         )

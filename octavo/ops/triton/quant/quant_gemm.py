@@ -1,4 +1,7 @@
-"""A quantised matrix times a few rows: weights become bfloat16 in registers and meet the activations in the tensor cores."""
+"""A quantised matrix times a few rows, on the tensor cores.
+
+Weights are dequantised to bfloat16 in registers.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,29 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, fetch, start_next, wait_for_inputs
-from octavo.ops.triton.quant.packed_weight import LOCKS, WORDS, PackedWeight
+from octavo.ops.triton.quant.packed_weight import LOCKS, WORDS, TritonWeight
 from octavo.ops.triton.quant.weight_codes import INT4, halves, info_of_tile
 
 PROCESSORS = (
     torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
 )
-# what starting and ending a program costs, in blocks: keeps products from being cut too fine
+# The cost of starting and ending a program, in blocks. It prevents too many splits.
 PROLOGUE = 6
 
 
 class Gemm(NamedTuple):
-    """How a product of a few rows is cut up: tiles of `outputs` x `rows`, each along all inputs or a part of them."""
+    """The tiling of a product with a few rows.
+
+    A tile is `outputs` x `rows`. A program computes it over all inputs or over a part of them.
+    """
 
     rows: int
     outputs: int
-    blocks: int  # of weights in a round
-    stages: int  # rounds under way
-    resident: int  # programs that fit on a multiprocessor
-    after: bool = False  # groups as long as a block: sums are scaled instead of weights
-    tall: int = 16  # outputs of a warp: four warps have 64 together in one tensor core instruction
+    blocks: int  # the number of blocks of weights in a round
+    stages: int  # the number of rounds in the pipeline
+    resident: int  # the number of programs that fit on a multiprocessor
+    after: bool = False  # scale sums instead of weights, for groups as long as a block
+    tall: int = 16  # outputs of a warp; four warps of 16 share one tensor core instruction
 
     @property
     def warps(self) -> int:
@@ -37,229 +43,398 @@ class Gemm(NamedTuple):
 
 
 @triton.jit
-def _beside(a, b):
-    """[N, K] and [N, K] -> [N, 2 K]. Costs nothing: elements stay in the registers they are in."""
-    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+def _beside(left, right):
+    """left [N, K] and right [N, K] -> [N, 2 K]. All elements stay in their registers."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
 
 @triton.jit
-def _scaled(part, info, group, width, LEAST: tl.constexpr, LESS: tl.constexpr):
-    """part [N, K]: codes less LESS. With as many scales added, what is least is near zero, and rounding it costs little."""
-    scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
-    if LEAST:
-        return part * scale.to(part.dtype) + (least + LESS * scale).to(part.dtype)
+def _scaled(part, info_ptr, group, info_width, ASYMMETRIC: tl.constexpr, SUBTRACTED: tl.constexpr):
+    """Scale part [N, K], which holds codes - SUBTRACTED.
+
+    The minimum plus SUBTRACTED scales is near zero, so rounding it costs little precision.
+    """
+    scale, least = info_of_tile(info_ptr, group, info_width, part.shape[0], ASYMMETRIC)
+    if ASYMMETRIC:
+        return part * scale.to(part.dtype) + (least + SUBTRACTED * scale).to(part.dtype)
     else:
         return part * scale.to(part.dtype)
 
 
 @triton.jit
-def _scaled_by_two(part, info, group, width, LEAST: tl.constexpr):
-    """part [N, 32]: codes of two groups of 16."""
-    scale, least = info_of_tile(info, group, width, part.shape[0], LEAST)
-    other_scale, other_least = info_of_tile(info, group + 1, width, part.shape[0], LEAST)
+def _scaled_by_two(part, info_ptr, group, info_width, ASYMMETRIC: tl.constexpr):
+    """Scale part [N, 32], which holds the codes of two groups of 16."""
+    scale, least = info_of_tile(info_ptr, group, info_width, part.shape[0], ASYMMETRIC)
+    other_scale, other_least = info_of_tile(
+        info_ptr, group + 1, info_width, part.shape[0], ASYMMETRIC
+    )
     first = tl.arange(0, 32)[None, :] < 16
     part = part * tl.where(first, scale, other_scale).to(part.dtype)
-    if LEAST:
+    if ASYMMETRIC:
         part += tl.where(first, least, other_least).to(part.dtype)
     return part
 
 
 @triton.jit
 def _block(
-    word, info, block, width, DTYPE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """A block's words [N, 32] -> its weights [N, inputs]; GROUP 0: without their scale, and blocks may be several."""
+    words,
+    info_ptr,
+    block,
+    info_width,
+    DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):
+    """The words of a block [N, 32] -> its weights [N, inputs].
+
+    With GROUP_SIZE 0 the weights are not scaled, and there may be several blocks.
+    """
     if KIND == INT4:
-        a, b, c, d = halves(word, DTYPE, KIND, ASM)
-        if GROUP == 32:
-            a = _scaled(a, info, block * 4, width, LEAST, 8)
-            b = _scaled(b, info, block * 4 + 1, width, LEAST, 8)
-            c = _scaled(c, info, block * 4 + 2, width, LEAST, 8)
-            d = _scaled(d, info, block * 4 + 3, width, LEAST, 8)
-        low = _beside(a, b)
-        high = _beside(c, d)
-        if GROUP == 64:
-            low = _scaled(low, info, block * 2, width, LEAST, 8)
-            high = _scaled(high, info, block * 2 + 1, width, LEAST, 8)
+        part0, part1, part2, part3 = halves(words, DTYPE, KIND, USE_ASM)
+        if GROUP_SIZE == 32:
+            part0 = _scaled(part0, info_ptr, block * 4, info_width, ASYMMETRIC, 8)
+            part1 = _scaled(part1, info_ptr, block * 4 + 1, info_width, ASYMMETRIC, 8)
+            part2 = _scaled(part2, info_ptr, block * 4 + 2, info_width, ASYMMETRIC, 8)
+            part3 = _scaled(part3, info_ptr, block * 4 + 3, info_width, ASYMMETRIC, 8)
+        low = _beside(part0, part1)
+        high = _beside(part2, part3)
+        if GROUP_SIZE == 64:
+            low = _scaled(low, info_ptr, block * 2, info_width, ASYMMETRIC, 8)
+            high = _scaled(high, info_ptr, block * 2 + 1, info_width, ASYMMETRIC, 8)
         weights = _beside(low, high)
-        if GROUP == 128:
-            weights = _scaled(weights, info, block, width, LEAST, 8)
+        if GROUP_SIZE == 128:
+            weights = _scaled(weights, info_ptr, block, info_width, ASYMMETRIC, 8)
         return weights
     else:
-        a, b = halves(word, DTYPE, KIND, ASM)
-        if GROUP == 32:
-            a = _scaled(a, info, block * 2, width, LEAST, 0)
-            b = _scaled(b, info, block * 2 + 1, width, LEAST, 0)
-        if GROUP == 16:
-            a = _scaled_by_two(a, info, block * 4, width, LEAST)
-            b = _scaled_by_two(b, info, block * 4 + 2, width, LEAST)
-        return _beside(a, b)
+        part0, part1 = halves(words, DTYPE, KIND, USE_ASM)
+        if GROUP_SIZE == 32:
+            part0 = _scaled(part0, info_ptr, block * 2, info_width, ASYMMETRIC, 0)
+            part1 = _scaled(part1, info_ptr, block * 2 + 1, info_width, ASYMMETRIC, 0)
+        if GROUP_SIZE == 16:
+            part0 = _scaled_by_two(part0, info_ptr, block * 4, info_width, ASYMMETRIC)
+            part1 = _scaled_by_two(part1, info_ptr, block * 4 + 2, info_width, ASYMMETRIC)
+        return _beside(part0, part1)
 
 
 @triton.jit
 def write(
-    acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS: tl.constexpr, ADD: tl.constexpr, SHARED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """A tile acc [N, M] of the transposed product to out [rows, outputs]. ADD: to what is there. SHARED: it is one of `split`
-    parts, which all go to memory; the program that comes last adds them, in their order."""
-    if not SHARED:
-        _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
+    accumulator,
+    bias_ptr,
+    output_ptr,
+    partial_ptr,
+    locks_ptr,
+    row_offsets,
+    output_offsets,
+    num_rows,
+    num_outputs,
+    num_splits,
+    ADD_BIAS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+):
+    """Write a tile [TILE_OUTPUTS, TILE_ROWS] of the transposed product to the output.
+
+    ADD_RESIDUAL adds it to the present values. IS_SPLIT means that it is one of num_splits parts.
+    All parts are written to memory, and the program that finishes last adds them in order.
+    """
+    if not IS_SPLIT:
+        _store(
+            accumulator,
+            bias_ptr,
+            output_ptr,
+            row_offsets,
+            output_offsets,
+            num_rows,
+            num_outputs,
+            ADD_BIAS,
+            ADD_RESIDUAL,
+        )
     else:
         tile = tl.program_id(0)
-        tiles = tl.num_programs(0)
-        at = partial + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
-        tl.store(at + (tl.program_id(1) * tiles + tile).to(tl.int64) * (M * N), acc)
+        num_tiles = tl.num_programs(0)
+        tile_ptr = (
+            partial_ptr
+            + tl.arange(0, TILE_OUTPUTS)[:, None] * TILE_ROWS
+            + tl.arange(0, TILE_ROWS)[None, :]
+        )
+        tl.store(
+            tile_ptr
+            + (tl.program_id(1) * num_tiles + tile).to(tl.int64) * (TILE_ROWS * TILE_OUTPUTS),
+            accumulator,
+        )
         tl.debug_barrier()
-        if tl.atomic_add(locks + tile, 1) == split - 1:
-            acc = tl.zeros([N, M], tl.float32)
-            for part in range(split):
-                acc += tl.load(
-                    at + (part * tiles + tile).to(tl.int64) * (M * N), cache_modifier=".cg"
+        if tl.atomic_add(locks_ptr + tile, 1) == num_splits - 1:
+            accumulator = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
+            for part in range(num_splits):
+                accumulator += tl.load(
+                    tile_ptr + (part * num_tiles + tile).to(tl.int64) * (TILE_ROWS * TILE_OUTPUTS),
+                    cache_modifier=".cg",
                 )
-            tl.store(locks + tile, 0)
-            _store(acc, bias, out, m, n, rows, outputs, BIAS, ADD)
+            tl.store(locks_ptr + tile, 0)
+            _store(
+                accumulator,
+                bias_ptr,
+                output_ptr,
+                row_offsets,
+                output_offsets,
+                num_rows,
+                num_outputs,
+                ADD_BIAS,
+                ADD_RESIDUAL,
+            )
 
 
 @triton.jit
-def _store(acc, bias, out, m, n, rows, outputs, BIAS: tl.constexpr, ADD: tl.constexpr):
-    if BIAS:
-        acc += tl.load(bias + n, mask=n < outputs, other=0.0)[:, None].to(tl.float32)
-    at = out + m[None, :] * outputs + n[:, None]
-    inside = (m < rows)[None, :] & (n < outputs)[:, None]
-    if ADD:
-        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, acc, mask=inside)
+def _store(
+    accumulator,
+    bias_ptr,
+    output_ptr,
+    row_offsets,
+    output_offsets,
+    num_rows,
+    num_outputs,
+    ADD_BIAS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+):
+    if ADD_BIAS:
+        accumulator += tl.load(
+            bias_ptr + output_offsets, mask=output_offsets < num_outputs, other=0.0
+        )[:, None].to(tl.float32)
+    tile_ptr = output_ptr + row_offsets[None, :] * num_outputs + output_offsets[:, None]
+    in_range = (row_offsets < num_rows)[None, :] & (output_offsets < num_outputs)[:, None]
+    if ADD_RESIDUAL:
+        accumulator += tl.load(tile_ptr, mask=in_range, other=0.0).to(tl.float32)
+    tl.store(tile_ptr, accumulator, mask=in_range)
 
 
 @triton.jit
-def _finished(acc, ASM: tl.constexpr):
-    """Wait for the tensor cores. Triton 3.6 lets a product run on into the next round, where the registers with its weights are
-    filled anew while they are still being read. What has to look at the sums has to wait for them."""
-    if ASM:
+def _finished(accumulator, USE_ASM: tl.constexpr):
+    """Wait for the tensor cores.
+
+    Triton 3.6 lets a product run into the next round, where the registers of its weights are
+    overwritten while they are still read. An instruction that reads the sums has to wait for them.
+    """
+    if USE_ASM:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=False, pack=1
+            "mov.b32 $0, $1;", "=f,f", [accumulator], tl.float32, is_pure=False, pack=1
         )
     else:
-        return acc
+        return accumulator
 
 
-@triton.jit(do_not_specialize=["rows", "split"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def gemm_kernel(
-    x, words, info, bias, out, partial, locks, rows, outputs, inputs, blocks, width, split, KIND: tl.constexpr,
-    GROUP: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    ROUND: tl.constexpr, SHARED: tl.constexpr, AFTER: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """A tile [N outputs, M rows] of the transposed product, because the tensor cores take their first operand from registers,
-    where the weights are made. AFTER: sums are scaled, not weights. EVEN: rounds need no mask. SHARED: `split` programs have a
-    tile, each with a part of the inputs."""
+    input_ptr,
+    words_ptr,
+    info_ptr,
+    bias_ptr,
+    output_ptr,
+    partial_ptr,
+    locks_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    num_blocks,
+    info_width,
+    num_splits,
+    KIND: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    ROUND_BLOCKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):
+    """Compute a tile [TILE_OUTPUTS, TILE_ROWS] of the transposed product.
+
+    The product is transposed because the tensor cores read their first operand from registers,
+    where the weights are dequantised. SCALE_SUMS scales sums instead of weights. EVEN means that
+    rounds need no mask. IS_SPLIT means that num_splits programs compute a tile, each over a part of
+    the inputs.
+    """
     start_next()
     PARTS: tl.constexpr = 4 if KIND == INT4 else 2
-    BLOCK: tl.constexpr = 32 * PARTS
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    # blocks that one instruction multiplies: those without scales between
-    WIDE: tl.constexpr = ROUND if GROUP == 0 else 1
+    BLOCK_INPUTS: tl.constexpr = 32 * PARTS
+    DTYPE: tl.constexpr = input_ptr.dtype.element_ty
+    # The number of blocks that one dot product covers. Group scales allow only one block.
+    BLOCKS_PER_DOT: tl.constexpr = ROUND_BLOCKS if GROUP_SIZE == 0 else 1
     tile = tl.program_id(0)
-    row_tiles = tl.cdiv(rows, M)
-    m = (tile % row_tiles) * M + tl.arange(0, M)
-    n = (tile // row_tiles) * N + tl.arange(0, N)
-    word = tl.arange(0, 32 * WIDE)
-    k = tl.arange(0, BLOCK * WIDE)
-    output = tl.minimum(n, outputs - 1)
-    if WIDE > 1:  # all words' first parts come before all their second ones
-        k = (k % (32 * WIDE)) // 32 * BLOCK + k // (32 * WIDE) * 32 + k % 32
-        k = tl.max_contiguous(tl.multiple_of(k, 32), 32)
-    share = tl.cdiv(blocks, ROUND * split) * ROUND
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, blocks)
-    row_at = words + output.to(tl.int64) * blocks * 32
+    row_tiles = tl.cdiv(num_rows, TILE_ROWS)
+    row_offsets = (tile % row_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    output_offsets = (tile // row_tiles) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    word_offsets = tl.arange(0, 32 * BLOCKS_PER_DOT)
+    input_offsets = tl.arange(0, BLOCK_INPUTS * BLOCKS_PER_DOT)
+    output_index = tl.minimum(output_offsets, num_outputs - 1)
+    if BLOCKS_PER_DOT > 1:  # the first parts of all words come before the second parts
+        input_offsets = (
+            (input_offsets % (32 * BLOCKS_PER_DOT)) // 32 * BLOCK_INPUTS
+            + input_offsets // (32 * BLOCKS_PER_DOT) * 32
+            + input_offsets % 32
+        )
+        input_offsets = tl.max_contiguous(tl.multiple_of(input_offsets, 32), 32)
+    split_blocks = tl.cdiv(num_blocks, ROUND_BLOCKS * num_splits) * ROUND_BLOCKS
+    begin = tl.program_id(1) * split_blocks
+    end = tl.minimum(begin + split_blocks, num_blocks)
+    row_ptr = words_ptr + output_index.to(tl.int64) * num_blocks * 32
     fetch(
-        row_at[:, None]
-        + tl.minimum(begin * 32 + tl.arange(0, LINES) * 64, blocks * 32 - 1)[None, :]
+        row_ptr[:, None]
+        + tl.minimum(begin * 32 + tl.arange(0, PREFETCH_LINES) * 64, num_blocks * 32 - 1)[None, :]
     )
-    word_at = row_at[:, None] + word[None, :]
-    x_at = x + tl.minimum(m, rows - 1)[None, :] * inputs + k[:, None]
-    if LEAST or info.dtype.element_ty == tl.float32:
-        info_at = info + output[:, None]
+    word_ptr = row_ptr[:, None] + word_offsets[None, :]
+    tile_input_ptr = (
+        input_ptr
+        + tl.minimum(row_offsets, num_rows - 1)[None, :] * num_inputs
+        + input_offsets[:, None]
+    )
+    if ASYMMETRIC or info_ptr.dtype.element_ty == tl.float32:
+        tile_info_ptr = info_ptr + output_index[:, None]
     else:
-        info_at = (
-            info
-            + tl.minimum((tile // row_tiles) * (N // 2) + tl.arange(0, N // 2), width - 1)[:, None]
+        tile_info_ptr = (
+            info_ptr
+            + tl.minimum(
+                (tile // row_tiles) * (TILE_OUTPUTS // 2) + tl.arange(0, TILE_OUTPUTS // 2),
+                info_width - 1,
+            )[:, None]
         )
     wait_for_inputs()
-    acc = tl.zeros([N, M], tl.float32)
-    for first in tl.range(begin, end, ROUND, num_stages=STAGES):
-        for r in tl.static_range(0, ROUND, WIDE):
+    accumulator = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
+    for first_block in tl.range(begin, end, ROUND_BLOCKS, num_stages=STAGES):
+        for round_block in tl.static_range(0, ROUND_BLOCKS, BLOCKS_PER_DOT):
             if EVEN:
-                block = first + r
-                codes = tl.load(word_at + block * 32)
-                values = tl.load(x_at + block * BLOCK)
-            else:  # past the end weights may be any: inputs are zero
+                block = first_block + round_block
+                codes = tl.load(word_ptr + block * 32)
+                values = tl.load(tile_input_ptr + block * BLOCK_INPUTS)
+            else:  # inputs past the end are zero, so the weights there do not matter
                 codes = tl.load(
-                    word_at + (first + r) * 32,
-                    mask=((first + r) * 32 + word < blocks * 32)[None, :],
+                    word_ptr + (first_block + round_block) * 32,
+                    mask=((first_block + round_block) * 32 + word_offsets < num_blocks * 32)[
+                        None, :
+                    ],
                     other=0,
                 )
                 values = tl.load(
-                    x_at + (first + r) * BLOCK,
-                    mask=((first + r) * BLOCK + k < inputs)[:, None],
+                    tile_input_ptr + (first_block + round_block) * BLOCK_INPUTS,
+                    mask=((first_block + round_block) * BLOCK_INPUTS + input_offsets < num_inputs)[
+                        :, None
+                    ],
                     other=0.0,
                 )
-                block = tl.minimum(first + r, blocks - 1)
+                block = tl.minimum(first_block + round_block, num_blocks - 1)
             weights = _block(
-                codes, info_at, block, width, DTYPE, KIND, 0 if AFTER else GROUP, LEAST, ASM
+                codes,
+                tile_info_ptr,
+                block,
+                info_width,
+                DTYPE,
+                KIND,
+                0 if SCALE_SUMS else GROUP_SIZE,
+                ASYMMETRIC,
+                USE_ASM,
             )
-            if AFTER:
-                scale, _ = info_of_tile(info_at, block, width, N, LEAST)
-                acc += tl.dot(weights, values, input_precision="ieee") * scale
+            if SCALE_SUMS:
+                scale, _ = info_of_tile(tile_info_ptr, block, info_width, TILE_OUTPUTS, ASYMMETRIC)
+                accumulator += tl.dot(weights, values, input_precision="ieee") * scale
             else:
-                acc = tl.dot(weights, values, acc, input_precision="ieee")
-        acc = _finished(acc, ASM)
-    if GROUP == 0:
-        acc *= tl.load(info_at)
-    write(acc, bias, out, partial, locks, m, n, rows, outputs, split, BIAS, ADD, SHARED, M, N)
+                accumulator = tl.dot(weights, values, accumulator, input_precision="ieee")
+        accumulator = _finished(accumulator, USE_ASM)
+    if GROUP_SIZE == 0:
+        accumulator *= tl.load(tile_info_ptr)
+    write(
+        accumulator,
+        bias_ptr,
+        output_ptr,
+        partial_ptr,
+        locks_ptr,
+        row_offsets,
+        output_offsets,
+        num_rows,
+        num_outputs,
+        num_splits,
+        ADD_BIAS,
+        ADD_RESIDUAL,
+        IS_SPLIT,
+        TILE_ROWS,
+        TILE_OUTPUTS,
+    )
 
 
 def gemm(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, add: Tensor | None, how: Gemm
+    hidden: Tensor, weight: TritonWeight, bias: Tensor | None, residual: Tensor | None, config: Gemm
 ) -> Tensor:
-    """x [T, in] -> [T, out], written over add where there is one"""
-    rows = len(x)
-    (outputs, inputs) = weight.shape
-    form = weight.format
-    out = x.new_empty(rows, outputs) if add is None else add
-    tiles, split, partial = cut(rows, weight, how)
-    gemm_kernel[tiles, split](
-        x, weight.words, weight.info, bias, out, partial, weight.locks, rows, outputs, inputs, weight.blocks,
-        weight.info.shape[-1], split, weight.kind, form.group_size, form.asymmetric, bias is not None, add is not None, how.rows,
-        how.outputs, how.blocks, split > 1, how.after and form.group_size == 128 and not form.asymmetric,
-        inputs % (how.blocks * WORDS * weight.parts) == 0,
-        triton.next_power_of_2(max(1, how.blocks * (how.stages - 1) // 2)), how.stages,
-        AVAILABLE and x.dtype != torch.float32, num_warps=how.warps, num_stages=how.stages, **LAUNCH,
-    )  # fmt: skip
-    return out
+    """hidden [T, in] -> [T, out], plus the residual, which is overwritten"""
+    num_rows = len(hidden)
+    (num_outputs, num_inputs) = weight.shape
+    weight_format = weight.format
+    output = hidden.new_empty(num_rows, num_outputs) if residual is None else residual
+    num_tiles, num_splits, partial = cut(num_rows, weight, config)
+    gemm_kernel[num_tiles, num_splits](
+        hidden,
+        weight.words,
+        weight.info,
+        bias,
+        output,
+        partial,
+        weight.locks,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        weight.blocks,
+        weight.info.shape[-1],
+        num_splits,
+        weight.kind,
+        weight_format.group_size,
+        weight_format.asymmetric,
+        bias is not None,
+        residual is not None,
+        config.rows,
+        config.outputs,
+        config.blocks,
+        num_splits > 1,
+        config.after and weight_format.group_size == 128 and not weight_format.asymmetric,
+        num_inputs % (config.blocks * WORDS * weight.parts) == 0,
+        triton.next_power_of_2(max(1, config.blocks * (config.stages - 1) // 2)),
+        config.stages,
+        AVAILABLE and hidden.dtype != torch.float32,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **LAUNCH,
+    )
+    return output
 
 
-def cut(rows: int, weight: PackedWeight, how: Gemm) -> tuple[int, int, Tensor | None]:
-    """Tiles, programs a tile, and memory for the parts that programs compute of a tile that several share. There are as many as
-    leave the slowest multiprocessor the least to do."""
-    tiles = triton.cdiv(weight.shape[0], how.outputs) * triton.cdiv(rows, how.rows)
-    places = PROCESSORS * how.resident
+def cut(num_rows: int, weight: TritonWeight, config: Gemm) -> tuple[int, int, Tensor | None]:
+    """Return the number of tiles, the number of splits, and memory for the parts of split tiles.
 
-    def cost(split: int) -> int:
-        return triton.cdiv(tiles * split, places) * (
-            triton.cdiv(weight.blocks, split * how.blocks) * how.blocks + PROLOGUE
+    The number of splits minimises the work of the slowest multiprocessor.
+    """
+    num_tiles = triton.cdiv(weight.shape[0], config.outputs) * triton.cdiv(num_rows, config.rows)
+    num_slots = PROCESSORS * config.resident
+
+    def cost(num_splits: int) -> int:
+        return triton.cdiv(num_tiles * num_splits, num_slots) * (
+            triton.cdiv(weight.blocks, num_splits * config.blocks) * config.blocks + PROLOGUE
         )
 
-    split = min(range(1, 17), key=cost) if tiles <= LOCKS else 1
-    if split == 1:
-        return tiles, 1, None
+    num_splits = min(range(1, 17), key=cost) if num_tiles <= LOCKS else 1
+    if num_splits == 1:
+        return num_tiles, 1, None
     return (
-        tiles,
-        split,
+        num_tiles,
+        num_splits,
         torch.empty(
-            split * tiles * how.rows * how.outputs, dtype=torch.float32, device=weight.words.device
+            num_splits * num_tiles * config.rows * config.outputs,
+            dtype=torch.float32,
+            device=weight.words.device,
         ),
     )

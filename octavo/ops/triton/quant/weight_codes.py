@@ -1,10 +1,12 @@
-"""Codes of quantised weights to numbers, inside kernels. How codes lie in memory is packed_weight.py's.
+"""Converts codes of quantised weights to numbers, inside kernels.
 
-A word of 16 bits holds four 4-bit or two 8-bit codes; each function takes a tensor of words and returns its codes part by part,
-as bfloat16 or float16 for the tensor cores, or as float32. Converting integers is slow on a GPU (I2F takes a unit that does 16
-a cycle, where memory delivers 17 8-bit weights), so bits are put into a float's mantissa instead: 0x4300 | code is 128 + code
-in bfloat16, exactly. Two neighbouring words share a register and are converted at once, by instructions written out here (`ASM`,
-on a Hopper GPU); the plain expressions beside them say the same and run everywhere, interpreted too.
+packed_weight.py defines the layout of codes in memory. A word of 16 bits holds four 4-bit or two
+8-bit codes. Each function takes a tensor of words and returns its codes part by part, as bfloat16
+or float16 for the tensor cores, or as float32. Converting integers is slow on a GPU: a
+multiprocessor converts 16 a cycle (I2F), while memory delivers 17 8-bit weights. So codes are put
+into the mantissa of a float instead: 0x4300 | code is exactly 128 + code in bfloat16. Two
+neighbouring words share a register and are converted together by inline PTX (`USE_ASM`, on a Hopper
+GPU). The plain expressions next to it compute the same and run everywhere, also interpreted.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ FP8 = tl.constexpr(2)
 
 
 def _nibbles(name: str, magic: int) -> tl.constexpr:
-    """Two words -> four times two numbers: code - 8. What `magic` makes of a code is 128 or 1024 more."""
+    """Return PTX: two words -> four times two numbers, code - 8.
+
+    `magic` | code is the number 128 + code or 1024 + code.
+    """
     return tl.constexpr(f"""{{
     .reg .b32 a, b, c, least;
     mov.b32 least, {magic + 0x80008:#x};
@@ -36,11 +41,12 @@ def _nibbles(name: str, magic: int) -> tl.constexpr:
     }}""")  # lop3 0xea: (a & b) | c
 
 
-# with 128 + code, 1024 + code
+# These go through 128 + code and 1024 + code.
 NIBBLES = _nibbles("bf16x2", 0x43004300)
 NIBBLES_F16 = _nibbles("f16x2", 0x64006400)
 
-# Two words of signed bytes, of which bfloat16 holds seven bits: (128 + those) - (128, or 256 where the sign is set).
+# Two words of signed bytes. bfloat16 holds only seven bits of them, so the result is
+# (128 + these bits) - (128, or 256 if the sign is set).
 BYTES = tl.constexpr("""{
     .reg .b32 a, b, c;
     shr.u32 c, $2, 8;
@@ -62,7 +68,8 @@ BYTES_F16 = tl.constexpr("""{
     sub.rn.f16x2 $1, b, least;
     }""")
 
-# Two words of e4m3: sign, exponent and mantissa to their places in a bfloat16, which is then 2^120 times too small.
+# Two words of e4m3. Sign, exponent and mantissa move to their places in a bfloat16, which is then
+# 2^120 times too small.
 E4M3 = tl.constexpr("""{
     .reg .b32 a, b, c, large;
     mov.b32 large, 0x7b807b80;
@@ -88,11 +95,13 @@ E4M3_F16 = tl.constexpr("""{
 
 
 @triton.jit
-def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """words [...] int16 -> the codes' numbers as DTYPE, in order of their inputs: for INT4 codes less 8, four tensors [...], else
-    two."""
+def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, USE_ASM: tl.constexpr):
+    """words [...] int16 -> the numbers of the codes as DTYPE, in the order of their inputs.
+
+    INT4 gives four tensors [...] of code - 8; other kinds give two tensors.
+    """
     if KIND == INT4:
-        if ASM:
+        if USE_ASM:
             if DTYPE.is_bf16():
                 return tl.inline_asm_elementwise(
                     NIBBLES, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2
@@ -102,15 +111,15 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
                     NIBBLES_F16, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, is_pure=True, pack=2
                 )
         else:
-            w = words.to(tl.int32)
+            integers = words.to(tl.int32)
             return (
-                ((w & 15) - 8).to(DTYPE),
-                (((w >> 4) & 15) - 8).to(DTYPE),
-                (((w >> 8) & 15) - 8).to(DTYPE),
-                (((w >> 12) & 15) - 8).to(DTYPE),
+                ((integers & 15) - 8).to(DTYPE),
+                (((integers >> 4) & 15) - 8).to(DTYPE),
+                (((integers >> 8) & 15) - 8).to(DTYPE),
+                (((integers >> 12) & 15) - 8).to(DTYPE),
             )
     else:
-        if ASM:
+        if USE_ASM:
             if DTYPE.is_bf16():
                 return tl.inline_asm_elementwise(
                     BYTES if KIND == INT8 else E4M3,
@@ -130,33 +139,37 @@ def halves(words, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
                     pack=2,
                 )
         else:
-            w = words.to(tl.int32)
+            integers = words.to(tl.int32)
             if KIND == INT8:
-                return ((w << 24) >> 24).to(DTYPE), (w >> 8).to(DTYPE)
+                return ((integers << 24) >> 24).to(DTYPE), (integers >> 8).to(DTYPE)
             else:
-                return _e4m3(w & 255).to(DTYPE), _e4m3((w >> 8) & 255).to(DTYPE)
+                return _e4m3(integers & 255).to(DTYPE), _e4m3((integers >> 8) & 255).to(DTYPE)
 
 
 def _nibbles_dot() -> tl.constexpr:
-    """Four times two words of 4-bit codes and, for each, four pairs of float16 -> the sum of code * x over all 32. A code that is
-    cut out of a word is a float16 as it stands, of exponent zero: code * 2^-24, or 16 times that, from the second four bits.
-    Sixteen products are added in float16, as two times eight."""
+    """Return PTX for the dot product of 32 4-bit codes with 32 float16 inputs.
+
+    The operands are four times two words of codes and, for each, four pairs of float16. A code that
+    is masked out of a word is a denormal float16: code * 2^-24, or 16 times that for the second
+    four bits. Sixteen products are added in float16, as two times eight.
+    """
     lines = []
-    for i in range(4):
-        word = f"${1 + i}"
-        x = [f"${5 + 4 * j + i}" for j in range(4)]
-        total = "pq"[i // 2]
+    for word_index in range(4):
+        word = f"${1 + word_index}"
+        registers = [f"${5 + 4 * part + word_index}" for part in range(4)]
+        total = "pq"[word_index // 2]
         lines.append(f"shr.u32 s, {word}, 8;")
-        for j, source in enumerate((word, word, "s", "s")):
-            lines.append(f"and.b32 c, {source}, {0x00F000F0 if j % 2 else 0x000F000F:#x};")
-            first = i % 2 == j == 0
+        for part, source in enumerate((word, word, "s", "s")):
+            lines.append(f"and.b32 c, {source}, {0x00F000F0 if part % 2 else 0x000F000F:#x};")
+            first = word_index % 2 == part == 0
             lines.append(
-                f"mul.rn.f16x2 {total}, c, {x[j]};"
+                f"mul.rn.f16x2 {total}, c, {registers[part]};"
                 if first
-                else f"fma.rn.f16x2 {total}, c, {x[j]}, {total};"
+                else f"fma.rn.f16x2 {total}, c, {registers[part]}, {total};"
             )
     lines.append(
-        "add.rn.f16x2 p, p, q; mov.b32 {low, high}, p; cvt.f32.f16 f, low; cvt.f32.f16 g, high; add.f32 $0, f, g;"
+        "add.rn.f16x2 p, p, q; mov.b32 {low, high}, p; cvt.f32.f16 f, low; cvt.f32.f16 g, high; "
+        "add.f32 $0, f, g;"
     )
     return tl.constexpr(
         "\n".join(["{ .reg .b32 c, s, p, q; .reg .b16 low, high; .reg .f32 f, g;", *lines, "}"])
@@ -168,64 +181,69 @@ NIBBLES_DOT_REGISTERS = tl.constexpr("=f" + 20 * ",r")
 
 
 @triton.jit
-def _four(x):
-    """[N, V, 4] -> its four parts [N, V], all in the same thread"""
-    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
+def _four(values):
+    """values [N, V, 4] -> four parts [N, V], all in the same thread"""
+    even, odd = tl.split(values.reshape(values.shape[0], values.shape[1], 2, 2))
+    part0, part2 = tl.split(even)
+    part1, part3 = tl.split(odd)
+    return part0, part1, part2, part3
 
 
 @triton.jit
-def dot_of_halves(pairs, x0, x1, x2, x3):
-    """pairs [N, V, 4] int32, each two words of 4-bit codes; x0 to x3 [1, V, 4] int32, each two float16: the inputs that meet the
-    words' first, second, third and fourth parts; of x1 and x3 a sixteenth -> 2^-24 times the sums of code * x [N, V] float32."""
-    w = _four(pairs)
-    a = _four(x0)
-    b = _four(x1)
-    c = _four(x2)
-    d = _four(x3)
-    args = [
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        a[0],
-        a[1],
-        a[2],
-        a[3],
-        b[0],
-        b[1],
-        b[2],
-        b[3],
-        c[0],
-        c[1],
-        c[2],
-        c[3],
-        d[0],
-        d[1],
-        d[2],
-        d[3],
+def dot_of_halves(pairs, inputs0, inputs1, inputs2, inputs3):
+    """Return 2^-24 times the sums of code * input, [N, V] float32.
+
+    pairs [N, V, 4] int32 are two words of 4-bit codes each. inputs0 to inputs3 [1, V, 4] int32 are
+    two float16 each: the inputs of the first, second, third and fourth parts of the words. inputs1
+    and inputs3 must be divided by 16.
+    """
+    words = _four(pairs)
+    first = _four(inputs0)
+    second = _four(inputs1)
+    third = _four(inputs2)
+    fourth = _four(inputs3)
+    operands = [
+        words[0],
+        words[1],
+        words[2],
+        words[3],
+        first[0],
+        first[1],
+        first[2],
+        first[3],
+        second[0],
+        second[1],
+        second[2],
+        second[3],
+        third[0],
+        third[1],
+        third[2],
+        third[3],
+        fourth[0],
+        fourth[1],
+        fourth[2],
+        fourth[3],
     ]
     return tl.inline_asm_elementwise(
-        NIBBLES_DOT, NIBBLES_DOT_REGISTERS, args, tl.float32, is_pure=True, pack=1
+        NIBBLES_DOT, NIBBLES_DOT_REGISTERS, operands, tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def two_halves(a, b):
-    """float32 a and b -> one int32 of two float16, a in the lower half"""
+def two_halves(low, high):
+    """float32 low and high -> one int32 of two float16"""
     return tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, is_pure=True, pack=1
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1
     )
 
 
-# Two words of 4-bit codes -> eight float32: 1 + code / 16, a shift and one logical operation each.
+# Two words of 4-bit codes -> eight float32, 1 + code / 16. Each takes a shift and a logical op.
 SHIFTS = [19 - 4 * part - 16 * word for part in range(4) for word in range(2)]
 NIBBLES_FLOATS = tl.constexpr(
     "{ .reg .b32 a;\n"
     + "".join(
-        f"{'shl' if shift > 0 else 'shr'}.b32 a, $8, {abs(shift)}; lop3.b32 ${i}, a, 0x00780000, 0x3f800000, 0xea;\n"
+        f"{'shl' if shift > 0 else 'shr'}.b32 a, $8, {abs(shift)}; lop3.b32 ${i}, a, 0x00780000, "
+        "0x3f800000, 0xea;\n"
         for i, shift in enumerate(SHIFTS)
     )
     + "}"
@@ -261,11 +279,15 @@ E4M3_FLOATS = tl.constexpr("""{
 
 
 @triton.jit
-def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
-    """pairs [...] int32, of two words each -> float32: the first part of the first word, of the second word, the second part of
-    the first word and so on, eight tensors for INT4, else four. For INT4 they are 1 + code / 16, which costs least."""
+def floats(pairs, KIND: tl.constexpr, USE_ASM: tl.constexpr):
+    """pairs [...] int32, of two words each -> eight float32 tensors for INT4, else four.
+
+    The order is: the first part of the first word, the first part of the second word, the second
+    part of the first word, and so on. For INT4 the numbers are 1 + code / 16, which is the cheapest
+    conversion.
+    """
     if KIND == INT4:
-        if ASM:
+        if USE_ASM:
             return tl.inline_asm_elementwise(
                 NIBBLES_FLOATS,
                 "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=f,r",
@@ -285,7 +307,7 @@ def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
             1 + ((pairs >> 28) & 15).to(tl.float32) * 0.0625,
         )
     else:
-        if ASM:
+        if USE_ASM:
             if KIND == INT8:
                 return tl.inline_asm_elementwise(
                     BYTES_FLOATS, "=f,=f,=f,=f,r", [pairs], (tl.float32,) * 4, is_pure=True, pack=1
@@ -310,59 +332,74 @@ def floats(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _e4m3(byte):
-    """e4m3 as float32: its bits in their places make a number 2^120 times too small."""
+    """Convert e4m3 to float32. Its bits in their places make a number 2^120 times too small."""
     return (((byte & 127) << 20) | ((byte & 128) << 24)).to(
         tl.float32, bitcast=True
     ) * 1.329227995784916e36
 
 
-# ---- scales of groups ------------------------------------------------------------------------------------
+# ---- scales of groups ----------------------------------------------------------------------------
 
 
 @triton.jit
 def _half(word):
-    """The low half of a 32-bit word is a float16."""
+    """Return the float16 in the low half of a 32-bit word."""
     return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def info_of(info, n, group, width, inside, LEAST: tl.constexpr):
-    """Scale and least value of a group for each output of n, as far as they are inside; without least values the scale twice."""
-    if info.dtype.element_ty == tl.float32:
-        return _wide(info + n, group, width, inside, LEAST)
-    elif LEAST:
-        word = tl.load(info + group * width + n, mask=inside)
+def info_of(info_ptr, output_offsets, group, info_width, in_range, ASYMMETRIC: tl.constexpr):
+    """Return scale and minimum of a group for each output.
+
+    A symmetric format returns the scale twice.
+    """
+    if info_ptr.dtype.element_ty == tl.float32:
+        return _wide(info_ptr + output_offsets, group, info_width, in_range, ASYMMETRIC)
+    elif ASYMMETRIC:
+        word = tl.load(info_ptr + group * info_width + output_offsets, mask=in_range)
         return _half(word), _half(word >> 16)
     else:
         scale = _half(
-            tl.load(info + group * width + (n // 16) * 8 + n % 8, mask=inside) >> (n // 8 % 2 * 16)
+            tl.load(
+                info_ptr + group * info_width + (output_offsets // 16) * 8 + output_offsets % 8,
+                mask=in_range,
+            )
+            >> (output_offsets // 8 % 2 * 16)
         )
         return scale, scale
 
 
 @triton.jit
-def info_of_tile(at, group, width, N: tl.constexpr, LEAST: tl.constexpr):
-    """The same [N, 1] for N neighbouring outputs, at [N, 1] or [N / 2, 1] pointing to group 0's words: a word that holds the
-    scales of outputs n and n + 8 is read by the thread that computes both, so nothing moves."""
-    if at.dtype.element_ty == tl.float32:
-        return _wide(at, group, width, None, LEAST)
+def info_of_tile(address, group, info_width, TILE_OUTPUTS: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """Return scale and minimum [N, 1] of a group for N neighbouring outputs.
+
+    `address` [N, 1] or [N / 2, 1] points to the words of group 0. The word with the scales of
+    outputs n and n + 8 is loaded by the thread that computes both, so no value moves.
+    """
+    if address.dtype.element_ty == tl.float32:
+        return _wide(address, group, info_width, None, ASYMMETRIC)
     else:
-        word = tl.load(at + group * width)
+        word = tl.load(address + group * info_width)
         low = _half(word)
         high = _half(word >> 16)
-        if LEAST:
+        if ASYMMETRIC:
             return low, high
         else:
-            scale = tl.join(low, high).reshape(N // 16, 8, 1, 2).permute(0, 3, 1, 2).reshape(N, 1)
+            scale = (
+                tl.join(low, high)
+                .reshape(TILE_OUTPUTS // 16, 8, 1, 2)
+                .permute(0, 3, 1, 2)
+                .reshape(TILE_OUTPUTS, 1)
+            )
             return scale, scale
 
 
 @triton.jit
-def _wide(at, group, width, inside, LEAST: tl.constexpr):
-    """Of float32: a line of scales for each group, or two lines, the second of least values."""
-    if LEAST:
-        at += 2 * group * width
-        return tl.load(at, mask=inside), tl.load(at + width, mask=inside)
+def _wide(address, group, info_width, in_range, ASYMMETRIC: tl.constexpr):
+    """Load float32 scales. Each group has a line of scales, and a line of minima if asymmetric."""
+    if ASYMMETRIC:
+        address += 2 * group * info_width
+        return tl.load(address, mask=in_range), tl.load(address + info_width, mask=in_range)
     else:
-        scale = tl.load(at + group * width, mask=inside)
+        scale = tl.load(address + group * info_width, mask=in_range)
         return scale, scale
