@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, Unpack
 
@@ -135,8 +134,9 @@ class LLM:
         self.schedule = resolved.schedule
         self.memory = resolved.memory
         self.engine = self.new_engine(self.schedule)
-        if options.record_trace is not None:
-            self.engine.scheduler.recorder = Recorder(options.record_trace)
+        self._recorder = None if options.record_trace is None else Recorder(options.record_trace)
+        if self._recorder is not None:
+            self._recorder.listen_to(self.engine.events)
         self._close: weakref.finalize[[], LLM] | None = None
         if self.runner.tiers is not None:
             # What waits to be written is written at the end of the interpreter, too.
@@ -301,31 +301,16 @@ class LLM:
         self.engine.scheduler.clear_cache()
 
     def warm_up(self) -> None:
-        """Compile and capture ahead of the first request, so that what comes later does not stall for it."""
-        scheduler = self.engine.scheduler
-        observers = self.engine.observers
-        recorder = scheduler.recorder
-        scheduler.recorder = None
-        self.engine.observers = []  # nobody is to learn from steps that compile
-        links = None if scheduler.tiers is None else replace(scheduler.tiers.costs)
-        asked = scheduler.counters.queried_tokens, scheduler.counters.cached_tokens
-        most = (
-            min(self.schedule.max_model_len, self.memory.kv_tokens, max_kv_positions(self.cache))
-            - 2
+        """Compile kernels and capture graphs now, so that the first requests do not wait for them."""
+        positions = min(
+            self.schedule.max_model_len, self.memory.kv_tokens, max_kv_positions(self.cache)
         )
-        try:
-            most = max(1, min(most, self.schedule.max_num_batched_tokens))
-            for tokens in sorted({min(size, most) for size in WARM_UP[self.device.type]}):
+        longest = max(1, min(positions - 2, self.schedule.max_num_batched_tokens))
+        with self.engine.rehearsal():
+            for num_tokens in sorted({min(size, longest) for size in WARM_UP[self.device.type]}):
                 params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
-                self.generate([[0] * tokens], params, use_tqdm=False)
+                self.generate([[0] * num_tokens], params, use_tqdm=False)
                 self.reset_prefix_cache()
-        finally:
-            if self.engine.scheduler is scheduler:
-                self.engine.observers = observers
-            self.engine.scheduler.recorder = recorder
-            scheduler.counters.queried_tokens, scheduler.counters.cached_tokens = asked
-            if scheduler.tiers is not None and links is not None:
-                scheduler.tiers.costs = links
         self.runner.capture()
 
     # ---- the loop ----------------------------------------------------------------------------------
@@ -337,7 +322,8 @@ class LLM:
         )
         before = self.engine.scheduler
         self.engine = self.new_engine(self.schedule)
-        self.engine.scheduler.recorder = before.recorder
+        if self._recorder is not None:
+            self._recorder.listen_to(self.engine.events)
         self.engine.scheduler.arrivals = before.arrivals
         for id, collector in self._open.items():
             for index, completion in enumerate(collector.outputs):

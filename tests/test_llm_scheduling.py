@@ -12,6 +12,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.batching import MODES, MODES_OF_OPTION
 from octavo.core.policy import POLICIES
 from octavo.errors import InvalidRequest
+from octavo.events import Admitted
 from octavo.memory import default_piggyback_tokens
 from tests.test_llm import GREEDY, ids_of, make, prompts
 
@@ -148,10 +149,7 @@ def piggybacking(**options: Any) -> LLM:
 def starts(llm: LLM) -> list[str]:
     """The ids of requests in the order in which they start from now on."""
     started: list[str] = []
-    live = llm.engine.scheduler.live
-    llm.engine.observers.append(
-        lambda plan, _: started.extend(live[new.seq_id].request.id for new in plan.new_slots)
-    )
+    llm.engine.events.subscribe(lambda event: started.append(event.seq.request.id), Admitted)
     return started
 
 

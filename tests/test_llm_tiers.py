@@ -350,16 +350,16 @@ def test_emptying_the_cache_leaves_the_disk(tmp_path: Path) -> None:
 def test_warming_up_fits_any_cache_and_teaches_nothing(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps compile: what they take says nothing of what a prompt takes."""
+    """Its steps compile: their times say nothing about the time that a prompt takes."""
     monkeypatch.setitem(WARM_UP, "cpu", (64, sys.maxsize))
     llm = make(scheduling_policy="priority", **options)
-    observers = llm.engine.observers
+    listeners = dict(llm.engine.events.listeners)
+    assert listeners
     llm.warm_up()
-    assert (
-        llm.engine.observers is observers
-        and observers
-        and llm.engine.scheduler.pool.num_cached == 0
-    )
+    assert llm.engine.events.listeners == listeners
+    assert llm.engine.scheduler.pool.num_cached == 0
+    step_times = llm.engine.scheduler.shaper.step_times
+    assert step_times is not None and not step_times.num_steps
     assert llm.engine.scheduler.tiers is None or not llm.engine.scheduler.tiers.costs.prefill_tokens
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from octavo.bench.picture import Axis, Panel, Series, points
 from octavo.core.simulate import FEATURES, Costs, Report, features, percentile, replay, requests_of
 from octavo.core.trace import TraceEntry
+from octavo.events import Event, StepLanded
 from octavo.llm import LLM
-from octavo.types import Plan
 
 MOST_POINTS = 400  # of a trace, in a picture
 
@@ -25,12 +25,12 @@ def record(llm: LLM, trace: list[TraceEntry]) -> tuple[list[MeasuredStep], Repor
     """Play a trace on the model, in real time."""
     steps: list[MeasuredStep] = []
 
-    def observe(plan: Plan, seconds: float) -> None:
-        if plan.items:
-            steps.append(MeasuredStep(features(plan), seconds))
+    def measure(event: Event) -> None:
+        if isinstance(event, StepLanded) and event.plan.items:
+            steps.append(MeasuredStep(features(event.plan), event.seconds))
 
     engine = llm.new_engine(llm.schedule)
-    engine.observers.append(observe)
+    engine.events.subscribe(measure, StepLanded)
     asked, _ = requests_of(trace, llm.config.vocab_size)
     return steps, replay(engine, asked)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.core.cache_quota import CacheQuota
+from octavo.events import BlockEvicted, EventLog
 
 
 def chain_hash(parent: bytes, tokens: array[int]) -> bytes:
@@ -41,9 +42,10 @@ class Content(NamedTuple):
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, events: EventLog | None = None):
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.events = events or EventLog()
         # The lists below are indexed by block.
         self.ref_counts = [0] * (num_blocks + 1)
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
@@ -65,7 +67,11 @@ class BlockPool:
         block, _ = self.free_blocks.popitem(last=False)
         if self.tenants[block] and self.hashes[block] is not None:
             block = self._apply_quota(block)
-        self.evictions += self.hashes[block] is not None
+        content_hash = self.hashes[block]
+        if content_hash is not None:
+            self.evictions += 1
+            if BlockEvicted in self.events.listeners:
+                self.events.emit(BlockEvicted(block, content_hash))
         self.evict(block)
         self.ref_counts[block] = 1
         return block

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from octavo.core.scheduler import Scheduler
 from octavo.errors import DeviceOutOfMemory
+from octavo.events import StepFailed, StepLanded, StepPlanned
 from octavo.types import Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
@@ -64,10 +66,7 @@ class Engine:
         self.depth = scheduler.schedule.depth
         self.in_flight: deque[StepInFlight] = deque()
         self.host_time = HostTime()
-        # Called with each step that has landed and the seconds it took.
-        self.observers: list[Callable[[Plan, float], None]] = []
-        if scheduler.shaper.step_times is not None:
-            self.observers.append(scheduler.shaper.step_times.observe)
+        self.events = scheduler.events
         self._last_landing = 0.0
         self._late_outputs: list[Output] = []  # of a step that was interrupted
         # The last interrupt after which the scheduler's state is known to be consistent.
@@ -87,6 +86,20 @@ class Engine:
     def stop(self, request_id: str, index: int) -> None:
         self.scheduler.stop(request_id, index)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run steps that compile or test: nothing listens to them, and the prefix cache does not
+        count their prompts."""
+        counters = self.scheduler.counters
+        queried_tokens = counters.queried_tokens
+        cached_tokens = counters.cached_tokens
+        try:
+            with self.events.muted():
+                yield
+        finally:
+            counters.queried_tokens = queried_tokens
+            counters.cached_tokens = cached_tokens
+
     def step(self) -> list[Output]:
         """Launch the next step, if there is one, then commit the oldest result that is due."""
         if self._late_outputs:
@@ -101,6 +114,8 @@ class Engine:
         host_time.steps += 1
         host_time.plan += planned_at - started_at
         if plan.has_work:
+            if StepPlanned in self.events.listeners:
+                self.events.emit(StepPlanned(plan))
             try:
                 self.in_flight.append(StepInFlight(plan, self.runner.launch(plan), started_at))
             except BaseException as error:
@@ -118,9 +133,10 @@ class Engine:
             return self._fail(step.plan, error)
         landed_at = clock()
         host_time.wait += landed_at - launched_at
-        for observe in self.observers:
-            observe(step.plan, landed_at - max(step.started_at, self._last_landing))
+        seconds = landed_at - max(step.started_at, self._last_landing)
         self._last_landing = landed_at
+        if StepLanded in self.events.listeners:
+            self.events.emit(StepLanded(step.plan, result, seconds))
         outputs = self.scheduler.commit(step.plan, result)
         host_time.commit += clock() - landed_at
         return outputs
@@ -131,6 +147,8 @@ class Engine:
         A step that was too large for the device's memory is tried again in smaller ones. An
         interrupt is raised again for the caller of the loop. An error inside the scheduler does not
         come here: its state may be half-written, and the engine must be replaced."""
+        if StepFailed in self.events.listeners:
+            self.events.emit(StepFailed(plan, error))
         if isinstance(error, DeviceOutOfMemory):
             log.warning("step %d: %s; retrying its requests in smaller steps", plan.step, error)
             return self.scheduler.retry_smaller(plan, str(error), error.code)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from octavo.core.beam_search import BeamSearch, Continuation, extend_beam, has_reported
 from octavo.core.blocks import BlockPool
 from octavo.core.queues import Queues, fill_slot
+from octavo.events import PRUNED, SEARCH_OVER, BlocksShared, Forked
 from octavo.types import Output, Plan, Sequence, Status, TokenLogprobs, child_seed
 
 
@@ -80,6 +81,9 @@ class SequenceGroups:
             queued_at=seq.queued_at,
         )
         self.add(child)
+        events = self.pool.events
+        if Forked in events.listeners:
+            events.emit(Forked(child, seq))
         if not self.queues.free_slots or seq.status is not Status.RUNNING:
             self.queues.requeue(child)
             return child
@@ -87,6 +91,8 @@ class SequenceGroups:
         child.planned = seq.computed
         child.published_blocks = seq.published_blocks
         child.block_table = [self.pool.acquire(block) for block in seq.block_table]
+        if BlocksShared in events.listeners:
+            events.emit(BlocksShared(child, list(child.block_table)))
         self.queues.start_decode(child)
         self.stale_slots[child.id] = child
         return child
@@ -138,11 +144,11 @@ class SequenceGroups:
         seq: Sequence,
         candidates: TokenLogprobs,
         eos_ids: frozenset[int],
-        end: Callable[[Sequence, bool], None],
+        end: Callable[[Sequence, str], None],
     ) -> list[Output]:
         """Record a beam's candidates. The last beam to report advances the search or ends it.
 
-        `end(seq, pruned)` ends a sequence; `pruned` is False at the end of the search."""
+        `end(seq, reason)` ends a sequence."""
         assert seq.beam is not None
         seq.beam.report = candidates
         group = self.by_request[seq.request.id]
@@ -154,7 +160,7 @@ class SequenceGroups:
         best_steps = {step.seq.id: step for step in reversed(steps)}  # of each parent
         for member in list(group):
             if member.id not in best_steps:
-                end(member, bool(steps))
+                end(member, PRUNED if steps else SEARCH_OVER)
         self._apply_steps(search, group, steps, best_steps)
         return outputs
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool, Content, chain_hash, root_hash
 from octavo.core.tier_index import TierIndex
+from octavo.events import BlocksShared
 from octavo.types import DiskWait, Plan, Sequence, StepResult
 
 
@@ -39,6 +40,7 @@ class PrefixCache:
                 block_size=cache.block_size,
                 block_bytes=cache.block_bytes,
                 has_disk=cache.has_disk,
+                events=pool.events,
             )
         # Hash of a block that will be published -> Sequence.id of the sequence that computes it.
         self.computing: dict[bytes, int] = {}
@@ -127,6 +129,9 @@ class PrefixCache:
         sequences may wait for that."""
         # References are taken before any allocation, so that nothing matched is evicted.
         seq.block_table = [self.pool.acquire(block) if block else 0 for block in match.blocks]
+        events = self.pool.events
+        if BlocksShared in events.listeners and any(match.blocks):
+            events.emit(BlocksShared(seq, [block for block in match.blocks if block]))
         for logical_block, host_block in match.loads:
             assert self.tiers is not None
             block = self.pool.allocate()

@@ -46,8 +46,16 @@ from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
 from octavo.core.tables import blocks_to_admit, chunk_size, drop_block, reserve
 from octavo.core.tier_index import TierCounters
-from octavo.core.trace import Recorder
 from octavo.errors import GuideError, InvalidRequest, NotANumber
+from octavo.events import (
+    Admitted,
+    Arrived,
+    EventLog,
+    Failed,
+    Finished,
+    NotAdmitted,
+    Preempted,
+)
 from octavo.types import (
     DiskWait,
     Guide,
@@ -66,6 +74,16 @@ NO_FREE_BLOCK = "no block was free"
 OUTRANKED = "a more urgent request took its place"
 SIBLING_BEAMS = "its sibling beams need the room"
 OUT_OF_MEMORY = "the device ran out of memory"
+# Why a sequence waits (NotAdmitted.reason).
+NO_FREE_SLOT = "every batch slot is in use"
+NOT_ENOUGH_BLOCKS = "there are too few free blocks for it"
+NO_TOKENS_LEFT = "the token budget of the step is used up"
+AFTER_PREEMPTION = "a sequence was preempted in this step"
+AFTER_URGENT = "a more urgent request goes first"
+SHARED_PREFIX = "another sequence computes a prefix that it shares"
+DISK_READ = "its prefix is being read from disk"
+BATCH_FORMING = "its batch has not formed yet"
+OTHER_BEAMS = "it waits for its sibling beams"
 NOT_A_NUMBER = (
     "the model's output holds no finite number to choose a token by: "
     "its weights are damaged, or its dtype is too narrow"
@@ -100,6 +118,7 @@ class StepFill:
     tokens_left: int
     preempted: bool = False  # a sequence was preempted, so none starts: no victim comes right back
     blocked: bool = False  # a sequence lacked blocks, so none behind it starts
+    left_waiting: set[int] = field(default_factory=set)  # Sequence.id that NotAdmitted has named
 
     @property
     def closed(self) -> bool:
@@ -131,8 +150,9 @@ class Scheduler:
         self.seed = seed
         self.clock = clock
         self.max_kv_positions = max_kv_positions(cache)
+        self.events = EventLog()
         self.policy = find_policy(schedule.policy)
-        self.pool = BlockPool(cache.num_blocks, cache.block_size)
+        self.pool = BlockPool(cache.num_blocks, cache.block_size, self.events)
         self.prefix = PrefixCache(cache, self.pool)
         self.queues = Queues(self.policy, schedule.max_num_seqs, piggybacks(schedule))
         self.groups = SequenceGroups(self.queues, self.pool)
@@ -141,7 +161,6 @@ class Scheduler:
         # Waiting sequences lack slots, blocks or a batch, not just the next step.
         self.saturated = False
         self.counters = Counters()
-        self.recorder: Recorder | None = None
         # Other names of the same objects, for readers outside. They are never replaced.
         self.waiting = self.queues.waiting
         self.prefilling = self.queues.prefilling
@@ -180,6 +199,8 @@ class Scheduler:
         seq.queued_at = self.clock()
         self.queues.enqueue(seq, arrival_number)
         self.groups.add(seq)
+        if Arrived in self.events.listeners:
+            self.events.emit(Arrived(seq))
 
     def abort(
         self,
@@ -204,14 +225,14 @@ class Scheduler:
             for index in self.groups.unfinished_indices(request_id)
         ]
         for seq in group:
-            self._finish(seq)
+            self._finish(seq, reason, error)
         return outputs
 
     def stop(self, request_id: str, index: int) -> None:
         """End one sequence whose text met a stop string. The caller, who has the text, reports it."""
         for seq in list(self.requests.get(request_id, ())):
             if seq.index == index:
-                self._finish(seq)
+                self._finish(seq, "stop")
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """A step failed on the device: end every request in it. Others never share its writes."""
@@ -270,6 +291,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decide the next step."""
         self.counters.steps += 1
+        self.events.step = self.counters.steps
         for seq in self.groups.blocking_beams():
             self._preempt(seq, SIBLING_BEAMS)
         if not self.policy.fixed_ranks and self.queues.free_slots and self.waiting:
@@ -285,6 +307,8 @@ class Scheduler:
         self._plan_decoding(fill)
         self._admit_short_prompts(fill)
         self._plan_prompts(fill)
+        if self.waiting and NotAdmitted in self.events.listeners:
+            self._report_first_waiting(fill)
         forms_batches = self.shaper.batches.form_batch is not None
         lacks_room = fill.closed or not self.queues.free_slots
         self.saturated = bool(self.waiting) and (lacks_room or forms_batches)
@@ -454,20 +478,54 @@ class Scheduler:
         of sequences that wait for another: sequences with the same first block are not matched
         again in this plan."""
         if not self.shaper.may_start(seq):
+            self._leave_waiting(seq, self._why_not_ready(seq), fill)
             return 0
         if awaited and self.pool.block_size < len(seq.tokens):
             self.prefix.extend_hashes(seq, 1)
         if seq.block_hashes and seq.block_hashes[0] in awaited:
+            self._leave_waiting(seq, SHARED_PREFIX, fill)
             return 0
         match = self.prefix.match(seq)
         if match is None:
             awaited.add(seq.block_hashes[0])
+            self._leave_waiting(seq, SHARED_PREFIX, fill)
             return 0
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
         load_cost = self.prefix.request_from_disk(seq, match, fill.plan, num_running)
         if load_cost is not None:
+            self._leave_waiting(seq, DISK_READ, fill)
             return load_cost
         return self._admit(seq, match, token_budget, fill)
+
+    def _leave_waiting(self, seq: Sequence, reason: str, fill: StepFill) -> None:
+        """Report that this plan does not admit a sequence, once per plan."""
+        if NotAdmitted in self.events.listeners and seq.id not in fill.left_waiting:
+            fill.left_waiting.add(seq.id)
+            self.events.emit(NotAdmitted(seq, reason))
+
+    def _why_not_ready(self, seq: Sequence) -> str:
+        """Return why a sequence may not start, whatever room there is."""
+        if self.prefix.waits_for_disk(seq):
+            return DISK_READ
+        return OTHER_BEAMS if self.shaper.batches.may_start(seq) else BATCH_FORMING
+
+    def _report_first_waiting(self, fill: StepFill) -> None:
+        """Report the first sequence that this plan did not try to admit, and why it stopped there."""
+        untried = (seq for seq in self.waiting if seq.id not in fill.left_waiting)
+        seq = next(untried, None)
+        if seq is None:
+            return
+        if not self.queues.free_slots:
+            reason = NO_FREE_SLOT
+        elif fill.preempted:
+            reason = AFTER_PREEMPTION
+        elif fill.blocked:
+            reason = NOT_ENOUGH_BLOCKS
+        elif seq.rank >= fill.shape.admit_before:
+            reason = AFTER_URGENT
+        else:
+            reason = NO_TOKENS_LEFT
+        self._leave_waiting(seq, reason, fill)
 
     def _admit(self, seq: Sequence, match: Match, token_budget: int, fill: StepFill) -> int:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
@@ -478,8 +536,11 @@ class Scheduler:
         num_tokens = chunk_size(seq, num_cached, token_budget)
         if blocks_to_admit(self.pool, match.blocks, num_tokens) > len(self.pool.free_blocks):
             fill.blocked = True
+            self._leave_waiting(seq, NOT_ENOUGH_BLOCKS, fill)
             return 0
         self.queues.start_prefill(seq)
+        if Admitted in self.events.listeners:
+            self.events.emit(Admitted(seq, len(seq.tokens), num_cached))
         self.prefix.attach(seq, match, plan)
         num_blocks = -(-(num_cached + num_tokens) // self.pool.block_size)
         while len(seq.block_table) < num_blocks:
@@ -574,7 +635,7 @@ class Scheduler:
                 output.stop_reason = REPETITION_DETECTED
             elif reason == "stop" and tokens[-1] not in self.eos_ids:
                 output.stop_reason = tokens[-1]
-            self._finish(seq)
+            self._finish(seq, reason)
 
     def _fail_not_a_number(self, seq: Sequence) -> list[Output]:
         """End a request whose logits hold no finite number. None of its KV may be reused."""
@@ -608,9 +669,11 @@ class Scheduler:
         seq.preemptions += 1
         self.counters.preemptions += 1
         self.queues.requeue(seq)
+        if Preempted in self.events.listeners:
+            self.events.emit(Preempted(seq, reason))
 
-    def _finish(self, seq: Sequence, pruned: bool = False) -> None:
-        """End a sequence. `pruned`: it is a beam that lost before its search was over."""
+    def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        """End a sequence."""
         if seq.status is Status.RUNNING:
             self._release(seq)
         elif seq.status is Status.WAITING:
@@ -618,8 +681,11 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.epoch += 1
         self.groups.remove(seq)
-        if self.recorder is not None and not pruned:
-            self.recorder.finished(seq)
+        if error is not None:
+            if Failed in self.events.listeners:
+                self.events.emit(Failed(seq, error))
+        elif Finished in self.events.listeners:
+            self.events.emit(Finished(seq, reason))
 
 
 def may_stop(seq: Sequence) -> bool:

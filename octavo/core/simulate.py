@@ -21,6 +21,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.core.trace import TraceEntry, tokens_of_entry
+from octavo.events import Event, StepLanded
 from octavo.params import SamplingParams
 from octavo.types import Output, Plan, Request, StepResult
 
@@ -201,8 +202,8 @@ def replay(
     """Play requests to the last token. Their arrival times count from now."""
     clock = engine.scheduler.clock
     report = Report()
-    step_seconds: list[float] = []
-    engine.observers.append(lambda plan, seconds: step_seconds.append(seconds))
+    landed: list[Event] = []
+    engine.events.subscribe(landed.append, StepLanded)
     start = clock()
     for request in requests:
         request.arrival += start
@@ -229,7 +230,7 @@ def replay(
     report.seconds = clock() - start
     counters = engine.scheduler.counters
     report.counters = {
-        "steps": len(step_seconds),
+        "steps": len(landed),
         "preemptions": counters.preemptions,
         "recomputed_tokens": counters.recomputed_tokens,
         "paused": counters.paused,

@@ -18,6 +18,7 @@ from octavo.core.preemption import LAST_RANK, UrgentPreemption
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues
 from octavo.core.step_budget import FullSteps, LatencyTarget, Piggyback, PromptBudget, StepTimes
+from octavo.events import Event, StepLanded
 from octavo.types import Plan, Rank, Sequence
 
 NO_IDS: frozenset[int] = frozenset()
@@ -67,6 +68,7 @@ class StepShaper:
         self.preemption: UrgentPreemption | None = None
         if schedule.batching == "adaptive" or queues.policy.preemptive:
             self.step_times = StepTimes()
+            prefix.pool.events.subscribe(self._learn, StepLanded)
         if self.step_times is not None and queues.policy.preemptive:
             self.preemption = UrgentPreemption(
                 queues=queues,
@@ -76,6 +78,11 @@ class StepShaper:
                 may_start=self.may_start,
             )
         self.prompt_budget = choose_prompt_budget(schedule, self.step_times)
+
+    def _learn(self, event: Event) -> None:
+        """Listen to steps that have landed: how long they took decides how large the next may be."""
+        assert isinstance(event, StepLanded) and self.step_times is not None
+        self.step_times.observe(event.plan, event.seconds)
 
     def form_batch(self, live: dict[str, list[Sequence]], clock: Callable[[], float]) -> None:
         """Let the next batch start, in modes that form batches."""

@@ -15,6 +15,7 @@ import sys
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool
 from octavo.core.bounded_kv import drop_block_tokens, pick_block
+from octavo.events import BlockCopied
 from octavo.types import Plan, Sequence
 
 # `published_blocks` of a sequence whose KV no longer belongs to a contiguous text.
@@ -58,6 +59,8 @@ def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool
         plan.copies.append((source, table[index]))
         plan.block_appends.append((seq.slot, index, table[index]))
         pool.release(source)
+        if BlockCopied in pool.events.listeners:
+            pool.events.emit(BlockCopied(seq, source, table[index]))
     for index in range(len(table), last + 1):
         table.append(pool.allocate())
         plan.block_appends.append((seq.slot, index, table[index]))
@@ -82,6 +85,8 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
         if pool.ref_counts[source] > 1:
             table[index] = pool.allocate()
             plan.copies.append((source, table[index]))
+            if BlockCopied in pool.events.listeners:
+                pool.events.emit(BlockCopied(seq, source, table[index]))
             pool.release(source)
         pool.evict(table[index])
         plan.shifts.append((table[index], pool.block_size))

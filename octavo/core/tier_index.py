@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, Content
 from octavo.core.offload_costs import DISK_RATE, HOST_RATE, OffloadCosts
+from octavo.events import Event, EventLog, StepLanded, TierLoaded, TierStored
 from octavo.types import DiskEvent, DiskWait, Fetch, Plan, Save, Sequence, StepResult
 
 
@@ -64,7 +65,12 @@ class Promotion(NamedTuple):
 
 class TierIndex:
     def __init__(
-        self, num_host_blocks: int, block_size: int, block_bytes: int, has_disk: bool = False
+        self,
+        num_host_blocks: int,
+        block_size: int,
+        block_bytes: int,
+        has_disk: bool = False,
+        events: EventLog | None = None,
     ):
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
@@ -88,6 +94,13 @@ class TierIndex:
         self.counters = TierCounters()
         self.costs = OffloadCosts(block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
         self.fetch_ids: Iterator[int] = count(1)
+        self.events = events or EventLog()
+        self.events.subscribe(self._learn, StepLanded)
+
+    def _learn(self, event: Event) -> None:
+        """Listen to steps that have landed: how long they took tells whether loading pays."""
+        assert isinstance(event, StepLanded)
+        self.costs.observe_step(event.plan, event.result)
 
     def attach_store(self, on_disk: Collection[bytes], fetch_ids: Iterator[int]) -> None:
         """Continue with what the runner's tier store holds. The store outlives a scheduler, so it
@@ -210,6 +223,9 @@ class TierIndex:
         self.pin_counts[host_block] += 1
         plan.loads.append((host_block, block))
         self.counters.loads += 1
+        content_hash = self.hashes[host_block]
+        if TierLoaded in self.events.listeners and content_hash is not None:
+            self.events.emit(TierLoaded("host", content_hash))
 
     def promote(self, seq: Sequence, pool: BlockPool, plan: Plan, reserved: int) -> int:
         """Copy blocks of a sequence's text that have arrived from disk to the device, in any order.
@@ -296,6 +312,8 @@ class TierIndex:
         self._start_filling(host_block, content.hash, content.tokens)
         plan.stores.append((content.block, host_block))
         self.counters.stores += 1
+        if TierStored in self.events.listeners:
+            self.events.emit(TierStored("host", content.hash))
         if self.has_disk and content.hash not in self.on_disk:
             plan.saves.append(Save(host_block, content.hash, content.tokens))
         return True
@@ -304,7 +322,6 @@ class TierIndex:
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         self._end_step(plan, True)
-        self.costs.observe_step(plan, result)
         self.counters.load_seconds += result.load_seconds
         for event in result.disk_events:
             self._handle(event)
@@ -329,6 +346,8 @@ class TierIndex:
         elif event.kind == "saved":
             self.on_disk.add(event.hash)
             self.counters.saves += 1
+            if TierStored in self.events.listeners:
+                self.events.emit(TierStored("disk", event.hash))
         elif event.kind == "unsaved":
             self.counters.add_miss(event.reason)
         elif fetch := self.fetching.pop(event.fetch_id, None):
@@ -336,6 +355,8 @@ class TierIndex:
 
     def _handle_fetch(self, event: DiskEvent, fetch: Fetch) -> None:
         arrived = event.kind == "fetched"
+        if arrived and TierLoaded in self.events.listeners:
+            self.events.emit(TierLoaded("disk", fetch.hash))
         if event.seconds:
             self.costs.observe_fetch(event.seconds)
             self.counters.fetch_seconds += event.seconds

@@ -31,6 +31,7 @@ from typing import TypeVar
 
 from octavo.core.blocks import chain_hash, root_hash
 from octavo.errors import InvalidRequest
+from octavo.events import PRUNED, Event, EventLog, Failed, Finished
 from octavo.types import Sequence
 
 Number = TypeVar("Number", int, float)
@@ -68,7 +69,15 @@ class Recorder:
         self.secret = os.urandom(16)
         self.failed = False
 
-    def finished(self, seq: Sequence) -> None:
+    def listen_to(self, events: EventLog) -> None:
+        events.subscribe(self._on_end, Finished, Failed)
+
+    def _on_end(self, event: Event) -> None:
+        if isinstance(event, Failed) or (isinstance(event, Finished) and event.reason != PRUNED):
+            self.record(event.seq)
+
+    def record(self, seq: Sequence) -> None:
+        """Write a line about a sequence that has ended."""
         request = seq.request
         if self.failed or seq.num_generated < 1 or not request.arrival:
             return

@@ -462,15 +462,13 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
 
 
 def canary(engine: Engine) -> None:
-    """One small request through everything: an engine that cannot do this is not ready."""
-    count = engine.scheduler.counters
-    asked = count.queried_tokens, count.cached_tokens
-    engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
-    while not engine.idle:
-        for out in engine.step():
-            if out.finish_reason == "error":
-                raise OctavoError(f"the model loads but does not run: {out.error}")
-    count.queried_tokens, count.cached_tokens = asked
+    """Run one small request through the engine. An engine that cannot do this is not ready."""
+    with engine.rehearsal():
+        engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
+        while not engine.idle:
+            for output in engine.step():
+                if output.finish_reason == "error":
+                    raise OctavoError(f"the model loads but does not run: {output.error}")
 
 
 def slowest_token(llm: LLM) -> float:

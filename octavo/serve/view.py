@@ -15,6 +15,7 @@ from typing import Any
 from octavo.core.blocks import BlockPool
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
+from octavo.events import Event, StepLanded
 from octavo.serve.messages import Shown, Step, View
 from octavo.types import Output, Plan, Sequence
 
@@ -43,14 +44,14 @@ class Viewer:
         self.preemptions = {seq.id: seq.preemptions for seq in self.scheduler.live.values()}
         self.preempted = self.scheduler.counters.preemptions
         self.asked = time.monotonic()
-        engine.observers.append(self.landed)
+        engine.events.subscribe(self.landed, StepLanded)
 
     @property
     def forgotten(self) -> bool:
         return time.monotonic() - self.asked > FORGOTTEN
 
     def close(self) -> None:
-        self.engine.observers.remove(self.landed)
+        self.engine.events.unsubscribe(self.landed)
 
     def planned(self, plan: Plan) -> None:
         live = self.scheduler.live
@@ -82,10 +83,11 @@ class Viewer:
         self.preemptions = {seq.id: seq.preemptions for seq in live}
         return [seq for seq in live if seq.preemptions > before.get(seq.id, 0)]
 
-    def landed(self, plan: Plan, seconds: float) -> None:
+    def landed(self, event: Event) -> None:
+        assert isinstance(event, StepLanded)
         for step in islice(reversed(self.steps), self.engine.depth + 1):
-            if step.step == plan.step:
-                step.seconds = seconds
+            if step.step == event.plan.step:
+                step.seconds = event.seconds
 
     def ended(self, outputs: list[Output]) -> None:
         ends = [

@@ -67,16 +67,17 @@ def test_a_look_is_answered_at_once_and_makes_no_step() -> None:
 
 def test_nothing_is_kept_or_sent_before_somebody_looks() -> None:
     loop, sent = run([add("a", max_tokens=5), *[None] * 8])
-    assert not sent_views(sent) and loop.observed.viewer is None and len(loop.engine.observers) == 0
+    assert (
+        not sent_views(sent) and loop.observed.viewer is None and not loop.engine.events.listeners
+    )
 
 
 def test_who_has_not_looked_for_a_while_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FORGOTTEN", -1.0)
     loop, sent = run([add("a", max_tokens=9), None, Look(), *[None] * 12])
     assert len(sent_views(sent)) == 1
-    assert loop.observed.viewer is None and loop.engine.observers == [], (
-        "the engine is as it was before"
-    )
+    assert loop.observed.viewer is None
+    assert not loop.engine.events.listeners, "the engine is as it was before"
 
 
 def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(
