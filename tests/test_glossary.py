@@ -32,6 +32,7 @@ RETIRED_WORDS = {
     "guilty": "quarantined",
     "heard": "received",
     "intake": "admission",
+    "lift": "promote",
     "lifted": "promoted",
     "look": "the verb that says what is done: sample, request_view, check",
     "looks": "the verb that says what is done: samples, requests_view, checks",
@@ -67,6 +68,17 @@ RETIRED_WORDS = {
     "whoever": "the noun that is meant",
     "wire": "protocol",
     "withdraw": "unpublish",
+}
+
+# Words that CUDA's own terms have replaced in the kernels.
+RETIRED_CUDA_WORDS = {
+    "deliver": "producer warp",
+    "exchanged": "swizzled",
+    "flying": "copies in flight",
+    "meet": "grid barrier",
+    "meeting": "grid barrier",
+    "turn": "rope",
+    "turned": "permuted",
 }
 
 # Module names that said too little, or meant something else than in the field.
@@ -210,6 +222,14 @@ def test_retired_words_do_not_return_as_identifiers() -> None:
     no_longer_needed += [name for name in STILL_USED if not (ROOT / name).exists()]
     assert not unexpected, "\n".join(["retired words (docs/glossary.md):", *unexpected])
     assert not no_longer_needed, "\n".join(["remove these from STILL_USED:", *no_longer_needed])
+
+
+def test_retired_words_do_not_return_in_cuda_kernels() -> None:
+    for path in sorted(PACKAGE.rglob("*.cu*")):
+        source = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+        words = set[str]().union(*map(word_parts, re.findall(r"[A-Za-z_]\w*", source)))
+        found = sorted(words & RETIRED_CUDA_WORDS.keys())
+        assert not found, {word: f"write {RETIRED_CUDA_WORDS[word]}" for word in found}
 
 
 def test_retired_words_do_not_return_as_module_names() -> None:
