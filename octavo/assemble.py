@@ -3,7 +3,7 @@
     load           options -> a model on its device
     resolve        options, facts of the model, facts of the device -> every size and every default
     build_runner   a model, what was resolved -> KV store, tiers, runner
-    build_engine   a runner -> scheduler and engine
+    EngineFactory  a runner -> scheduler and engine
 
 `resolve` is arithmetic: it allocates nothing and touches no device. LLM calls it for the model that
 it has loaded, and `octavo plan` for a model without weights.
@@ -24,8 +24,9 @@ from octavo.core.bounded_kv import check_kv_eviction
 from octavo.core.engine import Engine
 from octavo.core.policy import find_policy
 from octavo.core.scheduler import Scheduler
+from octavo.core.trace import Recorder
 from octavo.engine_options import EngineOptions
-from octavo.errors import InvalidRequest, NotEnoughMemory
+from octavo.errors import InvalidRequest, ModelError, NotEnoughMemory
 from octavo.memory import (
     BLOCK_SIZE,
     KV_BUDGET,
@@ -54,8 +55,11 @@ from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import RunnerLimits, held_logits
 from octavo.runner.tier_store import TierStore
+from octavo.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+# The vocabulary of a model is often padded to a round number: by 2% in Phi's, less in others'.
+PADDED_VOCABULARY = 0.8
 ModelSource = str | Path | dict[str, Any] | None  # a path or name, a config, or the embedded model
 Progress = bool | Callable[[float], None]  # show a bar, or call with the fraction that is loaded
 
@@ -334,6 +338,33 @@ def load(source: ModelSource, options: EngineOptions, progress: Progress) -> Mod
     return ModelOnDevice(model, checkpoint, device)
 
 
+def load_tokenizer(loaded: ModelOnDevice, options: EngineOptions) -> Tokenizer | None:
+    """Return the tokenizer, or None with skip_tokenizer_init."""
+    if options.skip_tokenizer_init:
+        return None
+    checkpoint = loaded.checkpoint
+    if options.tokenizer is not None:
+        tokenizer = Tokenizer.from_directory(options.tokenizer)
+    elif checkpoint.gguf_metadata is not None:
+        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    elif checkpoint.directory is not None:
+        tokenizer = Tokenizer.from_directory(checkpoint.directory)
+    else:
+        raise ModelError(
+            f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY (--tokenizer), or use "
+            "token ids with skip_tokenizer_init=True"
+        )
+    vocab_size = loaded.model.config.vocab_size
+    if tokenizer.vocab_size < PADDED_VOCABULARY * vocab_size:
+        log.warning(
+            "the tokenizer has %s tokens and the model %s: tokens beyond the tokenizer's have no "
+            "text. Is it this model's tokenizer?",
+            f"{tokenizer.vocab_size:,}",
+            f"{vocab_size:,}",
+        )
+    return tokenizer
+
+
 def pick_device(asked: str) -> torch.device:
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
@@ -419,10 +450,24 @@ def open_disk(loaded: ModelOnDevice, directory: Path, resolved: Resolved, kv: KV
     )
 
 
-def build_engine(runner: Runner, scheduler: Scheduler) -> Engine:
-    """Return an engine with an empty prefix cache. Engines of one runner share its batch slots and
-    blocks, so only one of them may run at a time."""
-    tiers = runner.tiers
-    if scheduler.tiers is not None and tiers is not None and tiers.disk is not None:
-        scheduler.tiers.attach_store(tiers.disk.known_hashes, tiers.fetch_ids)
-    return Engine(scheduler, runner)
+@dataclass(frozen=True)
+class EngineFactory:
+    """Makes engines that share one runner. They share its batch slots and blocks too, so only one of
+    them may run at a time."""
+
+    runner: Runner
+    cache: CacheConfig
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    seed: int
+
+    def new_engine(self, schedule: ScheduleConfig, recorder: Recorder | None = None) -> Engine:
+        """Return an engine with an empty prefix cache. It finds the KV that is on disk."""
+        scheduler = Scheduler(self.cache, schedule, self.vocab_size, self.eos_ids, self.seed)
+        store = self.runner.tiers
+        if scheduler.tiers is not None and store is not None and store.disk is not None:
+            scheduler.tiers.attach_store(store.disk.known_hashes, store.fetch_ids)
+        engine = Engine(scheduler, self.runner)
+        if recorder is not None:
+            recorder.listen_to(engine.events)
+        return engine

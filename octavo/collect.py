@@ -53,7 +53,7 @@ class Collector:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
         # new pieces, if the caller streams the reply
-        self.news: list[CompletionOutput] | None = None
+        self.pieces: list[CompletionOutput] | None = None
         self.open = len(self.outputs)  # completions that are not finished
         self.later = made_later(params, until)
 
@@ -66,7 +66,7 @@ class Collector:
         if (
             self.later
             and out.finish_reason is None
-            and self.news is None
+            and self.pieces is None
             and self.metrics.first_token_time is not None
         ):
             # the common case: tokens are only stored until the last one arrives
@@ -116,8 +116,8 @@ class Collector:
         if reason is not None:
             completion.text = stream.text
             self.open -= 1
-        if self.news is not None:
-            self.news.append(piece)
+        if self.pieces is not None:
+            self.pieces.append(piece)
         if self.finished:
             self.metrics.finished_time = now
         return stream.ended and out.finish_reason is None

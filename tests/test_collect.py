@@ -24,7 +24,7 @@ def collect(
     request = Request("r", [1], SamplingParams(max_tokens=len(ids), **params))  # type: ignore[arg-type]
     collector = Collector(request, None, tokenizer)
     if follow:
-        collector.news = []
+        collector.pieces = []
     for k, id in enumerate(ids):
         collector.take(Output("r", 0, [id], finish_reason=reason if k == len(ids) - 1 else None))
     return collector
@@ -42,8 +42,8 @@ def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, inc
         == (TEXT if reason == "length" or include else TEXT[:-1])
     )
     assert (
-        followed.news is not None
-        and "".join(piece.text for piece in followed.news) == followed.outputs[0].text
+        followed.pieces is not None
+        and "".join(piece.text for piece in followed.pieces) == followed.outputs[0].text
     )
     assert (
         whole.finished

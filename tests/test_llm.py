@@ -722,7 +722,9 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(
     llm = make(depth=depth, swap_space=1 / 1024)
     many, params = prompts(4), SamplingParams(max_tokens=5, **GREEDY)
     want = ids_of(llm.generate(many, params))
-    places, g = ("/octavo/core/", "/octavo/llm.py", "/octavo/collect.py"), random.Random(depth)
+    files = ("llm.py", "request_loop.py", "collect.py")
+    places = ("/octavo/core/", *(f"/octavo/{name}" for name in files))
+    g = random.Random(depth)
 
     class Interrupt:
         def __init__(self, at: int):

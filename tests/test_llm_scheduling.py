@@ -14,6 +14,7 @@ from octavo.core.policy import POLICIES
 from octavo.errors import InvalidRequest
 from octavo.events import Admitted
 from octavo.memory import default_piggyback_tokens
+from octavo.types import Request
 from tests.test_llm import GREEDY, ids_of, make, prompts
 
 
@@ -56,9 +57,8 @@ def test_lower_priorities_are_served_first() -> None:
 
 def test_an_urgent_stream_pauses_others() -> None:
     llm = make(max_num_seqs=1, scheduling_policy="priority")
-    low = llm._submit(
-        (None, [5] * 8, ""), SamplingParams(max_tokens=30, **GREEDY), 100.0, id=99, priority=1
-    )
+    params = SamplingParams(max_tokens=30, **GREEDY)
+    low = llm.loop.add(Request("low", [5] * 8, params, arrival=100.0, priority=1), None)
     for _ in range(4):
         llm.step()
     (urgent,) = llm.generate(
@@ -187,7 +187,7 @@ def test_a_list_of_which_one_is_refused_leaves_nothing_behind() -> None:
     for bad in ([[1], [10**9], [2]], [[1], [2], [10**9]]):
         with pytest.raises(InvalidRequest, match="token id"):
             llm.generate(bad, params, use_tqdm=False)
-        assert not llm._open and not llm.engine.scheduler.live
+        assert not llm.loop.collectors and not llm.engine.scheduler.live
     assert len(llm.generate([[1], [2], [3]], params, use_tqdm=False)) == 3
 
 

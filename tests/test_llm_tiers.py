@@ -16,12 +16,12 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.core.engine import Engine, Handle
 from octavo.errors import InvalidRequest, NotEnoughMemory
-from octavo.llm import WARM_UP
 from octavo.runner.disk import Record
 from octavo.runner.runner import Runner, StepHandle
 from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.types import Plan, Request
+from octavo.warm_up import WARM_UP_TOKENS
 from tests import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -351,7 +351,7 @@ def test_warming_up_fits_any_cache_and_teaches_nothing(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps compile: their times say nothing about the time that a prompt takes."""
-    monkeypatch.setitem(WARM_UP, "cpu", (64, sys.maxsize))
+    monkeypatch.setitem(WARM_UP_TOKENS, "cpu", (64, sys.maxsize))
     llm = make(scheduling_policy="priority", **options)
     listeners = dict(llm.engine.events.listeners)
     assert listeners

@@ -110,20 +110,18 @@ def show(rows: list[dict[str, Any]], has_perplexity: bool) -> None:
     )
     cells = []
     for r in rows:
-        parts = r.get("parts", [])
-        told = [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if has_perplexity else ["", ""]
-        if parts:
-            told += [
-                str(max(p["blocks"] for p in parts)),
+        row = [r["policy"], f"{r['kv_tokens']:,}"]
+        row += [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if has_perplexity else ["", ""]
+        if parts := r.get("parts"):
+            row += [
+                str(max(part["blocks"] for part in parts)),
                 in_bytes(parts[-1]["kv_bytes"]),
                 f"{r['first_tok_s']:.1f}",
-            ]
-            told += [
                 f"{r['last_tok_s']:.1f}",
                 f"{r['speed_kept']:.1%}",
                 f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB",
             ]
-        cells.append((r["policy"], f"{r['kv_tokens']:,}", *told))
+        cells.append(row)
     table(None, columns, cells)
     for r in rows:
         if speeds := " ".join(f"{p['tok_s']:.0f}" for p in r.get("parts", [])):

@@ -73,7 +73,7 @@ def complete(
         if ends_early(c.finish_reason, len(c.token_ids), params)
     ]
     if cut:
-        tell_cut(min(cut), params)
+        report_cut(min(cut), params)
     failed = [
         result.error
         for result in results
@@ -110,7 +110,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
         if whole.finish_reason == "error":
             fail("the model's computation failed half-way", code=1)
         if ends_early(whole.finish_reason, count, params):
-            tell_cut(count, params)
+            report_cut(count, params)
 
 
 def ends_early(reason: str | None, count: int, params: SamplingParams) -> bool:
@@ -118,7 +118,7 @@ def ends_early(reason: str | None, count: int, params: SamplingParams) -> bool:
     return reason == "length" and params.max_tokens is not None and count < params.max_tokens
 
 
-def tell_cut(count: int, params: SamplingParams) -> None:
+def report_cut(count: int, params: SamplingParams) -> None:
     note(
         f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len, --num-blocks)"
     )

@@ -121,7 +121,7 @@ class Call:
         ]
         if self.follow:
             for collector in found:
-                collector.news = []
+                collector.pieces = []
         return found
 
     # ---- the reader's side -----------------------------------------------------------------------
@@ -217,9 +217,9 @@ class Call:
                 self.fail(errors.step_failed())
             return None
         stop = collector.take(out)
-        if self.follow and collector.news:
-            self._pieces += [(which, piece) for piece in collector.news]
-            collector.news.clear()
+        if self.follow and collector.pieces:
+            self._pieces += [(which, piece) for piece in collector.pieces]
+            collector.pieces.clear()
         if collector.finished:
             self.unfinished -= 1
         if self.follow or not self.unfinished:
