@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -39,6 +40,13 @@ def test_editors_see_every_option_as_a_keyword_of_llm() -> None:
 
 def test_every_option_is_declared() -> None:
     assert option_declarations().keys() == {field.name for field in fields(EngineOptions)}
+
+
+def test_every_option_is_described() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    table = page.partition("## Constructor")[2].partition("\n## ")[0]
+    described = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line)}
+    assert option_declarations().keys() <= described
 
 
 def test_values_are_converted_to_what_can_be_sent() -> None:

@@ -1,4 +1,4 @@
-"""`octavo serve`: the OpenAI API, REST and WebSocket in front of the engine, until a signal."""
+"""`octavo serve`: serves the OpenAI API over HTTP, WebSocket and gRPC until a signal."""
 
 from __future__ import annotations
 
@@ -208,6 +208,36 @@ def serve(
             show_default=True,
         ),
     ] = 30.0,
+    keep_alive: Annotated[
+        float,
+        option(
+            "Seconds without output after which a stream sends a comment to stay open.",
+            "Load",
+            "X",
+            min=0.1,
+            show_default=True,
+        ),
+    ] = 10.0,
+    stall_dump: Annotated[
+        float,
+        option(
+            "Seconds without a step after which the state of a busy engine is logged.",
+            "Load",
+            "X",
+            min=0.1,
+            show_default=True,
+        ),
+    ] = 10.0,
+    stall_kill: Annotated[
+        float,
+        option(
+            "Seconds without a step after which a busy engine is restarted.",
+            "Load",
+            "X",
+            min=0.1,
+            show_default=True,
+        ),
+    ] = 60.0,
     check_interval: Annotated[
         float,
         option(
@@ -233,12 +263,15 @@ def serve(
         from octavo.text.tool_formats import FORMATS
     except ImportError as error:
         fail(
-            f"the server needs more than the engine ({error.name} is missing): pip install 'octavo[serve]'"
+            f"the server needs more packages than the engine ({error.name} is missing): "
+            "pip install 'octavo[serve]'"
         )
     if metrics_prefix not in ("octavo", "vllm"):
         fail("--metrics-prefix is octavo or vllm")
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         fail("--log-level is debug, info, warning or error")
+    if stall_kill < stall_dump:
+        fail("--stall-kill must be at least --stall-dump: the state is logged before the restart")
     if tool_parser not in ("auto", "none", *FORMATS):
         fail(f"--tool-parser must be auto, none or a format: {', '.join(FORMATS)}")
     logging.getLogger().setLevel(log_level.upper())
@@ -274,25 +307,26 @@ def serve(
         queue_timeout=queue_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
+        keep_alive=keep_alive,
+        stall_dump=stall_dump,
+        stall_kill=stall_kill,
         check_interval=check_interval,
     )
     run(config, announce)
 
 
 def public_name(model: str | None) -> str:
-    """What clients see: never a path of this machine."""
+    """Return the name that clients see. It is never a path of this machine."""
     if model is None:
         return EMBEDDED
     path = Path(model).expanduser()
-    return (
-        path.resolve().name.removesuffix(".gguf")
-        if path.exists() or os.path.isabs(model)
-        else model
-    )
+    if path.exists() or os.path.isabs(model):
+        return path.resolve().name.removesuffix(".gguf")
+    return model
 
 
 def read_template(path: Path) -> str:
-    """The template in a file. An error in it is found now, and not by the first client."""
+    """Read a template and compile it, so that an error is found now and not by the first client."""
     from octavo.text.chat import ChatTemplate
 
     try:
@@ -302,7 +336,7 @@ def read_template(path: Path) -> str:
 
 
 def announce(front: Front, port: int) -> None:
-    """Once it is ready: what fits, where it is, how to try it."""
+    """Print what fits in memory, the addresses and an example, once the server is ready."""
     loaded = front.client.model_info()
     config = front.config
     assert loaded is not None

@@ -221,7 +221,7 @@ def test_an_evicted_prompt_is_timed_from_each_tier(
     )
     assert "host memory" in result.stdout and "All tiers gave the same tokens" in result.stdout
     assert (
-        "of that, in ms" in result.stdout
+        "parts of the time, in ms" in result.stdout
         and "blocks loaded while others were read" in result.stdout
     )
 

@@ -272,3 +272,9 @@ def test_an_unknown_format_of_tool_calls_is_refused_with_the_known_ones(
     assert result.exit_code == 2
     for word in ("--tool-parser", "auto", "none", "hermes", "pythonic"):
         assert word in result.stderr
+
+
+def test_a_watchdog_that_restarts_before_it_logs_is_refused(octavo: Octavo) -> None:
+    result = octavo("serve", "--stall-kill", "5", "--stall-dump", "6")
+    assert result.exit_code == 2
+    assert "--stall-kill must be at least --stall-dump" in result.stderr
