@@ -53,7 +53,9 @@ def plan(
     from octavo.assemble import resolve, resolve_pool
 
     wanted = sizes(lengths) if lengths else None
-    planner = Planner(ModelOutline(model, options.revision), Machine.of(options, device_memory))
+    planner = Planner(
+        ModelOutline(model, options.revision), TargetDevice.of(options, device_memory)
+    )
     try:
         resolve_pool(options, *planner.facts(options))
     except NotEnoughMemory:
@@ -129,7 +131,7 @@ class ModelOutline:
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetDevice:
     """The device to plan for, before any weights are loaded. Sizes are in bytes."""
 
     kind: str  # "cuda" or "cpu"
@@ -138,7 +140,7 @@ class Machine:
     host_free: int
 
     @classmethod
-    def of(cls, options: EngineOptions, device_memory: int | None) -> Machine:
+    def of(cls, options: EngineOptions, device_memory: int | None) -> TargetDevice:
         import torch
 
         from octavo.memory import available_memory
@@ -178,15 +180,15 @@ class Machine:
 
 
 class Planner:
-    """A model and the machine that is to run it."""
+    """A model and the device that is to run it."""
 
-    def __init__(self, outline: ModelOutline, machine: Machine):
+    def __init__(self, outline: ModelOutline, target: TargetDevice):
         self.outline = outline
-        self.machine = machine
+        self.target = target
 
     def facts(self, options: EngineOptions) -> tuple[ModelFacts, DeviceFacts]:
-        model = self.outline.facts(options, self.machine.kind)
-        return model, self.machine.after_loading(model.weights)
+        model = self.outline.facts(options, self.target.kind)
+        return model, self.target.after_loading(model.weights)
 
     def requirements(self, options: EngineOptions) -> Requirements:
         from octavo.assemble import require
@@ -210,13 +212,13 @@ class Planner:
         from octavo.memory import CPU_KV_SHARE
 
         needs = self.requirements(options)
-        machine = self.machine
+        target = self.target
         blocks = max(1, -(-((options.max_model_len or 1) - 1) // needs.block_size))
         kv = blocks * needs.block_size * needs.kv_per_token
         fixed = needs.weights + needs.activations + needs.staging
-        if machine.kind == "cpu":
+        if target.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
-        used = machine.total - machine.free
+        used = target.total - target.free
         return int((fixed + kv + used) / options.gpu_memory_utilization) + 1
 
     def ways_to_fit(self, options: EngineOptions) -> Iterator[str]:
@@ -237,7 +239,7 @@ class Planner:
 
     def single_changes(self, options: EngineOptions) -> Iterator[dict[str, Any]]:
         config = self.outline.config
-        if self.machine.kind == "cuda" and options.gpu_memory_utilization < 0.95:
+        if self.target.kind == "cuda" and options.gpu_memory_utilization < 0.95:
             yield {"gpu_memory_utilization": 0.95}
         if DTYPE_BYTES[self.facts(options)[0].dtype] > 2:
             yield {"dtype": "bfloat16"}
@@ -266,19 +268,19 @@ class Planner:
     # ---- the report ------------------------------------------------------------------------------
 
     def describe(self, options: EngineOptions, name: str) -> dict[str, Any]:
-        """Describe the model, the machine and what the options ask for."""
-        model = self.outline.facts(options, self.machine.kind)
+        """Describe the model, the device and what the options ask for."""
+        model = self.outline.facts(options, self.target.kind)
         needs = self.requirements(options)
-        on_gpu = self.machine.kind == "cuda"
+        on_gpu = self.target.kind == "cuda"
         return {
             "model": name,
             "architecture": model.config.architecture,
             "parameters": model.parameters,
             "dtype": model.dtype,
             "quantization": options.quantization,
-            "device": self.machine.kind,
-            "device_memory": self.machine.total,
-            "device_memory_free": self.machine.free,
+            "device": self.target.kind,
+            "device_memory": self.target.total,
+            "device_memory_free": self.target.free,
             "gpu_memory_utilization": options.gpu_memory_utilization if on_gpu else None,
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": needs.schedule.max_num_batched_tokens,
@@ -293,7 +295,7 @@ class Planner:
     def describe_lack(self, options: EngineOptions) -> dict[str, Any]:
         return {
             "fits": False,
-            "short_by": self.least_memory(options) - self.machine.free,
+            "short_by": self.least_memory(options) - self.target.free,
             "ways_to_fit": list(self.ways_to_fit(options)),
         }
 
