@@ -57,7 +57,9 @@ def test_what_a_mode_is_given(octavo: Octavo, tiny: str) -> None:
         and "target_ms has no effect here: it is for batching adaptive" in result.stderr
     )
     result = octavo("bench", "batching-modes", tiny, "--max-batch", 1, *few)
-    assert result.exit_code == 2 and "--max-num-seqs" in result.stderr
+    assert result.exit_code == 2 and "max_batch has no effect here" in result.stderr
+    result = octavo("bench", "batching-modes", tiny, "--batching", "static", "--max-batch", 1, *few)
+    assert result.exit_code == 2 and "use --max-num-seqs" in result.stderr
 
 
 def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:
