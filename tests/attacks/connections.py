@@ -12,12 +12,15 @@ from tests.attacks.target import ALICE, COMPLETIONS, Target
 
 
 class Idle:
-    """Keeps so many connections open, without a key and without a request, and opens those anew that the server closes."""
+    """Keeps many connections open, without a key and without a request, and opens new ones in place
+    of those that the server closes. They come from several addresses of the loopback, because one
+    address cannot fill the table of connections."""
 
-    def __init__(self, target: Target, count: int):
+    def __init__(self, target: Target, count: int, addresses: int):
         allow_descriptors(count + 1000)
         self.target = target
         self.count = count
+        self.addresses = [(f"127.0.0.{2 + index}", 0) for index in range(addresses)]
         self.connections: list[socket.socket] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._hold, daemon=True)
@@ -36,8 +39,10 @@ class Idle:
         while not self._over.wait(0.05):
             self.connections = [one for one in self.connections if _is_open(one)]
             while len(self.connections) < self.count and not self._over.is_set():
+                source = self.addresses[len(self.connections) % len(self.addresses)]
+                server = (HOST, self.target.port)
                 try:
-                    self.connections.append(socket.create_connection((HOST, self.target.port), 5))
+                    self.connections.append(socket.create_connection(server, 5, source))
                 except OSError:
                     break
 
@@ -54,9 +59,9 @@ def _is_open(connection: socket.socket) -> bool:
     return False
 
 
-def hold_idle(target: Target, count: int, seconds: float) -> None:
-    """Good requests are served while somebody without a key holds connections."""
-    with Idle(target, count):
+def hold_idle(target: Target, count: int, addresses: int, seconds: float) -> None:
+    """Good requests are served while a client without a key holds very many connections."""
+    with Idle(target, count, addresses):
         time.sleep(min(4.0, seconds / 2))
         end = time.monotonic() + seconds
         served = 0

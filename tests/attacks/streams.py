@@ -90,6 +90,12 @@ AMBIGUOUS: dict[str, tuple[bytes, set[tuple[int, ...]]]] = {
     "a list of lengths": (with_length("49, 49"), {(400,)}),
     "a plus sign": (with_length("+49"), {(400,)}),
     "a negative length": (with_length("-1"), {(400,)}),
+    "a vertical tab": (with_encoding(b"chunked\x0b"), {(400,)}),
+    "two spaces": (with_encoding(b" chunked"), {(200,)}),
+    "carriage returns alone": (b"GET /livez HTTP/1.1\rHost: localhost\r\r", {(400,)}),
+    # The rest of the body is waited for until the time for bodies is over, and never stored.
+    "a chunk of 16 EiB": (chunked(b"FFFFFFFFFFFFFFFE\r\n" + BODY), {(), (400,), (413,)}),
+    "an extension of a MiB": (chunked(b"31;" + b"a" * 2**20), {(), (400,), (413,), (431,)}),
     "a hexadecimal length": (with_length("0x31"), {(400,)}),
     "a length beyond 64 bits": (with_length("18446744073709551665"), {(400,)}),
     "a space before the colon": (POST + b"Content-Length : 49\r\n\r\n" + BODY, {(400,)}),

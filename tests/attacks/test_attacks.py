@@ -1,6 +1,8 @@
-"""Attacks on a real server, each beside normal traffic: what must be true during and after each is in tests/attacks/target.py.
+"""Attacks on a real server, each beside normal traffic. `withstands` in tests/attacks/target.py
+checks what must be true during and after each of them.
 
-The full forms are marked slow. The worst run with the other tests too, in a small form.
+The full forms are marked slow. The worst attacks run with the other tests too, in a small form.
+docs/testing.md has a table of the defects that these tests keep away.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 
-from tests.attacks import connections, keys, streams, structures, templates, websockets
+from tests.attacks import bodies, connections, keys, streams, structures, templates, websockets
 from tests.attacks.target import Target, target_server, withstands
 from tests.serve.running import free_port
 
@@ -29,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @pytest.fixture
 def quick_target(tmp_path: Path) -> Iterator[Target]:
-    """Gives up on headers so soon that every stream lasts longer."""
+    """A server whose time limit for headers is shorter than every stream."""
     with target_server(tmp_path, limits={"header_seconds": HEADER_SECONDS}) as found:
         yield found
 
@@ -75,13 +77,13 @@ def test_a_long_flood_of_tiny_frames(target: Target, kind: str) -> None:
 
 def test_idle_connections(target: Target) -> None:
     with withstands(target):
-        connections.hold_idle(target, 4200, seconds=2)
+        connections.hold_idle(target, 1200, addresses=1, seconds=1)
 
 
 @pytest.mark.slow
 def test_idle_connections_that_come_back(target: Target) -> None:
     with withstands(target):
-        connections.hold_idle(target, 4200, seconds=30)
+        connections.hold_idle(target, 5200, addresses=5, seconds=30)
 
 
 @pytest.mark.slow
@@ -110,20 +112,48 @@ def test_right_keys_open_only_what_is_theirs(target: Target) -> None:
     keys.misuse(target)
 
 
+# ---- bodies -------------------------------------------------------------------------------------------
+
+
+def test_a_large_json_body(target: Target) -> None:
+    with withstands(target, peak_mib=150):
+        bodies.send(target, ["many names", "token ids"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", bodies.LARGE)
+def test_large_json_bodies(target: Target, name: str) -> None:
+    with withstands(target, peak_mib=150):
+        bodies.send(target, [name])
+
+
+@pytest.mark.slow
+def test_large_json_bodies_at_once(target: Target) -> None:
+    with withstands(target, peak_mib=400):
+        for _ in range(6):
+            bodies.send(target, ["objects", "token ids"], at_once=8)
+
+
+@pytest.mark.slow
+def test_bodies_that_never_end(target: Target) -> None:
+    with withstands(target, peak_mib=300):
+        bodies.unfinished(target, 100, seconds=33)
+
+
 # ---- HTTP ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", ["garbage", "40 requests"])
-def test_bytes_on_the_connection_of_a_running_stream(target: Target, late: str) -> None:
+def test_bytes_on_the_connection_of_a_running_stream(target: Target) -> None:
     with withstands(target):
-        streams.interrupt(target, streams.LATE[late], seconds=0)
+        for late in ("garbage", "40 requests", "half the headers"):
+            streams.interrupt(target, streams.LATE[late], seconds=0, tokens=100)
 
 
 @pytest.mark.slow
 def test_late_bytes_in_a_stream_that_outlasts_the_header_timer(quick_target: Target) -> None:
     with withstands(quick_target):
         for late in streams.LATE.values():
-            streams.interrupt(quick_target, late, seconds=2 * HEADER_SECONDS)
+            streams.interrupt(quick_target, late, seconds=2 * HEADER_SECONDS, tokens=300)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def attacks(rpc_port: int) -> dict[str, Callable[[Target], None]]:
         "pings": lambda t: websockets.flood(t, "pings", 2),
         "fragments": lambda t: websockets.flood(t, "empty fragments", 2),
         "messages": lambda t: websockets.flood(t, "empty messages", 2),
-        "idle connections": lambda t: connections.hold_idle(t, 4200, 2),
+        "idle connections": lambda t: connections.hold_idle(t, 5200, 5, 2),
         "kept connections": lambda t: connections.keep_alive(t, 500),
         "wrong keys": lambda t: keys.guess(t, 30, 1),
         "wrong keys by RPC": lambda t: keys.guess_by_rpc(t, rpc_port, 10),
