@@ -122,7 +122,9 @@ class HttpProtocol(asyncio.Protocol):
             self._position = 0
         else:
             self._held = data
-        if not self.queued and self.parse_some():
+        if self.queued:
+            self._update_reading()  # else libuv reads a socket up to 32 times in one turn
+        elif self.parse_some():
             self.context.turns.add(self)
 
     def eof_received(self) -> bool:

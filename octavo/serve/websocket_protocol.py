@@ -97,7 +97,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.abort()  # it sends pings and does not read the pongs
             return
         self._held += data
-        if not self.queued and self.parse_some():
+        if self.queued:
+            self._update_reading()  # else libuv reads a socket up to 32 times in one turn
+        elif self.parse_some():
             self.context.turns.add(self)
 
     def parse_some(self) -> bool:

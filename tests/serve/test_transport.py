@@ -3,6 +3,7 @@ second."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -12,8 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 import octavo
+from octavo.serve.connections import ConnectionTable
+from octavo.serve.http_protocol import HttpProtocol, ServerContext
+from octavo.serve.limits import Limits
+from octavo.serve.turn_queue import TurnQueue
+from octavo.serve.websocket_protocol import WebSocketProtocol
 from tests.serve.running import Running, alive, check_error, http_request, raw, server
 
 CHAT = "/v1/chat/completions"
@@ -279,6 +288,51 @@ def test_pipelined_requests_hold_up_nobody(running: Running) -> None:
     ):
         connection.sendall(http_request("/livez", b"", method="GET") * 10_000)
         time.sleep(0.5)
+
+
+def test_reading_stops_while_input_waits_for_its_turn_to_be_parsed() -> None:
+    """libuv reads a socket up to 32 times in one turn of the event loop, 256 KB each, unless it is
+    told to stop. Eight bodies of 8 MB would hold up everybody else for a second."""
+
+    class Transport(asyncio.Transport):
+        paused = 0
+
+        def pause_reading(self) -> None:
+            self.paused += 1
+
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            return default
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nothing is parsed in this test")
+
+    async def run(kind: type[HttpProtocol] | type[WebSocketProtocol]) -> int:
+        limits = Limits()
+        table = ConnectionTable(limits)
+        context = ServerContext(
+            app=application,
+            limits=limits,
+            table=table,
+            turns=TurnQueue(),
+            uvicorn=uvicorn.Config(application, log_config=None, lifespan="off"),
+            state=ServerState(),
+        )
+        connection = table.admit("127.0.0.1")
+        assert connection is not None
+        protocol = kind(context, connection)
+        transport = Transport()
+        protocol.connection_made(transport)
+        protocol.queued = True
+        protocol.data_received(bytes(10))
+        assert transport.paused == 0
+        protocol.data_received(bytes(256_000))
+        return transport.paused
+
+    assert asyncio.run(run(HttpProtocol)) == 1
+    assert asyncio.run(run(WebSocketProtocol)) == 1
 
 
 DISTURBANCES = {
