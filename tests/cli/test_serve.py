@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli import app
-from octavo.serve.config import ServeConfig
+from octavo.serve.serve_config import ServeConfig
 
 
 def config_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeConfig:
