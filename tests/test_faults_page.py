@@ -1,4 +1,5 @@
-"""docs/faults.md is a map: every line of it names tests, and every test that it names is there."""
+"""docs/faults.md and the table of defects in docs/testing.md are maps: every line of them names
+tests, and every test that they name exists."""
 
 from __future__ import annotations
 
@@ -45,6 +46,18 @@ def test_every_test_that_is_named_is_there() -> None:
         if not (ROOT / path).exists() or name not in names_in(path)
     ] == []
     assert len(set(named)) > 120
+
+
+def test_every_defect_on_the_testing_page_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text()
+    head = "| defect | tests |\n|---|---|\n"
+    rows = page.partition(head)[2].partition("\n\n")[0].splitlines()
+    assert len(rows) > 25
+    for row in rows:
+        named = TEST.findall(row)
+        assert named, row
+        for path, name in named:
+            assert name in names_in(path), f"{path}::{name}"
 
 
 def test_every_section_is_there_and_the_index_leads_to_it() -> None:
