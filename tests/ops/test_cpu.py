@@ -425,3 +425,18 @@ def test_where_kernels_cannot_be_kept_is_noticed(tmp_path: Path) -> None:
     assert writable(tmp_path / "new" / "place") and (tmp_path / "new" / "place").is_dir()
     (tmp_path / "file").write_text("")
     assert not writable(tmp_path / "file" / "place") and not writable(Path("/proc/no/such/place"))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_memory_does_not_grow_with_the_row_counts_that_a_weight_meets() -> None:
+    ops = CpuOps()
+    weight = ops.pack(torch.randn(96, 32))
+
+    def resident_mib(counts: range) -> float:
+        for count in counts:
+            ops.linear(torch.randn(count, 32), weight)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    full = resident_mib(range(1, 150))
+    assert resident_mib(range(150, 400)) - full < 30

@@ -8,6 +8,7 @@ and all ops on machines where the kernels cannot run, are those of the reference
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +36,12 @@ from octavo.ops.weight import QuantWeight
 # oneDNN packs a weight for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows
 # if fewer rows are padded to it. Without padding, 1 row took 1.4 times as long as 4.
 ROWS = 4
+
+# oneDNN and torch each keep a compiled primitive, of about 0.6 MiB, for every number of rows that a
+# weight was multiplied with: 1,024 primitives by default. 64 primitives serve the row counts of
+# about a dozen steps, and compiling one takes 0.4 ms.
+for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(variable, "64")
 
 
 class CpuOps(ReferenceOps):
