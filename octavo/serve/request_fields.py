@@ -58,7 +58,7 @@ PROMPT = (
           "neither, x-ignored-params names it; only a chat has a template"),
     _both(HONOURED, "add_special_tokens", "whether BOS and EOS are put around the prompt: by default yes, in a chat no"),
     _completion("parse_special", "false: control tokens in a text prompt are characters; in messages they always are", False),
-    _both(HONOURED, "truncate_prompt_tokens", "keep so many tokens of the prompt; -1: as many as fit. x-truncated-tokens counts the rest"),
+    _both(HONOURED, "truncate_prompt_tokens", "keep this many tokens of the prompt; -1: as many as fit. x-truncated-tokens counts the rest"),
     _both(HONOURED, "truncation_side", "left (the default) keeps the last tokens of the prompt, right the first"),
     _both(REFUSED, "prompt_embeds", "a prompt is text or token ids", []),
     _both(REFUSED, "suffix", "these models are not trained to fill in the middle", ""),
@@ -77,9 +77,9 @@ SAMPLING = (
     _both(HONOURED, "logit_bias", "-100 to 100 by token id"),
     _both(HONOURED, "allowed_token_ids", "the only tokens that may be generated"),
     _both(HONOURED, "seed", "a signed 64-bit integer; -1: none"),
-    _both(HONOURED, "n", "choices for each prompt", 1),
-    _both(HONOURED, "best_of", "compute so many, reply with the n likeliest", 0, 1),
-    _both(HONOURED, "use_beam_search", "the likeliest texts instead of drawn ones", False),
+    _both(HONOURED, "n", "the number of choices for each prompt", 1),
+    _both(HONOURED, "best_of", "compute this many completions and reply with the n likeliest", 0, 1),
+    _both(HONOURED, "use_beam_search", "search for the likeliest texts instead of sampling", False),
     _both(HONOURED, "length_penalty", "for beam search", 1),
     _both(HONOURED, "early_stopping", "for beam search", False),
     _both(REFUSED, "bad_words", "a word is cut into tokens in many ways, and a list of words bans only some: use logit_bias for "
@@ -101,15 +101,15 @@ SAMPLING = (
 )  # fmt: skip
 
 ENDING = (
-    _both(HONOURED, "max_tokens", "most tokens of the reply; -1: as many as fit. Default: 16, in a chat the model's recommendation or as many "
+    _both(HONOURED, "max_tokens", "the largest number of tokens in the reply; -1: as many as fit. Default: 16, in a chat the model's recommendation or as many "
           "as fit"),
     _chat("max_completion_tokens", "as max_tokens; if several are given, the smallest counts; the other routes call it max_tokens"),
     _both(HONOURED, "max_new_tokens", "as max_tokens"),
-    _both(HONOURED, "min_tokens", "no end before so many tokens"),
+    _both(HONOURED, "min_tokens", "the reply has at least this many tokens"),
     _both(HONOURED, "stop", "up to 64 strings that end the reply"),
     _both(HONOURED, "stop_token_ids", "tokens that end the reply"),
     _both(HONOURED, "include_stop_str_in_output", "the string or token that ended the reply is part of it"),
-    _both(HONOURED, "ignore_eos", "the model's own end does not end the reply"),
+    _both(HONOURED, "ignore_eos", "the end-of-text token does not end the reply"),
     _both(HONOURED, "timeout", "seconds for the whole request"),
     _both(REFUSED, "thinking_token_budget", "reasoning is not counted apart from the answer", -1),
     _both(HONOURED, "repetition_detection", "ends a text that repeats itself"),
@@ -142,7 +142,7 @@ REPLY = (
     _both(HONOURED, "logprobs", "in a chat true or false, in a completion how many of the likeliest", False, 0),
     _chat("top_logprobs", "how many of the likeliest; a completion has this in logprobs", 0),
     _both(HONOURED, "logprob_token_ids", "with logprobs: report these tokens in place of the likeliest ones", []),
-    _both(HONOURED, "prompt_logprobs", "of each prompt token, and so many of the likeliest"),
+    _both(HONOURED, "prompt_logprobs", "logprobs of each prompt token, and of this many of the likeliest tokens"),
     _both(HONOURED, "echo", "the reply begins with the prompt; in a chat with the last message, if that is the assistant's", False),
     _both(HONOURED, "skip_special_tokens", "false: special tokens are part of the text", True),
     _both(HONOURED, "return_token_ids", "the reply has token_ids and prompt_token_ids", False),
@@ -165,7 +165,7 @@ REPLY = (
 )  # fmt: skip
 
 SERVING = (
-    _both(HONOURED, "priority", "lower comes sooner, with --policy priority; named in x-ignored-params with a policy that has none"),
+    _both(HONOURED, "priority", "lower numbers come first with --policy priority; named in x-ignored-params with a policy that has no priorities"),
     _both(HONOURED, "cache_salt", "only requests with the same salt share cached prompts"),
     _both(LABEL, "request_id", "the server's own id is in x-request-id"),
     _both(LABEL, "user", "whose request it is"),
