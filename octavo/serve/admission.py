@@ -40,24 +40,34 @@ class Queue:
         self._told: deque[float] = deque()
 
     def check(self, requests: int, tokens: int, priority: int = 0, free: int = 0) -> None:
-        """Raise what the client gets if so much more cannot wait. `free`: so many will have a row as soon as the engine looks."""
-        while True:
-            if not self.waiting:
-                # alone, whatever it is: else a batch larger than the queue would be told to come
-                # back for ever
-                return
-            if len(self.waiting) + requests > self.max_requests + free:
-                what = f"{len(self.waiting)} requests"
-            elif self.tokens + tokens > self.max_tokens:
-                what = f"{self.tokens} prompt tokens"
-            else:
-                return
-            youngest = next(
-                (w for w, _ in reversed(self.waiting.values()) if w.priority < priority), None
-            )
+        """Raise queue_full if so much more cannot wait, after refusing waiting requests of lower priority. `free`: so many will
+        have a row as soon as the engine looks."""
+        while (what := self._excess(requests, tokens, free)) is not None:
+            youngest = self._youngest_below(priority)
             if youngest is None:
                 raise queue_full(what, self.retry_after())
             youngest.fail(queue_full("requests of higher priority came", self.retry_after()))
+
+    def check_full(self, priority: int = 0, free: int = 0) -> None:
+        """Raise queue_full if `check` would for a request of one token. Changes nothing in the queue."""
+        what = self._excess(1, 1, free)
+        if what is not None and self._youngest_below(priority) is None:
+            raise queue_full(what, self.retry_after())
+
+    def _excess(self, requests: int, tokens: int, free: int) -> str | None:
+        """What there is too much of, if so much more should wait."""
+        if not self.waiting:
+            # Alone, any request may wait: a batch larger than the queue could never be sent.
+            return None
+        if len(self.waiting) + requests > self.max_requests + free:
+            return f"{len(self.waiting)} requests"
+        if self.tokens + tokens > self.max_tokens:
+            return f"{self.tokens} prompt tokens"
+        return None
+
+    def _youngest_below(self, priority: int) -> Waiting | None:
+        """The waiting request of lower priority that came last."""
+        return next((w for w, _ in reversed(self.waiting.values()) if w.priority < priority), None)
 
     def enter(self, id: str, owner: Waiting, tokens: int) -> None:
         if not self.waiting:

@@ -8,17 +8,15 @@ with memory.hold(address) as held:             the bytes count until the block i
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive
 
+from octavo.serve.body_memory import Held
 from octavo.serve.errors import ApiError
-from octavo.serve.jobs import Parse
-from octavo.serve.keys import network
+from octavo.serve.jobs import Parse, ParseMessage
 from octavo.serve.limits import Limits
 from octavo.serve.parse import Bytes, is_quick, read_request
 from octavo.serve.worker_pool import WorkerPool
@@ -26,71 +24,7 @@ from octavo.serve.worker_pool import WorkerPool
 T = TypeVar("T", bound=msgspec.Struct)
 # seconds during which the rest of a refused body is read and thrown away, so that the client reads the refusal
 PATIENCE = 0.5
-SMALL = 64 * 2**10  # bytes
 HEAVY = 256 * 2**10  # bytes: a larger body is a heavy job
-
-
-# ---- memory ---------------------------------------------------------------------------------------------
-
-
-class BodyMemory:
-    """Counts the bytes of large bodies from their arrival until they are parsed, in total and by client address. Small bodies do
-    not count, so that they are taken whatever else arrives."""
-
-    def __init__(self, limits: Limits):
-        self.limits = limits
-        self.total = 0
-        self.by_address: Counter[str] = Counter()
-
-    @contextmanager
-    def hold(self, address: str) -> Iterator[Held]:
-        held = Held(self, network(address))
-        try:
-            yield held
-        finally:
-            held.release()
-
-
-class Held:
-    """The bytes of one body."""
-
-    def __init__(self, memory: BodyMemory, address: str):
-        self.memory = memory
-        self.address = address
-        self.size = 0
-
-    def grow(self, size: int) -> ApiError | None:
-        """The body has so many bytes now. Returns an error if all bodies, or those of this address, then take too much memory."""
-        if size <= SMALL:
-            return None
-        memory = self.memory
-        limits = memory.limits
-        more = size - self.size
-        if memory.by_address[self.address] + more > limits.body_memory_per_address:
-            return out_of_memory("of this address")
-        if memory.total + more > limits.body_memory:
-            return out_of_memory("of all clients")
-        memory.by_address[self.address] += more
-        memory.total += more
-        self.size = size
-        return None
-
-    def release(self) -> None:
-        memory = self.memory
-        memory.total -= self.size
-        memory.by_address[self.address] -= self.size
-        if not memory.by_address[self.address]:
-            del memory.by_address[self.address]
-        self.size = 0
-
-
-def out_of_memory(whose: str) -> ApiError:
-    return ApiError(
-        503,
-        f"the unfinished requests {whose} take too much memory: send fewer large bodies at a time",
-        "body_memory_exceeded",
-        retry_after=1.0,
-    )
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------
@@ -194,8 +128,15 @@ async def decode(
     """See parse.read_request."""
     if is_quick(data):
         return read_request(data, kind, limits)
+    return await parse_in_worker(pool, Parse(kind.__name__), data, kind)
+
+
+async def parse_in_worker(
+    pool: WorkerPool, job: Parse | ParseMessage, data: Bytes, kind: type[T]
+) -> tuple[T, dict[str, Any]]:
+    """What a worker process makes of the data: a `kind`, and its unknown fields."""
     result: Any = tuple[kind, dict[str, Any]]  # type: ignore[valid-type]
     found: tuple[T, dict[str, Any]] = await pool.run(
-        Parse(kind.__name__), result, payload=data, heavy=len(data) > HEAVY
+        job, result, payload=data, heavy=len(data) > HEAVY
     )
     return found

@@ -308,15 +308,22 @@ class EngineClient:
             self._send(call, timeout)
         return call
 
+    def check_admission(self, priority: int) -> None:
+        """Raise ApiError if not even the smallest request could be sent now."""
+        self.queue.check_full(priority, self._free_rows())
+
+    def _free_rows(self) -> int:
+        """How many requests get a row as soon as the engine looks."""
+        rows = self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting)
+        return 0 if self.full else max(rows, 0)
+
     def _check_room(self, requests: list[Request], key: Key | None) -> None:
         """Raise ApiError where the requests may not be sent now."""
-        rows = self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting)
-        free = 0 if self.full else max(rows, 0)
         self.queue.check(
             len(requests),
             sum(len(r.prompt) for r in requests),
             key.priority if key is not None else 0,
-            free,
+            self._free_rows(),
         )
         self.suspects.check(requests, (place.request for place in self.open_requests.values()))
 

@@ -56,13 +56,13 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) ->
 
 
 async def chat_completions(exchange: Exchange) -> None:
-    body, unknown = await exchange.body(ChatRequest)
+    body, unknown = await exchange.body(ChatRequest, generates=True)
     prepared, shape = await prepare_chat(exchange.front, exchange.caller, body, unknown)
     await answer(exchange, prepared, shape)
 
 
 async def completions(exchange: Exchange) -> None:
-    body, unknown = await exchange.body(CompletionRequest)
+    body, unknown = await exchange.body(CompletionRequest, generates=True)
     prepared, shape = await prepare_completion(exchange.front, exchange.caller, body, unknown)
     await answer(exchange, prepared, shape)
 

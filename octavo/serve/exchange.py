@@ -14,6 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from octavo.serve import body
+from octavo.serve.body_memory import SMALL
 from octavo.serve.client import Call
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Caller, Front
@@ -40,10 +41,19 @@ class Exchange:
         self._send = send
         self._request: HttpRequest = scope["octavo.request"]
 
-    async def body(self, kind: type[T]) -> tuple[T, dict[str, Any]]:
-        """The request's body as a `kind`, and its unknown fields."""
+    async def body(self, kind: type[T], generates: bool = False) -> tuple[T, dict[str, Any]]:
+        """The request's body as a `kind`, and its unknown fields. `generates`: refuse it early if nothing can be generated now.
+        A small body is received even so, because the connection then stays open for the next request."""
+        if generates and self._is_large():
+            self.front.check_admission(self.caller)
         async with self.held_body() as data:
+            if generates:
+                self.front.check_admission(self.caller)
             return await body.decode(self.front.pool, data, kind, self.front.config.limits)
+
+    def _is_large(self) -> bool:
+        length = self.scope["octavo.headers"].get(b"content-length", b"")
+        return not length.isdigit() or int(length) > SMALL
 
     @asynccontextmanager
     async def held_body(self) -> AsyncIterator[Bytes]:

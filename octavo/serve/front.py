@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from octavo import __version__
-from octavo.serve.body import BodyMemory
+from octavo.serve.body_memory import BodyMemory
 from octavo.serve.client import EngineClient
 from octavo.serve.errors import not_ready
 from octavo.serve.handlers import Context
@@ -67,6 +67,13 @@ class Front:
         """What jobs need to know, for those that the event loop does itself."""
         model = self.client.model
         return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
+
+    def check_admission(self, caller: Caller) -> None:
+        """Refuse a generation that would be refused whatever it asks for, before its body is received or parsed: the engine is
+        not ready, the queue is full, or the key is at one of its limits."""
+        if caller.key is not None:
+            caller.key.check()
+        self.client.check_admission(caller.priority)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:

@@ -26,6 +26,7 @@ from octavo.serve.jobs import (
     EncodeChat,
     Encoded,
     Parse,
+    ParseMessage,
     Setup,
     Tokenize,
     pack,
@@ -85,6 +86,23 @@ def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, 
         request.prompt = packed_prompts(context, request)
     if isinstance(request, protocol.OpenAI):
         request.metadata = None  # it has no effect, and may be large
+    check_values(context, request)
+    return request, unknown
+
+
+def parse_message(context: Context, job: ParseMessage) -> tuple[msgspec.Struct, dict[str, Any]]:
+    """The same for a gRPC message."""
+    from octavo.serve.rpc_request import read_message
+
+    kind: type[msgspec.Struct] = getattr(protocol, job.kind)
+    request, unknown = read_message(job.data, kind, context.limits)
+    check_texts(context, request)
+    check_values(context, request)
+    return request, unknown
+
+
+def check_values(context: Context, request: msgspec.Struct) -> None:
+    """Refuse a request of too many values for the event loop."""
     left = context.limits.values
     for name in request.__struct_fields__:
         left -= count_values(getattr(request, name), left)
@@ -94,7 +112,6 @@ def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, 
                 f"the request holds more than {context.limits.values} values up to {name}: leave some out",
                 "param_out_of_range",
             )
-    return request, unknown
 
 
 def check_texts(context: Context, request: msgspec.Struct) -> None:
@@ -257,6 +274,7 @@ def compile_guide(context: Context, job: Compile) -> None:
 
 HANDLERS: dict[type[msgspec.Struct], Callable[[Context, Any], Any]] = {
     Parse: parse_body,
+    ParseMessage: parse_message,
     Encode: encode_texts,
     EncodeChat: encode_messages,
     Tokenize: tokenize,

@@ -23,6 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.server import ServerState
 
+from octavo.serve.body_memory import BodyMemory
 from octavo.serve.connections import Connection, ConnectionState, ConnectionTable
 from octavo.serve.errors import ApiError
 from octavo.serve.http_request import HttpRequest, error_response
@@ -34,7 +35,6 @@ from octavo.serve.websocket_protocol import WebSocketProtocol
 SLICE = 4096  # bytes that are parsed in one go
 HELD = 64 * 2**10  # bytes that may wait, unparsed or as a body, before reading stops
 LINGER_SECONDS = 1.0  # after a refusal, the client has so long to read it
-LINGER_BYTES = 2**20  # and so much of what it still sends is read and thrown away
 
 
 @dataclass
@@ -44,6 +44,7 @@ class ServerContext:
     app: ASGIApp
     limits: Limits
     table: ConnectionTable
+    bodies: BodyMemory
     turns: TurnQueue
     uvicorn: uvicorn.Config  # for WebSockets
     state: ServerState
@@ -446,7 +447,7 @@ class HttpProtocol(asyncio.Protocol):
         if not linger or self._eof:
             self.transport.close()
             return
-        self._left_to_discard = LINGER_BYTES
+        self._left_to_discard = self.context.limits.body_bytes
         self.transport.write_eof()
         self.connection.enter(ConnectionState.SILENT)
         self.connection.deadline = time.monotonic() + LINGER_SECONDS

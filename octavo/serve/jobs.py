@@ -35,6 +35,13 @@ class Parse(msgspec.Struct, tag=True, array_like=True):
     data: bytes = b""  # the payload
 
 
+class ParseMessage(msgspec.Struct, tag=True, array_like=True):
+    """Parse a gRPC message. The result is a pair, as that of Parse."""
+
+    kind: str
+    data: bytes = b""  # the payload
+
+
 class Encode(msgspec.Struct, tag=True, array_like=True):
     """Tokenise texts. The result is a list of Encoded."""
 
@@ -84,7 +91,7 @@ class Compile(msgspec.Struct, tag=True, array_like=True):
     spec: StructuredOutputs
 
 
-Job = Parse | Encode | EncodeChat | Tokenize | Detokenize | Decode | Compile
+Job = Parse | ParseMessage | Encode | EncodeChat | Tokenize | Detokenize | Decode | Compile
 
 # ---- from a worker process --------------------------------------------------------------------------
 

@@ -83,13 +83,17 @@ class Key:
         self.max_concurrency = entry.max_concurrency
         self.open = 0
 
-    def enter(self) -> None:
-        """A request begins; raises if it is one too many."""
+    def check(self) -> None:
+        """Raise if the key allows no further request now."""
         if self.max_concurrency is not None and self.open >= self.max_concurrency:
             raise limited(f"{self.max_concurrency} requests at a time", 1.0)
         for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
             if bucket is not None and (wait := bucket.wait()):
                 raise limited(f"{bucket.per_minute} {what} a minute", wait)
+
+    def enter(self) -> None:
+        """Count a request that begins. Raises if the key allows no further one."""
+        self.check()
         if self.requests is not None:
             self.requests.take()
         self.open += 1

@@ -39,14 +39,18 @@ def read_request(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[st
     """The body as a `kind`, and its fields that `kind` does not have. The values of those are only compared with small ones, so
     a large one is replaced by True."""
     request, unknown = convert(parse(data), kind)
+    check_unknown(unknown, limits)
+    return request, {name: brief(value) for name, value in unknown.items()}
+
+
+def check_unknown(unknown: dict[str, Any], limits: Limits) -> None:
     if len(unknown) > limits.unknown_fields:
         raise bad(
             None,
-            f"the body has {len(unknown)} fields that are not known here, but at most {limits.unknown_fields} are ignored: "
+            f"the request has {len(unknown)} unknown fields, but at most {limits.unknown_fields} are ignored: "
             "leave them out",
             "param_out_of_range",
         )
-    return request, {name: brief(value) for name, value in unknown.items()}
 
 
 def brief(value: Any) -> Any:

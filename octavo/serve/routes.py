@@ -158,7 +158,7 @@ async def prepare_generate(
 
 
 async def generate(exchange: Exchange) -> None:
-    body, unknown = await exchange.body(GenerateRequest)
+    body, unknown = await exchange.body(GenerateRequest, generates=True)
     headers = validate.check_fields(exchange.front, unknown, chat=False)
     if body.prompt is None:
         raise bad("prompt", "prompt must be a text")
@@ -168,7 +168,7 @@ async def generate(exchange: Exchange) -> None:
 
 
 async def batch_generate(exchange: Exchange) -> None:
-    body, unknown = await exchange.body(BatchGenerateRequest)
+    body, unknown = await exchange.body(BatchGenerateRequest, generates=True)
     headers = validate.check_fields(exchange.front, unknown, chat=False)
     prompts = check_prompts(exchange.front, body.prompts)
     prepared = await prepare_generate(exchange.front, exchange.caller, body, prompts, headers)

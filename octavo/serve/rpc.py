@@ -12,31 +12,35 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+import msgspec
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from octavo.collect import Collector
 from octavo.serve import validate
+from octavo.serve.body import parse_in_worker
 from octavo.serve.completions import open_call
 from octavo.serve.errors import ApiError, api_error, bad, deadline_exceeded
 from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
+from octavo.serve.jobs import ParseMessage
 from octavo.serve.keys import network
 from octavo.serve.limits import Limits
+from octavo.serve.parse import INLINE
 from octavo.serve.proto import octavo_pb2 as pb
-from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest, RepetitionDetection
+from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest
 from octavo.serve.routes import check_prompts, prepare_generate
+from octavo.serve.rpc_request import parse_message, read_message
 from octavo.serve.validate import Prepared
 
 log = logging.getLogger(__name__)
-M = TypeVar("M", bound=Message)
+T = TypeVar("T", bound=msgspec.Struct)
 Context = Any  # grpc.aio.ServicerContext, which has no types
 Method = Callable[[Caller, Context], Awaitable[None]]
 
@@ -60,6 +64,7 @@ NOT_IN_METADATA = ("connection", "www-authenticate")
 POLL = 0.05  # seconds between looks at the front's readiness
 MIN_PING_MS = 500  # half of what is documented, so that jitter does no harm
 IDLE_SECONDS = 300.0  # until a connection without calls is closed
+HEALTH_BYTES = 4096  # of a HealthRequest, which needs no key
 HEALTH_WATCHERS = 256  # they need no key, and each holds one of the calls that are allowed
 
 
@@ -278,8 +283,7 @@ class Service:
         await self._end(caller, context, prepared, reply)
 
     async def batch(self, caller: Caller, context: Context) -> None:
-        asked, headers = await self._read(context, pb.BatchGenerateRequest)
-        body = BatchGenerateRequest(**fields(asked))
+        body, headers = await self._read(caller, context, BatchGenerateRequest)
         prompts = check_prompts(self.front, body.prompts)
         prepared = await prepare_generate(self.front, caller, body, prompts, headers)
         replies = await self._whole(caller, prepared)
@@ -309,7 +313,10 @@ class Service:
                     await self._write(context, reply)
 
     async def health(self, caller: Caller, context: Context) -> None:
-        await self._read(context, pb.HealthRequest)
+        data = await self._receive(context)
+        if len(data) > HEALTH_BYTES:
+            raise bad(None, f"a HealthRequest may have at most {HEALTH_BYTES} bytes")
+        parse_message(data, pb.HealthRequest)
         state: dict[str, Any] = self.front.client.state()
         known = {name: state[name] for name in ("state", "phase", "elapsed_s")}
         await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **known))
@@ -319,9 +326,9 @@ class Service:
     async def _prepare_one(
         self, caller: Caller, context: Context, stream: bool = False
     ) -> Prepared:
-        asked, headers = await self._read(context, pb.GenerateRequest)
-        body = GenerateRequest(**fields(asked))
-        return await prepare_generate(self.front, caller, body, [asked.prompt], headers, stream)
+        body, headers = await self._read(caller, context, GenerateRequest)
+        prompts = [body.prompt or ""]
+        return await prepare_generate(self.front, caller, body, prompts, headers, stream)
 
     async def _whole(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
         def reply(collector: Collector) -> pb.GenerateResponse:
@@ -346,8 +353,26 @@ class Service:
         context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
         await self._write(context, reply)
 
-    async def _read(self, context: Context, kind: type[M]) -> tuple[M, dict[str, str]]:
-        """The call's one message, and what to tell of fields that are not known."""
+    async def _read(
+        self, caller: Caller, context: Context, kind: type[T]
+    ) -> tuple[T, dict[str, str]]:
+        """The call's one message as a `kind`, and headers about its unknown fields."""
+        front = self.front
+        front.check_admission(caller)
+        data = await self._receive(context)
+        limits = front.config.limits
+        with front.bodies.hold(_address(context.peer())) as held:
+            refusal = held.grow(len(data))
+            if refusal is not None:
+                raise refusal
+            if len(data) <= INLINE:
+                body, unknown = read_message(data, kind, limits)
+            else:
+                job = ParseMessage(kind.__name__)
+                body, unknown = await parse_in_worker(front.pool, job, data, kind)
+        return body, validate.check_fields(front, unknown)
+
+    async def _receive(self, context: Context) -> bytes:
         seconds = self.front.config.limits.body_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -358,16 +383,8 @@ class Service:
             ) from None
         if data is grpc.aio.EOF:
             raise bad(None, "the call has no message")
-        try:
-            asked = kind.FromString(data)
-        except DecodeError:
-            raise bad(
-                None,
-                f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8",
-            ) from None
-        return asked, validate.check_fields(
-            self.front, {f"field-{f.field_number}": True for f in UnknownFieldSet(asked)}
-        )
+        found: bytes = data
+        return found
 
     async def _write(self, context: Context, reply: Message) -> None:
         """Waits while the client is slow to read, but not for ever."""
@@ -376,29 +393,6 @@ class Service:
                 await context.write(reply.SerializeToString())
         except TimeoutError:
             raise client_gone() from None
-
-
-def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
-    """What is set, by protocol.py's names, which are the same, and as JSON would bring it."""
-    given = {field.name: value for field, value in asked.ListFields()}
-    if "structured_outputs" in given:
-        given["structured_outputs"] = {
-            field.name: plain(value) for field, value in asked.structured_outputs.ListFields()
-        }
-    if "repetition_detection" in given:
-        parts = asked.repetition_detection.ListFields()
-        given["repetition_detection"] = RepetitionDetection(
-            **{field.name: value for field, value in parts}
-        )
-    if "logit_bias" in given:
-        given["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
-    if asked.early_stopping in ("true", "false"):
-        given["early_stopping"] = asked.early_stopping == "true"
-    return {name: plain(value) for name, value in given.items()}
-
-
-def plain(value: Any) -> Any:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def prompt_counts(collector: Collector) -> tuple[int, int]:

@@ -24,6 +24,7 @@ import uvicorn
 from octavo.errors import OctavoError
 from octavo.serve import errors
 from octavo.serve.acceptor import Acceptor, raise_descriptor_limit
+from octavo.serve.body_memory import BodyMemory
 from octavo.serve.connections import ConnectionTable
 from octavo.serve.front import Front
 from octavo.serve.guard import is_loopback
@@ -50,10 +51,17 @@ class ServeError(OctavoError):
 class HttpServer(uvicorn.Server):
     """uvicorn with our own way to accept connections, and without its signal handlers."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket, table: ConnectionTable):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        table: ConnectionTable,
+        bodies: BodyMemory,
+    ):
         super().__init__(config)
         self.listener = listener
         self.table = table
+        self.bodies = bodies
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,6 +72,7 @@ class HttpServer(uvicorn.Server):
             app=self.config.loaded_app,
             limits=self.table.limits,
             table=self.table,
+            bodies=self.bodies,
             turns=TurnQueue(),
             uvicorn=self.config,
             state=self.server_state,
@@ -191,6 +200,7 @@ class Server:
             ),
             self.socket,
             self.table,
+            self.front.bodies,
         )
 
     async def serve(self) -> None:

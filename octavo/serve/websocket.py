@@ -16,12 +16,15 @@ code 1008: `websocket_errors` a minute are allowed.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo.serve import body, replies, validate
+from octavo.serve.body_memory import Held
 from octavo.serve.client import Call
 from octavo.serve.completions import open_call
 from octavo.serve.connections import Connection, ConnectionState
@@ -29,12 +32,32 @@ from octavo.serve.errors import ApiError, api_error, bad, cancelled
 from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
 from octavo.serve.keys import Bucket
-from octavo.serve.parse import parse
+from octavo.serve.parse import Bytes, parse
 from octavo.serve.protocol import GenerateRequest
 from octavo.serve.routes import prepare_generate
 
 POLICY_VIOLATION = 1008
+CANCEL_BYTES = 200  # a longer message does not cancel a generation that runs
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass
+class IncomingMessage:
+    data: Bytes
+    memory: Held | None  # counts the bytes
+
+    def free(self) -> None:
+        """Drop the bytes, and no longer count them."""
+        self.data = b""
+        self.memory = None
+
+    def is_cancel(self) -> bool:
+        if len(self.data) > CANCEL_BYTES:
+            return False
+        try:
+            return parse(self.data).get("type") == "cancel"
+        except ApiError:
+            return False
 
 
 class WebSocketEndpoint:
@@ -53,16 +76,17 @@ class Session:
         self.socket = socket
         self.caller = caller
         self.connection: Connection = socket.scope["octavo.connection"]
-        self.inbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)  # None: the client left
+        # None: the client left
+        self.inbox: asyncio.Queue[IncomingMessage | None] = asyncio.Queue(maxsize=4)
         self.call: Call | None = None
         self.errors = Bucket(front.config.limits.websocket_errors)
 
     async def run(self) -> None:
         reader = asyncio.create_task(self._read())
         try:
-            while (text := await self._next()) is not None:
+            while (message := await self._next()) is not None:
                 try:
-                    await self._generate(text)
+                    await self._generate(message)
                 except Exception as e:
                     error = api_error(e).forget()
                     if error.code == "client_gone":
@@ -75,13 +99,13 @@ class Session:
         finally:
             reader.cancel()
 
-    async def _next(self) -> str | None:
+    async def _next(self) -> IncomingMessage | None:
         """The next message. While none is there, a full server may close the connection."""
         if self.inbox.empty():
             self.connection.enter(ConnectionState.IDLE)
-        text = await self.inbox.get()
+        message = await self.inbox.get()
         self.connection.enter(ConnectionState.BUSY)
-        return text
+        return message
 
     def _may_err(self) -> bool:
         self.errors.take()
@@ -91,32 +115,28 @@ class Session:
         """Listen while a generation runs, so that leaving and cancelling are noticed at once."""
         try:
             while True:
-                text = await self._message()
-                if self.call is not None and _is_cancel(text):
+                message = await self._message()
+                if self.call is not None and message.is_cancel():
                     self.call.fail(cancelled())
                 else:
-                    await self.inbox.put(text)
+                    await self.inbox.put(message)
         except WebSocketDisconnect:
             if self.call is not None:
                 self.call.fail(client_gone())
             await self.inbox.put(None)
 
-    async def _message(self) -> str:
-        """The next message as text. A binary one is decoded."""
+    async def _message(self) -> IncomingMessage:
         message = await self.socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
         text = message.get("text")
-        return message["bytes"].decode("utf-8", "replace") if text is None else text
+        data = message["bytes"] if text is None else text.encode()
+        return IncomingMessage(data, message["octavo.memory"])
 
-    async def _generate(self, text: str) -> None:
-        if len(text) > self.front.config.limits.body_bytes:
-            raise body.too_large(self.front.config.limits)
-        data = text.encode("utf-8", "replace")
-        limits = self.front.config.limits
-        asked, unknown = await body.decode(self.front.pool, data, GenerateRequest, limits)
+    async def _generate(self, message: IncomingMessage) -> None:
+        asked, unknown = await self._parse(message)
         if unknown.pop("type", None) == "cancel":
-            self.errors.take()  # nothing runs: no error, but it may not go on for ever
+            self.errors.take()  # Nothing runs. This is no error, but it must not go on without end.
             if self.errors.wait():
                 raise bad("type", "there is nothing to cancel")
             return
@@ -149,18 +169,19 @@ class Session:
         }
         await self._send(_encode(done))
 
+    async def _parse(self, message: IncomingMessage) -> tuple[GenerateRequest, dict[str, Any]]:
+        """The request, and its unknown fields. The bytes of the message are then free."""
+        limits = self.front.config.limits
+        try:
+            if not message.is_cancel():
+                self.front.check_admission(self.caller)
+            return await body.decode(self.front.pool, message.data, GenerateRequest, limits)
+        finally:
+            message.free()
+
     async def _send(self, data: bytes) -> None:
         try:
             async with asyncio.timeout(self.front.config.limits.send_seconds):
                 await self.socket.send_text(data.decode())
         except (TimeoutError, WebSocketDisconnect, RuntimeError):
             raise client_gone() from None
-
-
-def _is_cancel(text: str) -> bool:
-    if len(text) > 200:
-        return False
-    try:
-        return parse(text.encode()).get("type") == "cancel"
-    except ApiError:
-        return False

@@ -5,7 +5,7 @@ uvicorn parses everything that was read in one go, in Python, at some 20 microse
 frame. Here input is fed to it frame by frame, a few frames in each turn (see turn_queue.py), and
 not while a message waits for the application. Frames that carry little or nothing (pings, pongs and
 small fragments) are limited to `websocket_small_frames` a minute: beyond that the connection is
-closed with the code 1008.
+closed with the code 1008. The bytes of a message are counted until it is parsed (see body_memory.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode
 from websockets.http11 import Request
 
+from octavo.serve.body_memory import Held
 from octavo.serve.connections import Connection, ConnectionState
 from octavo.serve.errors import ApiError
 from octavo.serve.http_request import error_response
@@ -51,6 +52,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._held = bytearray()
         self._payload_left = 0  # bytes of the frame that is being parsed
         self._small_frames = Bucket(context.limits.websocket_small_frames, BURST)
+        self._in_message = False  # the frame that is being parsed is part of a message
+        self._message_bytes = 0
+        self._memory: Held | None = None  # counts the bytes of the message
         self._reading = True
         self._failed = False
 
@@ -84,6 +88,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._failed = True
+        self._held.clear()
+        self.frames = []
+        self.conn.reader.discard()
+        self._memory = None
         self.context.table.remove(self.connection)
         self.connection.owner = None
         super().connection_lost(exc)
@@ -127,7 +135,20 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         piece = bytes(self._held[: min(self._payload_left, PART)])
         del self._held[: len(piece)]
         self._payload_left -= len(piece)
+        if self._in_message and not self._count(len(piece)):
+            return b""
         return piece
+
+    def _count(self, size: int) -> bool:
+        """Count so many further bytes of the message. Returns False if the connection is closed because of them."""
+        if self._memory is None:
+            client = self.scope["client"]
+            self._memory = self.context.bodies.hold(client[0] if client else "")
+        self._message_bytes += size
+        refusal = self._memory.grow(self._message_bytes)
+        if refusal is not None:
+            self.fail(CloseCode.TRY_AGAIN_LATER, refusal.message)
+        return refusal is None
 
     def _frame_head(self) -> tuple[int, int] | None:
         """The sizes of a frame's head and payload. None: it is not complete, or one small frame too
@@ -148,6 +169,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
                 self.fail(CloseCode.POLICY_VIOLATION, "too many pings, pongs or small fragments")
                 return None
             self._small_frames.take()
+        self._in_message = opcode < CLOSE
         if opcode < CLOSE and self.connection.deadline == math.inf:
             # the first frame of a message, which has to be complete in time
             self.connection.deadline = time.monotonic() + self.context.limits.body_seconds
@@ -158,16 +180,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.connection.deadline = math.inf
         data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
         self.frames = []
+        memory = self._memory
+        self._memory = None
+        self._message_bytes = 0
         if self.close_sent:
             return
+        message: Any = {"type": "websocket.receive", "octavo.memory": memory}
         if self.curr_msg_data_type == "text":
             try:
-                self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
+                message["text"] = data.decode()
             except UnicodeDecodeError:
                 self.fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
                 return
         else:
-            self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
+            message["bytes"] = data
+        self.queue.put_nowait(message)
         self.read_paused = True
 
     async def receive(self) -> Any:

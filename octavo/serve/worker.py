@@ -28,6 +28,7 @@ from octavo.serve.jobs import (
     Done,
     Failed,
     Parse,
+    ParseMessage,
     Refused,
     Reply,
     decode_job,
@@ -48,7 +49,7 @@ def answer(context: Context, data: bytes, payload: bytes) -> Reply:
     """The reply to a job, whatever happens in it."""
     try:
         job = decode_job(data)
-        if isinstance(job, Parse | Detokenize):
+        if isinstance(job, Parse | ParseMessage | Detokenize):
             job.data = payload
         return Done(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
     except MemoryError:

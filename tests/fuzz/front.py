@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from octavo.serve import jobs, worker
+from octavo.serve.body_memory import BodyMemory
 from octavo.serve.connections import ConnectionTable
 from octavo.serve.errors import ApiError
 from octavo.serve.front import Front, worker_setup
@@ -182,6 +183,7 @@ class FakeServer:
             app=self.uvicorn.loaded_app,
             limits=self.config.limits,
             table=table,
+            bodies=BodyMemory(self.config.limits),
             turns=TurnQueue(),
             uvicorn=self.uvicorn,
             state=state,

@@ -51,6 +51,21 @@ def complete(locked: Running, key: str, **fields: object) -> httpx.Response:
     return locked.post("/v1/completions", {**BODY, **fields}, headers=bearer(key))
 
 
+def test_a_key_at_its_limit_is_refused_before_the_body_is_sent(tmp_path: Path) -> None:
+    keys = f'[[keys]]\nname = "bob"\nkey = "{BOB}"\nrequests_per_minute = 1\n'
+    (tmp_path / "keys.toml").write_text(keys)
+    with server(tmp_path, keys_file=str(tmp_path / "keys.toml")) as locked:
+        assert complete(locked, BOB).status_code == 200
+        head = http_request("/v1/completions", b" ", f"Authorization: Bearer {BOB}")
+        head = head[:-1].replace(b"Length: 1\r", b"Length: 8000000\r")
+        reply = raw(locked.port, head, seconds=3)
+        assert reply.startswith(b"HTTP/1.1 429 ") and b"rate_limit_exceeded" in reply
+        reply = raw(locked.port, head + b" " * 7_999_999, seconds=3)
+        assert reply.startswith(b"HTTP/1.1 429 "), "a client that sends it all can read why"
+        # A small body is received, so that the connection can be used again.
+        assert complete(locked, BOB).headers.get("connection") != "close"
+
+
 ROUTES = [
     ("GET", path)
     for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/version", "/v1/limits", "/openapi.json",

@@ -52,6 +52,24 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     queue.check(1, 40)
 
 
+def test_a_full_queue_is_known_before_the_request_is_read() -> None:
+    queue = Queue(max_requests=2, max_tokens=100)
+    queue.enter("0", Owner(), 100)
+    with pytest.raises(ApiError, match="100 prompt tokens") as caught:
+        queue.check_full()
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    queue.leave("0", begun=True)
+    owners = [Owner(), Owner()]
+    for k, owner in enumerate(owners):
+        queue.check_full()
+        queue.enter(str(k), owner, 1)
+    with pytest.raises(ApiError, match="2 requests"):
+        queue.check_full()
+    queue.check_full(free=1)
+    queue.check_full(priority=1)
+    assert not any(owner.error for owner in owners), "nothing is refused for a body not read yet"
+
+
 def test_who_finds_a_row_does_not_wait() -> None:
     queue = Queue(max_requests=2, max_tokens=100)
     for k in range(5):

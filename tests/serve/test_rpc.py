@@ -32,7 +32,7 @@ from octavo.serve.proto.octavo_pb2_grpc import InferenceServiceStub
 from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import ServeError, listen_rpc
-from tests.serve.running import NAME, ROOT, Running, free_port, server
+from tests.serve.running import NAME, ROOT, Running, alive, free_port, server
 from tests.serve.test_streams import settled
 
 SERVICE = "octavo.v1.InferenceService"
@@ -507,6 +507,46 @@ def test_cancelling_frees_the_blocks(rpc: Rpc) -> None:
         "ended, not finished"
     )
     assert found["octavo:open_streams"] == 0
+
+
+GENERATE = "/octavo.v1.InferenceService/Generate"
+
+
+def varints(count: int, field: int) -> bytes:
+    """So many fields of one byte each, of a number that fits into one byte."""
+    return bytes([field << 3, 1]) * count
+
+
+def test_a_large_message_is_parsed_in_a_worker_process(rpc: Rpc) -> None:
+    prompt = pb.GenerateRequest(prompt="a", max_new_tokens=1).SerializeToString()
+    packed = bytes([10 << 3 | 2]) + b"\x80\x80\xc0\x01" + b"\x01" * (3 * 2**20)  # stop_token_ids
+    text = pb.GenerateRequest(prompt="a" * (8 * 2**20 - 100)).SerializeToString()
+    empty = bytes([1 << 3 | 2, 0]) * (2 * 2**20)
+    with alive(rpc.running):
+        assert pb.GenerateResponse.FromString(rpc.raw(GENERATE, prompt + varints(2 * 2**20, 2)))
+        for method, data in (
+            (GENERATE, prompt + packed),
+            (GENERATE, text),
+            (GENERATE.replace("Generate", "BatchGenerate"), empty),
+        ):
+            refused(lambda m=method, d=data: rpc.raw(m, d), Code.INVALID_ARGUMENT)  # type: ignore[misc]
+
+
+def test_unknown_fields_of_a_large_message_are_bounded(rpc: Rpc) -> None:
+    prompt = pb.GenerateRequest(prompt="a", max_new_tokens=1).SerializeToString()
+    known = b"".join(pb_tag(number) + b"\x01" for number in range(1000, 1300))
+    refused(lambda: rpc.raw(GENERATE, prompt + known), Code.INVALID_ARGUMENT, "param_out_of_range")
+
+
+def pb_tag(number: int) -> bytes:
+    """The head of a varint field, in two bytes."""
+    tag = number << 3
+    return bytes([0x80 | tag & 0x7F, tag >> 7])
+
+
+def test_a_health_request_is_small(rpc: Rpc) -> None:
+    method = "/octavo.v1.InferenceService/Health"
+    refused(lambda: rpc.raw(method, b"\x50\x01" * 2**20), Code.INVALID_ARGUMENT)
 
 
 def test_a_stream_is_cancelled_over_http(rpc: Rpc) -> None:

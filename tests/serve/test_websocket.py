@@ -17,6 +17,7 @@ from tests.serve.running import Running, alive, http_request, raw, server
 from tests.serve.test_streams import read_all, ws
 from tests.serve.test_unread import UPGRADE
 
+MIB = 2**20
 TEXT, PING, PONG, CONTINUATION, CLOSE = 1, 9, 10, 0, 8
 
 
@@ -118,6 +119,47 @@ def test_a_message_in_large_fragments_is_taken(running: Running) -> None:
             part = connection.recv(65536)
             assert part, found
             found += part
+
+
+LARGE = {
+    "objects": b'{"prompt":"a","max_new_tokens":1,"x":[' + b"{}," * (2 * MIB) + b"{}]}",
+    "names": b'{"prompt":"a",' + b",".join(b'"f%d":1' % i for i in range(500_000)) + b"}",
+    "token ids": b'{"prompt":"a","stop_token_ids":[' + b"1," * (4 * MIB - 200) + b"1]}",
+    "text": b'{"prompt":"' + b"a" * (8 * MIB - 200) + b'"}',
+}
+
+
+def test_a_large_message_is_parsed_in_a_worker_process(running: Running) -> None:
+    found: dict[str, str] = {}
+    with alive(running):
+        for name, data in LARGE.items():
+            with ws(running) as connection:
+                connection.send(data.decode())
+                _, last = read_all(connection)
+                found[name] = last.get("type", "error")
+    assert found == dict.fromkeys(LARGE, "error") | {"objects": "done"}
+
+
+def test_unfinished_messages_take_bounded_memory(tmp_path: Path) -> None:
+    limits = {"body_memory_per_address": 16 * MIB}
+    unfinished = frame(TEXT, b" " * (6 * MIB))[:-1]
+    with server(tmp_path, limits=limits) as running, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(opened(running.port)) for _ in range(3)]
+        for connection in connections[:2]:
+            connection.sendall(unfinished)
+        time.sleep(0.5)
+        with contextlib.suppress(OSError):
+            connections[2].sendall(unfinished)
+        (opcode, payload) = read_frames(connections[2])[-1]
+        assert (opcode, int.from_bytes(payload[:2], "big")) == (CLOSE, 1013)
+        head = http_request("/v1/completions", b" " * (6 * MIB))
+        assert b"body_memory_exceeded" in raw(running.port, head), "bodies count as well"
+        with ws(running) as small:
+            small.send(json.dumps({"prompt": "a", "max_new_tokens": 1}))
+            assert read_all(small)[1]["type"] == "done"
+        connections[0].close()
+        time.sleep(0.5)
+        assert b"body_memory_exceeded" not in raw(running.port, head), "the memory is free again"
 
 
 def test_messages_that_arrive_together_are_answered_one_after_another(running: Running) -> None:
