@@ -32,7 +32,7 @@ from octavo.serve.errors import ApiError, api_error, bad, cancelled
 from octavo.serve.exchange import client_gone
 from octavo.serve.front import Caller, Front
 from octavo.serve.keys import Bucket
-from octavo.serve.parse import Bytes, parse
+from octavo.serve.parse import Bytes, is_quick, parse
 from octavo.serve.protocol import GenerateRequest
 from octavo.serve.routes import prepare_generate
 
@@ -173,7 +173,7 @@ class Session:
         """The request, and its unknown fields. The bytes of the message are then free."""
         limits = self.front.config.limits
         try:
-            if not message.is_cancel():
+            if not is_quick(message.data):
                 self.front.check_admission(self.caller)
             return await body.decode(self.front.pool, message.data, GenerateRequest, limits)
         finally:

@@ -186,7 +186,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.close_sent:
             return
         message: Any = {"type": "websocket.receive", "octavo.memory": memory}
-        if self.curr_msg_data_type == "text":
+        # A large text is passed on as bytes: decoding takes milliseconds, and the parser checks UTF-8.
+        if self.curr_msg_data_type == "text" and len(data) <= PART:
             try:
                 message["text"] = data.decode()
             except UnicodeDecodeError:
