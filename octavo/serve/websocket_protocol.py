@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode
+from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
 
 from octavo.serve.body_memory import Held
@@ -38,6 +38,8 @@ LINGER_SECONDS = 1.0  # the client has so long to read why the connection is clo
 FIN = 0x80
 MASK = 0x80
 OPCODE = 0x0F
+MASK_BYTES = 4
+EXTENDED = 127  # eight bytes of length follow
 CONTINUATION = 0
 CLOSE = 8  # this opcode and those above it are control frames
 
@@ -52,6 +54,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._held = bytearray()
         self._payload_left = 0  # bytes of the frame that is being parsed
         self._small_frames = Bucket(context.limits.websocket_small_frames, BURST)
+        # the first byte and the mask of a large frame that is being split
+        self._fragment_head: tuple[int, bytes] | None = None
         self._in_message = False  # the frame that is being parsed is part of a message
         self._message_bytes = 0
         self._memory: Held | None = None  # counts the bytes of the message
@@ -125,19 +129,58 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return self._failed or self.read_paused or not self._held or not self.handshake_complete
 
     def _next_piece(self) -> bytes:
-        """One frame, or a part of a large one. Nothing if the head of a frame is not complete."""
+        """One frame, or a part of a large one. Nothing if not enough of it has arrived."""
         if self._payload_left == 0:
             head = self._frame_head()
-            if head is None:
+            if head is None or not self._begin_frame(*head):
                 return b""
-            size, length = head
-            self._payload_left = size + length
-        piece = bytes(self._held[: min(self._payload_left, PART)])
-        del self._held[: len(piece)]
-        self._payload_left -= len(piece)
-        if self._in_message and not self._count(len(piece)):
+        available = min(len(self._held), self._payload_left, PART)
+        if self._fragment_head is not None and available < self._payload_left:
+            available -= available % MASK_BYTES  # the mask begins anew with each fragment
+            if available < SMALL:
+                return b""
+        piece = bytes(self._held[:available])
+        del self._held[:available]
+        self._payload_left -= available
+        if self._in_message and not self._count(available):
             return b""
-        return piece
+        return piece if self._fragment_head is None else self._fragment(piece)
+
+    def _begin_frame(self, head_size: int, length: int) -> bool:
+        """Prepare for the frame whose head was read. Returns False if the head is not complete.
+
+        A large frame is passed to the parser as several fragments: the parser would copy the whole
+        of it twice in one go. A frame that the parser will refuse is passed on as it is."""
+        masked = bool(self._held[1] & MASK)
+        valid = masked and self._message_bytes + length <= self.context.limits.body_bytes
+        self._fragment_head = None
+        self._payload_left = head_size + length
+        if not (self._in_message and valid and length > PART):
+            return True
+        if len(self._held) < head_size:
+            self._payload_left = 0
+            return False
+        self._fragment_head = self._held[0], bytes(self._held[head_size - MASK_BYTES : head_size])
+        del self._held[:head_size]
+        self._payload_left = length
+        return True
+
+    def _fragment(self, payload: bytes) -> bytes:
+        """A part of a large frame as a frame of its own."""
+        assert self._fragment_head is not None
+        first, mask = self._fragment_head
+        self._fragment_head = first & FIN | CONTINUATION, mask
+        if self._payload_left > 0:
+            first &= ~FIN
+        return bytes([first, MASK | EXTENDED]) + len(payload).to_bytes(8, "big") + mask + payload
+
+    def handle_cont(self, event: Frame) -> None:
+        """Collect a message in one block, which grows in place."""
+        if not isinstance(self.frames[0], bytearray):
+            self.frames = [bytearray(self.frames[0])]  # type: ignore[list-item]
+        self.frames[0] += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
 
     def _count(self, size: int) -> bool:
         """Count so many further bytes of the message. Returns False if the connection is closed because of them."""
@@ -178,7 +221,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def send_receive_event_to_app(self) -> None:
         """Pass on a complete message, and parse no more until the application has received it."""
         self.connection.deadline = math.inf
-        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        data = self.frames[0]
         self.frames = []
         memory = self._memory
         self._memory = None
