@@ -100,8 +100,6 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/cli/doctor.py": {"patience"},
     "octavo/cli/progress.py": {"said"},
     "octavo/cli/remote_backend.py": {"said"},
-    "octavo/ops/cpu/jit/attention_jit.py": {"look"},
-    "octavo/ops/cpu/jit/thread_barrier.py": {"patience"},
     "octavo/serve/admission.py": {"told"},
     "octavo/serve/body.py": {"patience"},
     "octavo/serve/client.py": {"acquit", "guilty", "news", "suspects", "told", "untold"},

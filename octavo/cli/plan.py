@@ -120,14 +120,14 @@ class ModelOutline:
 
     def _computes_whole_layers(self) -> bool:
         """Whether the CPU kernels compute whole quantised layers, and then keep KV in float16."""
-        from octavo.ops.cpu.thread_pool import workers
+        from octavo.ops.cpu.thread_pool import thread_pool
 
         config = self.config
-        team = workers()
-        if team is None or not config.architecture.endswith("ForCausalLM"):
+        pool = thread_pool()
+        if pool is None or not config.architecture.endswith("ForCausalLM"):
             return False
         widths = (config.head_dim, config.hidden_size, config.intermediate_size)
-        return all(width % team.step.LANES == 0 for width in widths)
+        return all(width % pool.kernels.LANES == 0 for width in widths)
 
 
 @dataclass(frozen=True)

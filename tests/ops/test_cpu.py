@@ -20,7 +20,7 @@ from octavo.model.embedded import INSTALL, PACKAGE
 from octavo.ops import ForwardBatch, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
 from octavo.ops.cpu.cpu_features import INSTRUCTION_SETS, cpu_flags, instruction_set
-from octavo.ops.cpu.thread_pool import Workers, workers
+from octavo.ops.cpu.thread_pool import ThreadPool, thread_pool
 from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
@@ -36,10 +36,10 @@ FORMATS = sorted(name for name, form in quant.FORMATS.items() if not form.is_flo
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def team(request: pytest.FixtureRequest) -> Iterator[Workers]:
+def team(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    found = workers()
+    found = thread_pool()
     assert found is not None and found.threads == request.param
     yield found
     torch.set_num_threads(before)
@@ -68,7 +68,7 @@ def rounded(x: Tensor, group: int = 32) -> Tensor:
     ("outputs", "inputs"), [(1, 5), (7, 32), (33, 45), (100, 200), (50, 130), (16, 257)]
 )
 def test_products_are_those_of_the_dequantised_weight(
-    name: str, outputs: int, inputs: int, team: Workers
+    name: str, outputs: int, inputs: int, team: ThreadPool
 ) -> None:
     ops, weight = CpuOps(), quantized(name, outputs, inputs)
     packed, bias = ops.pack(weight), draw(outputs, seed=9)
@@ -84,7 +84,7 @@ def test_products_are_those_of_the_dequantised_weight(
 
 @needs_kernels
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_rows_product_does_not_depend_on_the_rows_beside_it(name: str, team: Workers) -> None:
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it(name: str, team: ThreadPool) -> None:
     ops = CpuOps()
     packed, x = ops.pack(quantized(name, 70, 96)), draw(37, 96)
     together = ops.linear(x, packed)
@@ -94,14 +94,14 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it(name: str, team: W
 
 @needs_kernels
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_a_quantised_embedding_are_exact(name: str, team: Workers) -> None:
+def test_rows_of_a_quantised_embedding_are_exact(name: str, team: ThreadPool) -> None:
     ops, weight = CpuOps(), quantized(name, 50, 75)
     ids = torch.tensor([3, 49, 0, 3, 16, 15])
     assert torch.equal(ops.embedding(ids, ops.pack(weight), 2.0), weight.dequantize()[ids] * 2)
 
 
 @needs_kernels
-def test_zeros_and_extremes_are_products_too(team: Workers) -> None:
+def test_zeros_and_extremes_are_products_too(team: ThreadPool) -> None:
     ops = CpuOps()
     for name in FORMATS:
         weight = QuantWeight.empty(quant.FORMATS[name], 20, 64)
@@ -122,7 +122,7 @@ def test_zeros_and_extremes_are_products_too(team: Workers) -> None:
 @pytest.mark.parametrize("width", [1, 16, 45, 100, 3072])
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_mul", "gelu"])
 def test_activations_beside_packed_weights_are_the_references_row_by_row(
-    name: str, width: int, team: Workers
+    name: str, width: int, team: ThreadPool
 ) -> None:
     ops = CpuOps()
     ops.pack(quantized("int8", 16, 32))
@@ -142,7 +142,7 @@ def test_activations_beside_packed_weights_are_the_references_row_by_row(
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_beside_packed_weights_takes_heads_of_any_size(
-    dtype: torch.dtype, window: int, team: Workers
+    dtype: torch.dtype, window: int, team: ThreadPool
 ) -> None:
     ops = CpuOps()
     ops.pack(quantized("int8", 16, 32))
@@ -163,7 +163,7 @@ def test_attention_beside_packed_weights_takes_heads_of_any_size(
 )
 @pytest.mark.parametrize("name", [*BATCHES, "long"])
 def test_attention_reads_the_cache_in_place(
-    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, team: Workers
+    name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, team: ThreadPool
 ) -> None:
     """Slots past a sequence hold NaN, the host's lengths are off by `slack`, and neither shows."""
     items = BATCHES.get(name, [(37, 0), (1, 100), (20, 150), (70, 3)])
@@ -182,7 +182,7 @@ def test_attention_reads_the_cache_in_place(
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_in_a_prompt(
-    window: int, team: Workers
+    window: int, team: ThreadPool
 ) -> None:
     """Alone it is split among the threads, beside many it is not, in a prompt it is one of several rows."""
     batch, kv = filled([(40, 700 + 5 * i) for i in range(12)], 3, 32, "cpu")
@@ -204,7 +204,7 @@ def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_keys_move_as_the_reference_moves_them(dtype: torch.dtype, team: Workers) -> None:
+def test_keys_move_as_the_reference_moves_them(dtype: torch.dtype, team: ThreadPool) -> None:
     kv, angles = torch.randn(9, 4, 2, 3, 8, 64).to(dtype), torch.randn(20, 2, 32)
     expected, blocks = kv.clone(), torch.tensor([5, 2, 7])
     ReferenceOps().shift(expected[:, 1:3], blocks, 8, angles)
@@ -278,7 +278,7 @@ def steps(model: Any, kv_dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @torch.inference_mode()
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("form", ["int8", "int4-g32-asym"])
-def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: Workers) -> None:
+def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: ThreadPool) -> None:
     model = made(name, form, CpuOps())
     assert model.fused is not None and model.kv_dtype == torch.float16
     for dtype in (torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn):
@@ -295,7 +295,7 @@ def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: Wo
 @needs_kernels
 @torch.inference_mode()
 @pytest.mark.parametrize("name", DECODERS)
-def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: Workers) -> None:
+def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: ThreadPool) -> None:
     """A step of one sequence far beyond a segment, beside a prompt and one that nobody watches; and alone."""
     model, tables = made(name, "int8", CpuOps()), scattered_tables([640, 16, 24], 8)
     kv = empty_kv(model.config, tables, 8, "cpu", torch.float16)
@@ -325,7 +325,7 @@ def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: Workers) 
 
 @needs_kernels
 @torch.inference_mode()
-def test_quantised_decoders_are_near_the_dequantised_ones(team: Workers) -> None:
+def test_quantised_decoders_are_near_the_dequantised_ones(team: ThreadPool) -> None:
     for name in DECODERS:
         for got, expected in zip(
             *(steps(made(name, "int8-g32", ops)) for ops in (CpuOps(), ReferenceOps())), strict=True
@@ -338,7 +338,7 @@ def test_quantised_decoders_are_near_the_dequantised_ones(team: Workers) -> None
 
 @needs_kernels
 @pytest.mark.parametrize("vocabulary", [5, 300, 4099])
-def test_drawn_tokens_are_the_references(vocabulary: int, team: Workers) -> None:
+def test_drawn_tokens_are_the_references(vocabulary: int, team: ThreadPool) -> None:
     rows = torch.arange(24, dtype=torch.int32).flip(0)
     seeds = torch.randint(
         -(2**31), 2**31 - 1, (3, 24), dtype=torch.int32, generator=torch.Generator().manual_seed(1)

@@ -13,7 +13,7 @@ from octavo.config import CacheConfig, ModelConfig
 from octavo.ops import ForwardBatch
 from octavo.ops.cpu import CpuOps, paged_attention
 from octavo.ops.cpu.cpu_features import instruction_set
-from octavo.ops.cpu.thread_pool import kernels, workers
+from octavo.ops.cpu.thread_pool import kernels, thread_pool
 from octavo.ops.kv import LARGEST, QuantKV, compress, expand
 from octavo.ops.reference import ReferenceOps
 from octavo.runner.kvstore import KVStore
@@ -206,7 +206,7 @@ def test_cpu_attention_reads_codes_in_place(
 ) -> None:
     if DEVICE != "cpu":
         pytest.skip("a CPU's kernels")
-    team = workers()
+    team = thread_pool()
     assert team is not None
     items = BATCHES.get(name, [(37, 0), (1, 100), (20, 150), (70, 3)])
     q, kv, batch = problem(items, heads, kv_heads, dim, codes, slack)

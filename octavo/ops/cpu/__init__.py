@@ -23,10 +23,10 @@ from octavo.ops.cpu.cpu_decoder import (
     attention_record,
     cache_record,
     fits,
-    spare_bytes,
+    scratch_bytes,
     write_float,
 )
-from octavo.ops.cpu.thread_pool import Workers, workers
+from octavo.ops.cpu.thread_pool import ThreadPool, thread_pool
 from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST
@@ -56,11 +56,11 @@ class CpuOps(ReferenceOps):
 
     def pack(self, weight: Tensor | QuantWeight) -> Tensor | CpuWeight | QuantWeight:
         if isinstance(weight, QuantWeight):
-            pool = workers()
+            pool = thread_pool()
             if pool is None or weight.format.is_float:
                 return weight
             self.packed = True
-            return CpuWeight(weight, pool.step.LANES)
+            return CpuWeight(weight, pool.kernels.LANES)
         if not torch.backends.mkldnn.is_available() or weight.dtype not in (
             torch.float32,
             torch.bfloat16,
@@ -95,15 +95,15 @@ class CpuOps(ReferenceOps):
     ) -> Tensor:
         if not isinstance(weight, CpuWeight):
             return super().embedding(token_ids, weight, scale)
-        pool = _team()
-        kernels = pool.step
+        pool = _pool()
+        kernels = pool.kernels
         output = torch.empty(len(token_ids), weight.shape[1])
-        job = np.zeros(kernels.FIELDS, dtype=np.int64)
-        job[kernels.KIND] = kernels.EMBED
-        job[kernels.ROWS] = len(token_ids)
+        job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
+        job[kernels.JOB_KIND] = kernels.EMBED
+        job[kernels.NUM_ROWS] = len(token_ids)
         job[kernels.WEIGHT] = weight.record.ctypes.data
-        job[kernels.IDS] = token_ids.data_ptr()
-        job[kernels.Y] = output.data_ptr()
+        job[kernels.INDICES] = token_ids.data_ptr()
+        job[kernels.OUTPUT] = output.data_ptr()
         write_float(job, kernels.FACTOR, scale)
         with pool.lock:
             pool.run(job)
@@ -119,10 +119,10 @@ class CpuOps(ReferenceOps):
         place.
         """
         read_in_place = kv_cache.dtype in (torch.float16, *LARGEST) and query.dtype == torch.float32
-        pool = workers() if self.packed or read_in_place else None
+        pool = thread_pool() if self.packed or read_in_place else None
         if pool is None:
             return super().attention(query, kv_cache, batch, scale, window)
-        lanes = pool.step.LANES
+        lanes = pool.kernels.LANES
         head_dim = kv_cache.shape[-1]
         if query.dtype == torch.float32 and kv_cache.dtype in KINDS and head_dim % lanes == 0:
             return paged_attention(pool, query.contiguous(), kv_cache, batch, scale, window)
@@ -144,22 +144,22 @@ class CpuOps(ReferenceOps):
         return activated(hidden, gelu=True, gated=False) if self.packed else super().gelu(hidden)
 
     def shift(self, kv_cache: Tensor, blocks: Tensor, distance: int, cos_sin: Tensor) -> None:
-        pool = workers() if kv_cache.dtype in (torch.float32, torch.float16) else None
-        if pool is None or kv_cache.shape[-1] // 2 % pool.step.LANES:
+        pool = thread_pool() if kv_cache.dtype in (torch.float32, torch.float16) else None
+        if pool is None or kv_cache.shape[-1] // 2 % pool.kernels.LANES:
             return super().shift(kv_cache, blocks, distance, cos_sin)
         # YaRN scales cos and sin. The keys are scaled already, so the scale is divided out.
         cos, sin = cos_sin[distance].float() / cos_sin[0, 0].float()
         angles = torch.stack((cos, -sin))
-        kernels = pool.step
-        job = np.zeros(kernels.FIELDS, dtype=np.int64)
+        kernels = pool.kernels
+        job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
         record = cache_record(pool, kv_cache)
         blocks = blocks.contiguous()
-        job[kernels.KIND] = kernels.SHIFT
-        job[kernels.ROWS] = len(blocks)
-        job[kernels.LAYER_COUNT] = kv_cache.shape[1]
+        job[kernels.JOB_KIND] = kernels.SHIFT
+        job[kernels.NUM_ROWS] = len(blocks)
+        job[kernels.NUM_LAYERS] = kv_cache.shape[1]
         job[kernels.BATCH] = record.ctypes.data
-        job[kernels.IDS] = blocks.data_ptr()
-        job[kernels.X] = angles.data_ptr()
+        job[kernels.INDICES] = blocks.data_ptr()
+        job[kernels.INPUT] = angles.data_ptr()
         with pool.lock:
             pool.run(job)
 
@@ -172,10 +172,10 @@ class CpuOps(ReferenceOps):
         )
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
-        pool = workers() if isinstance(decoder.layers[0].qkv, CpuWeight) else None
+        pool = thread_pool() if isinstance(decoder.layers[0].qkv, CpuWeight) else None
         return (
             FusedDecoder(decoder, pool)
-            if pool is not None and fits(decoder, pool.step.LANES)
+            if pool is not None and fits(decoder, pool.kernels.LANES)
             else None
         )
 
@@ -204,52 +204,52 @@ class CpuOps(ReferenceOps):
         if not row_temperature.any():
             best[not_finite] = -1
             return chosen.int()
-        pool = workers()
+        pool = thread_pool()
         if pool is None:
             return super().choose(logits, rows, temperature, seed_low, seed_high, position)
         keys = noise_key(seed_low[state_rows], seed_high[state_rows], position).long()
-        kernels = pool.step
+        kernels = pool.kernels
         logits = logits.contiguous()
-        job = np.zeros(kernels.FIELDS, dtype=np.int64)
-        job[kernels.KIND] = kernels.CHOOSE
-        job[kernels.ROWS] = logits.shape[0]
-        job[kernels.INNER] = logits.shape[1]
-        job[kernels.X] = logits.data_ptr()
-        job[kernels.Y] = chosen.data_ptr()
-        job[kernels.IDS] = keys.data_ptr()
-        job[kernels.HEAT] = row_temperature.data_ptr()
+        job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
+        job[kernels.JOB_KIND] = kernels.CHOOSE
+        job[kernels.NUM_ROWS] = logits.shape[0]
+        job[kernels.WIDTH] = logits.shape[1]
+        job[kernels.INPUT] = logits.data_ptr()
+        job[kernels.OUTPUT] = chosen.data_ptr()
+        job[kernels.INDICES] = keys.data_ptr()
+        job[kernels.TEMPERATURE] = row_temperature.data_ptr()
         with pool.lock:
             pool.run(job)
         best[not_finite] = -1
         return chosen.int()
 
 
-def _team() -> Workers:
-    pool = workers()
+def _pool() -> ThreadPool:
+    pool = thread_pool()
     assert pool is not None  # a packed weight exists only where the kernels run
     return pool
 
 
 def paged_attention(
-    pool: Workers, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int
+    pool: ThreadPool, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int
 ) -> Tensor:
     """Compute ops.attention in the kernels.
 
     query is float32 and contiguous. kv_cache is float32, float16 or codes, and the part of a layer
     in a block is contiguous.
     """
-    kernels = pool.step
+    kernels = pool.kernels
     output = torch.empty_like(query)
-    job = np.zeros(kernels.FIELDS, dtype=np.int64)
+    job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
     with pool.lock:
         record = attention_record(pool, batch, query.shape[1], kv_cache, scale)
         fields = kernels.attention_jit
         record[fields.QUERY] = query.data_ptr()
         record[fields.QUERY_STRIDE] = query.stride(0) * 4
-        record[fields.OUT] = output.data_ptr()
-        job[kernels.KIND] = kernels.ATTENTION
+        record[fields.OUTPUT] = output.data_ptr()
+        job[kernels.JOB_KIND] = kernels.ATTENTION
         job[kernels.BATCH] = record.ctypes.data
-        job[kernels.WINDOW_OF] = window
+        job[kernels.ATTENTION_WINDOW] = window
         pool.run(job)
     return output
 
@@ -280,46 +280,46 @@ def padded_pages(
 
 def activated(values: Tensor, gelu: bool, gated: bool = True) -> Tensor:
     """values [T, 2 * inter] -> act(gate) * up [T, inter]; not gated: [T, inter] -> act(values)"""
-    pool = _team()
-    kernels = pool.step
+    pool = _pool()
+    kernels = pool.kernels
     source = values.float().contiguous()
     rows, width = source.shape
     if gated:
         width //= 2
     output = torch.empty(rows, width)
-    job = np.zeros(kernels.FIELDS, dtype=np.int64)
-    job[kernels.KIND] = kernels.ACTIVATE
-    job[kernels.ROWS] = rows
-    job[kernels.INNER] = width
+    job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
+    job[kernels.JOB_KIND] = kernels.ACTIVATE
+    job[kernels.NUM_ROWS] = rows
+    job[kernels.WIDTH] = width
     job[kernels.GELU] = int(gelu)
-    job[kernels.LAYER_COUNT] = int(not gated)
-    job[kernels.X] = source.data_ptr()
-    job[kernels.Y] = output.data_ptr()
+    job[kernels.NUM_LAYERS] = int(not gated)
+    job[kernels.INPUT] = source.data_ptr()
+    job[kernels.OUTPUT] = output.data_ptr()
     with pool.lock:
-        job[kernels.SPARE] = pool.memory("spare", kernels.ACTIVATE_BYTES * pool.threads)
-        job[kernels.SPARE_SIZE] = kernels.ACTIVATE_BYTES
+        job[kernels.SCRATCH] = pool.memory("scratch", kernels.ACTIVATE_BYTES * pool.threads)
+        job[kernels.SCRATCH_SIZE] = kernels.ACTIVATE_BYTES
         pool.run(job)
     return output.to(values.dtype)
 
 
 def product(hidden: Tensor, weight: CpuWeight) -> Tensor:
     """hidden [T, in] float32, contiguous -> [T, out]"""
-    pool = _team()
-    kernels = pool.step
+    pool = _pool()
+    kernels = pool.kernels
     rows = len(hidden)
     output = torch.empty(rows, weight.shape[0])
-    job = np.zeros(kernels.FIELDS, dtype=np.int64)
-    job[kernels.KIND] = kernels.PRODUCT
-    job[kernels.ROWS] = rows
+    job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
+    job[kernels.JOB_KIND] = kernels.PRODUCT
+    job[kernels.NUM_ROWS] = rows
     job[kernels.WEIGHT] = weight.record.ctypes.data
-    job[kernels.X] = hidden.data_ptr()
-    job[kernels.Y] = output.data_ptr()
-    spare = spare_bytes(kernels.LANES, kernels.TILE, weight.shape[1] + weight.group)
+    job[kernels.INPUT] = hidden.data_ptr()
+    job[kernels.OUTPUT] = output.data_ptr()
+    scratch = scratch_bytes(kernels.LANES, kernels.TILE, weight.shape[1] + weight.group_size)
     with pool.lock:
         job[kernels.QUANTIZED] = pool.memory(
-            "quantized", rows * kernels.row_bytes.py_func(weight.shape[1], weight.group)
+            "quantized", rows * kernels.row_bytes.py_func(weight.shape[1], weight.group_size)
         )
-        job[kernels.SPARE] = pool.memory("spare", spare * pool.threads)
-        job[kernels.SPARE_SIZE] = spare
+        job[kernels.SCRATCH] = pool.memory("scratch", scratch * pool.threads)
+        job[kernels.SCRATCH_SIZE] = scratch
         pool.run(job)
     return output

@@ -1,7 +1,7 @@
-"""What this machine offers the CPU kernels: its instruction set, its threads, and a place for compiled code.
+"""The instruction set of this machine, and the directory for compiled CPU kernels.
 
-Where something is missing it says what, in words: the kernels are then left alone and the reference ops compute. Imports no
-numba, so that asking costs nothing.
+If the kernels cannot run, instruction_set() returns the reason, and the reference ops compute. This
+module does not import numba, so that it is cheap to import.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.ops.cache_dir import kept_in
+from octavo.ops.cache_dir import cache_folder
 
 
 class InstructionSet(NamedTuple):
-    """What a kernel is written for: `lanes` float32 in a vector, and how it multiplies bytes."""
+    """An instruction set: `lanes` is the number of float32 in a vector."""
 
     name: str
     lanes: int
-    dot: bool  # has the instruction that multiplies bytes and adds them to 32-bit sums (VNNI)
-    flags: tuple[str, ...]  # what /proc/cpuinfo must list
+    dot: bool  # VNNI: one instruction multiplies bytes and adds them to 32-bit sums
+    flags: tuple[str, ...]  # the flags that /proc/cpuinfo must list
 
 
-# Best first. OCTAVO_CPU_ISA picks one by name, or "none" for the reference.
+# The best comes first. OCTAVO_CPU_ISA selects one by name, or "none" for the reference ops.
 INSTRUCTION_SETS = (
     InstructionSet(
         "avx512-vnni",
@@ -51,16 +51,20 @@ def cpu_flags() -> frozenset[str]:
 
 
 def instruction_set() -> InstructionSet | str:
-    """The best that the kernels can use here, or why there is none."""
+    """Return the best instruction set for this machine, or the reason why there is none."""
     wanted = os.environ.get("OCTAVO_CPU_ISA", "")
     if wanted == "none":
         return "OCTAVO_CPU_ISA=none"
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"the CPU kernels are for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+        return (
+            "the CPU kernels are for Linux on x86-64, "
+            f"this is {platform.system()} on {platform.machine()}"
+        )
     if find_spec("numba") is None:
         return "numba is not installed: pip install numba"
     if wanted and wanted not in [isa.name for isa in INSTRUCTION_SETS]:
-        return f"OCTAVO_CPU_ISA={wanted} is none of {', '.join(isa.name for isa in INSTRUCTION_SETS)}, none"
+        names = ", ".join(isa.name for isa in INSTRUCTION_SETS)
+        return f"OCTAVO_CPU_ISA={wanted} is none of {names}, none"
     for isa in INSTRUCTION_SETS:
         if wanted in ("", isa.name) and cpu_flags().issuperset(isa.flags):
             return isa
@@ -68,9 +72,11 @@ def instruction_set() -> InstructionSet | str:
 
 
 def cache_directory(isa: InstructionSet) -> Path:
-    """Where compiled code is kept: one folder for each version of the kernels, since numba notices only changes of the file
-    a function stands in, not of what that function is built from."""
+    """Return the directory for compiled kernels. Each version of the kernels has its own.
+
+    numba notices only changes of a function's own file, not of the functions that it calls.
+    """
     digest = hashlib.sha256(f"{isa.name} {version('numba')}".encode())
     for source in sorted(Path(__file__).parent.glob("jit/*.py")):
         digest.update(source.read_bytes())
-    return kept_in("numba") / digest.hexdigest()[:16]
+    return cache_folder("numba") / digest.hexdigest()[:16]

@@ -1,4 +1,7 @@
-"""Compiling and launching CUDA C++ by the libraries that torch has loaded already: NVRTC and the driver. No toolkit is needed."""
+"""Compiles and launches CUDA C++ with NVRTC and the CUDA driver.
+
+Torch has loaded both libraries already, so no toolkit is needed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.ops.cache_dir import kept_in
+from octavo.ops.cache_dir import cache_folder
 
-MAP_BYTES = 128  # of a tensor map
+MAP_BYTES = 128  # the size of a tensor map (TMA descriptor)
 
 
 class CudaError(RuntimeError):
@@ -33,7 +36,10 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """As a wheel beside torch has it, or as the system's linker finds it: of torch's own version if there is a choice."""
+    """Load NVRTC from a wheel next to torch, or as the system's linker finds it.
+
+    If there are several versions, torch's own version is preferred.
+    """
     major = (torch.version.cuda or "").split(".")[0]
     wheels = sorted((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libnvrtc.so.[0-9]*"))
     wheels.sort(key=lambda path: path.name != f"libnvrtc.so.{major}")
@@ -47,27 +53,34 @@ def _nvrtc() -> ctypes.CDLL:
     )
 
 
-def _check(status: int, what: str) -> None:
+def _check(status: int, action: str) -> None:
     if status:
         text = c_char_p()
         _driver().cuGetErrorString(status, byref(text))
-        raise CudaError(f"{what}: {(text.value or b'error %d' % status).decode()}")
+        raise CudaError(f"{action}: {(text.value or b'error %d' % status).decode()}")
 
 
 def with_header(source: Path, header: Path | None = None) -> str:
-    """The source and what it includes as one text. `header`: in the place of the GPU's own, for who has none."""
+    """Return the source with its header included.
+
+    `header` replaces the header for GPUs, in order to emulate a kernel.
+    """
     name = "hopper.cuh"
     include = f'#include "{name}"'
     header = header or source.with_name(name)
     before, after = source.read_text().split(include)
     line = before.count("\n") + 1
-    return f'{before}#line 1 "{header.name}"\n{header.read_text()}#line {line} "{source.name}"\n{after}'
+    included = f'#line 1 "{header.name}"\n{header.read_text()}'
+    return f'{before}{included}#line {line} "{source.name}"\n{after}'
 
 
 def compile_source(
     source: str, constants: Mapping[str, int], arch: str, anew: bool = False
 ) -> bytes:
-    """Machine code. Kept in a file, since compiling takes a second or two; `anew`: whether there is one or not."""
+    """Compile to machine code, or read it from the cache: compiling takes a second or two.
+
+    `anew` compiles even if the cache has the code.
+    """
     options = [
         f"--gpu-architecture={arch}",
         "--std=c++17",
@@ -76,25 +89,25 @@ def compile_source(
     key = hashlib.sha256(
         "\0".join([source, *options, str(torch.version.cuda)]).encode()
     ).hexdigest()[:32]
-    kept = kept_in("cuda") / f"{key}.cubin"
+    cached = cache_folder("cuda") / f"{key}.cubin"
     if not anew:
         try:
-            return kept.read_bytes()
+            return cached.read_bytes()
         except OSError:
             pass
     code, _ = translate(source, options)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as part:
             part.write(code)
-        os.replace(part.name, kept)
+        os.replace(part.name, cached)
     except OSError:
-        pass  # compiled again next time
+        pass  # it is compiled again next time
     return code
 
 
 def translate(source: str, options: list[str]) -> tuple[bytes, str]:
-    """Machine code, and what the compiler says about it."""
+    """Return the machine code and the log of the compiler."""
     nvrtc = _nvrtc()
     program = c_void_p()
     size = c_size_t()
@@ -117,7 +130,7 @@ def translate(source: str, options: list[str]) -> tuple[bytes, str]:
 
 
 class Kernel:
-    """A function on the current device, with so much shared memory, whose blocks are all resident at once or not launched."""
+    """A kernel on the current device. It is launched only if all of its blocks are resident at once."""
 
     def __init__(self, code: bytes, name: str, shared: int):
         module = c_void_p()
@@ -145,22 +158,35 @@ class Kernel:
 
 
 def tensor_map(weight: Tensor, halves: int, columns: int) -> bytes:
-    """How weight [outputs, inputs] (bfloat16, contiguous) is copied to shared memory: [columns][8][64], eight outputs of which
-    each of the matrix's `halves` gives its share. 16-byte parts of lines of 128 are exchanged; what lies outside is zero."""
+    """Return the TMA descriptor of weight [outputs, inputs] (bfloat16, contiguous).
+
+    A copy is [columns][8][64]: eight outputs, of which each of the `halves` of the matrix gives an
+    equal share. Lines of 128 bytes are swizzled in parts of 16 bytes. Elements outside are zero.
+    """
     outputs, inputs = weight.shape
     rows = outputs // halves
-    out = ctypes.create_string_buffer(MAP_BYTES + 64)
-    at = (ctypes.addressof(out) + 63) // 64 * 64
-    size = (c_uint64 * 4)(64, rows, halves, inputs // 64)
+    buffer = ctypes.create_string_buffer(MAP_BYTES + 64)
+    address = (ctypes.addressof(buffer) + 63) // 64 * 64
+    sizes = (c_uint64 * 4)(64, rows, halves, inputs // 64)
     strides = (c_uint64 * 3)(inputs * 2, rows * inputs * 2, 128)
     box = (c_uint32 * 4)(64, 8 // halves, halves, columns)
-    step = (c_uint32 * 4)(1, 1, 1, 1)
+    element_strides = (c_uint32 * 4)(1, 1, 1, 1)
     bfloat16 = 9
     swizzle = 3
     promote = 2
     status = _driver().cuTensorMapEncodeTiled(
-        c_void_p(at), c_int(bfloat16), c_uint32(4), c_void_p(weight.data_ptr()), size, strides, box, step,
-        c_int(0), c_int(swizzle), c_int(promote), c_int(0),
-    )  # fmt: skip
+        c_void_p(address),
+        c_int(bfloat16),
+        c_uint32(4),
+        c_void_p(weight.data_ptr()),
+        sizes,
+        strides,
+        box,
+        element_strides,
+        c_int(0),
+        c_int(swizzle),
+        c_int(promote),
+        c_int(0),
+    )
     _check(status, "describing weights")
-    return ctypes.string_at(at, MAP_BYTES)
+    return ctypes.string_at(address, MAP_BYTES)

@@ -1,8 +1,8 @@
-"""What a team of threads runs: a quantised matrix product, attention or an activation alone, or all layers of a decoder in one go.
+"""The jobs of the thread pool: a product, attention, an activation, or all layers of a decoder.
 
-The layers hold no Python between them: norms, products, rotation, the cache's writes, attention, the activation. Phases that
-work on rows split the tokens, products split the outputs, attention splits sequences and heads. Knows addresses and sizes;
-where they come from is the caller's business.
+No Python runs between the layers. Phases that compute rows split the tokens, products split the
+outputs, and attention splits sequences and heads. This module knows addresses and sizes only;
+cpu_decoder.py fills the records.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
     Emitter,
     Value,
     f32,
+    field,
+    float_field,
     inner,
     intrinsic,
     kernel,
@@ -46,659 +48,769 @@ from octavo.ops.cpu.jit.matmul_jit import (
     quantize_strips,
     row_bytes,
 )
-from octavo.ops.cpu.jit.sampling_jit import draw
+from octavo.ops.cpu.jit.sampling_jit import sample_token
 
 INT = types.int64
 FLOAT = types.float32
 NOTHING = types.void
 
-# ---- rows ---------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 @intrinsic(FLOAT, POINTER, INT)
-def sum_of_squares(e: Emitter, x: Value, vectors: Value) -> Value:
-    total = e.variable(e.constant(FLOATS, 0.0))
-    with e.loop(vectors) as i:
-        v = e.load(x + i * (4 * LANES), FLOATS)
-        total.set(e.fma(v, v, total.get()))
-    return e.total(total.get())
+def sum_of_squares(emitter: Emitter, values: Value, vectors: Value) -> Value:
+    total = emitter.variable(emitter.constant(FLOATS, 0.0))
+    with emitter.loop(vectors) as index:
+        vector = emitter.load(values + index * (4 * LANES), FLOATS)
+        total.set(emitter.fma(vector, vector, total.get()))
+    return emitter.total(total.get())
 
 
 @intrinsic(VOID, POINTER, FLOAT, POINTER, POINTER, INT)
 def scale_by(
-    e: Emitter, x: Value, factor: Value, weight: Value, out: Value, vectors: Value
+    emitter: Emitter, values: Value, factor: Value, weight: Value, output: Value, vectors: Value
 ) -> None:
-    """out = x * factor * weight"""
-    with e.loop(vectors) as i:
-        at = i * (4 * LANES)
-        e.store(e.load(x + at, FLOATS) * e.splat(factor) * e.load(weight + at, FLOATS), out + at)
+    """output = values * factor * weight"""
+    with emitter.loop(vectors) as index:
+        offset = index * (4 * LANES)
+        emitter.store(
+            emitter.load(values + offset, FLOATS)
+            * emitter.splat(factor)
+            * emitter.load(weight + offset, FLOATS),
+            output + offset,
+        )
 
 
 @intrinsic(VOID, POINTER, POINTER, INT)
-def add_to(e: Emitter, x: Value, more: Value, vectors: Value) -> None:
-    with e.loop(vectors) as i:
-        at = x + i * (4 * LANES)
-        e.store(e.load(at, FLOATS) + e.load(more + i * (4 * LANES), FLOATS), at)
+def add_to(emitter: Emitter, values: Value, addend: Value, vectors: Value) -> None:
+    with emitter.loop(vectors) as index:
+        address = values + index * (4 * LANES)
+        emitter.store(
+            emitter.load(address, FLOATS) + emitter.load(addend + index * (4 * LANES), FLOATS),
+            address,
+        )
 
 
-def turn(kind: ir.Type) -> Any:
+def rotation(llvm_type: ir.Type) -> Any:
     @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER)
-    def run(e: Emitter, low: Value, high: Value, cos: Value, sin: Value) -> None:
-        """Pairs (low, high), one or a vector of them, by their angles."""
-        a, b, c, s = (e.load(at, kind) for at in (low, high, cos, sin))
-        e.store(a * c - b * s, low)
-        e.store(b * c + a * s, high)
+    def run(emitter: Emitter, low: Value, high: Value, cos: Value, sin: Value) -> None:
+        """Rotate pairs (low, high), one pair or a vector of pairs, by their angles."""
+        first, second, cosine, sine = (
+            emitter.load(address, llvm_type) for address in (low, high, cos, sin)
+        )
+        emitter.store(first * cosine - second * sine, low)
+        emitter.store(second * cosine + first * sine, high)
 
     return run
 
 
-turn_one = turn(f32)
-turn_many = turn(FLOATS)
+rotate_pair = rotation(f32)
+rotate_vector = rotation(FLOATS)
 
 
-def turn_stored(kind: int) -> Any:
-    size = SIZES[kind]
+def rotate_stored(storage: int) -> Any:
+    item_size = SIZES[storage]
 
     @intrinsic(VOID, POINTER, INT, POINTER)
-    def run(e: Emitter, x: Value, half: Value, angles: Value) -> None:
-        """turn() of a stored vector [2 * half], by cosines and sines [2, half]."""
-        with e.loop(half / LANES) as i:
-            low = x + i * (size * LANES)
-            at = angles + i * (4 * LANES)
-            high = low + half * size
-            a = e.load_floats(low, kind)
-            b = e.load_floats(high, kind)
-            c = e.load(at, FLOATS)
-            s = e.load(at + half * 4, FLOATS)
-            e.store_floats(a * c - b * s, low, kind)
-            e.store_floats(b * c + a * s, high, kind)
+    def run(emitter: Emitter, values: Value, half: Value, angles: Value) -> None:
+        """Rotate a stored vector [2 * half] by cosines and sines [2, half]."""
+        with emitter.loop(half / LANES) as index:
+            low = values + index * (item_size * LANES)
+            angle_address = angles + index * (4 * LANES)
+            high = low + half * item_size
+            first = emitter.load_floats(low, storage)
+            second = emitter.load_floats(high, storage)
+            cosine = emitter.load(angle_address, FLOATS)
+            sine = emitter.load(angle_address + half * 4, FLOATS)
+            emitter.store_floats(first * cosine - second * sine, low, storage)
+            emitter.store_floats(second * cosine + first * sine, high, storage)
 
     return run
 
 
-turn_f32 = turn_stored(F32)
-turn_f16 = turn_stored(F16)
+rotate_f32 = rotate_stored(F32)
+rotate_f16 = rotate_stored(F16)
 
 
-def copy(kind: int) -> Any:
+def copy_vectors(storage: int) -> Any:
     @intrinsic(VOID, POINTER, POINTER, INT)
-    def run(e: Emitter, source: Value, target: Value, vectors: Value) -> None:
-        with e.loop(vectors) as i:
-            e.store_floats(
-                e.load(source + i * (4 * LANES), FLOATS), target + i * (SIZES[kind] * LANES), kind
+    def run(emitter: Emitter, source: Value, target: Value, vectors: Value) -> None:
+        with emitter.loop(vectors) as index:
+            emitter.store_floats(
+                emitter.load(source + index * (4 * LANES), FLOATS),
+                target + index * (SIZES[storage] * LANES),
+                storage,
             )
 
     return run
 
 
-copy_f32 = copy(F32)
-copy_f16 = copy(F16)
+copy_f32 = copy_vectors(F32)
+copy_f16 = copy_vectors(F16)
 
 
 @intrinsic(FLOAT, POINTER, INT)
-def peak(e: Emitter, x: Value, vectors: Value) -> Value:
-    """The largest magnitude, or NaN where anything is not finite."""
-    most = e.variable(e.constant(FLOATS, 0.0))
-    spoiled = e.variable(e.constant(FLOATS, 0.0))
-    with e.loop(vectors) as i:
-        v = e.load(x + i * (4 * LANES), FLOATS)
-        most.set(e.maximum(most.get(), e.absolute(v)))
-        spoiled.set(spoiled.get() + v * 0.0)
-    return e.largest(most.get()) + e.total(spoiled.get())
+def largest_magnitude(emitter: Emitter, values: Value, vectors: Value) -> Value:
+    """Return the largest magnitude, or NaN if a value is not finite."""
+    largest = emitter.variable(emitter.constant(FLOATS, 0.0))
+    not_finite = emitter.variable(emitter.constant(FLOATS, 0.0))
+    with emitter.loop(vectors) as index:
+        vector = emitter.load(values + index * (4 * LANES), FLOATS)
+        largest.set(emitter.maximum(largest.get(), emitter.absolute(vector)))
+        not_finite.set(not_finite.get() + vector * 0.0)
+    return emitter.largest(largest.get()) + emitter.total(not_finite.get())
 
 
-def encode(kind: int, largest: float) -> Any:
+def encode_vectors(storage: int, largest: float) -> Any:
     @intrinsic(VOID, POINTER, POINTER, INT, FLOAT)
-    def run(e: Emitter, source: Value, target: Value, vectors: Value, inverse: Value) -> None:
-        """Codes of source * inverse."""
-        with e.loop(vectors) as i:
-            x = e.load(source + i * (4 * LANES), FLOATS) * e.splat(inverse)
-            # NaN too
-            x = e.maximum(e.minimum(x, e.constant(FLOATS, largest)), e.constant(FLOATS, -largest))
-            e.store_floats(x, target + i * LANES, kind)
+    def run(emitter: Emitter, source: Value, target: Value, vectors: Value, inverse: Value) -> None:
+        """Store the codes of source * inverse."""
+        with emitter.loop(vectors) as index:
+            scaled = emitter.load(source + index * (4 * LANES), FLOATS) * emitter.splat(inverse)
+            # This clamps NaN too.
+            scaled = emitter.maximum(
+                emitter.minimum(scaled, emitter.constant(FLOATS, largest)),
+                emitter.constant(FLOATS, -largest),
+            )
+            emitter.store_floats(scaled, target + index * LANES, storage)
 
     return run
 
 
-encode_i8 = encode(I8, 127.0)
-encode_f8 = encode(F8, 448.0)
+encode_i8 = encode_vectors(I8, 127.0)
+encode_f8 = encode_vectors(F8, 448.0)
 
 
 @inner
-def store_vector(source: int, target: int, scale: int, kind: int, dim: int) -> None:
-    """One head's key or value into the cache; codes as octavo.ops.kv defines them."""
-    if kind == F32:
-        copy_f32(source, target, dim // LANES)
-    elif kind == F16:
-        copy_f16(source, target, dim // LANES)
+def store_vector(source: int, target: int, scale: int, storage: int, head_dim: int) -> None:
+    """Store the key or value of one head to the cache. octavo.ops.kv defines the codes."""
+    if storage == F32:
+        copy_f32(source, target, head_dim // LANES)
+    elif storage == F16:
+        copy_f16(source, target, head_dim // LANES)
     else:
-        most = peak(source, dim // LANES)
-        largest = FLOAT(127.0 if kind == I8 else 448.0)
-        zero = most < FLOAT(1e-30)
-        store_f32(scale, FLOAT(0.0) if zero else most / largest)
-        inverse = FLOAT(0.0) if zero else largest / most
-        if kind == I8:
-            encode_i8(source, target, dim // LANES, inverse)
+        magnitude = largest_magnitude(source, head_dim // LANES)
+        largest = FLOAT(127.0 if storage == I8 else 448.0)
+        zero = magnitude < FLOAT(1e-30)
+        store_f32(scale, FLOAT(0.0) if zero else magnitude / largest)
+        inverse = FLOAT(0.0) if zero else largest / magnitude
+        if storage == I8:
+            encode_i8(source, target, head_dim // LANES, inverse)
         else:
-            encode_f8(source, target, dim // LANES, inverse)
+            encode_f8(source, target, head_dim // LANES, inverse)
 
 
 @intrinsic(VOID, POINTER, POINTER, POINTER, INT)
-def gate(e: Emitter, gates: Value, ups: Value, out: Value, gelu: Value) -> None:
-    """act(gate) * up of one vector. gelu (tanh) is g * sigmoid(2 z), silu is g * sigmoid(g)."""
-    g = e.load(gates, FLOATS)
-    z = (g + g * g * g * 0.044715) * (2 * math.sqrt(2 / math.pi))
-    z = e.select(e.splat(gelu.compare("!=", 0)), z, g)
-    down = e.exp(e.constant(FLOATS, 0.0) - z)
-    e.store(g / (down + 1.0) * e.load(ups, FLOATS), out)
+def gated_activation(
+    emitter: Emitter, gates: Value, ups: Value, output: Value, gelu: Value
+) -> None:
+    """Compute act(gate) * up of one vector. GELU is g * sigmoid(2 z), SiLU is g * sigmoid(g)."""
+    gates_vector = emitter.load(gates, FLOATS)
+    argument = (gates_vector + gates_vector * gates_vector * gates_vector * 0.044715) * (
+        2 * math.sqrt(2 / math.pi)
+    )
+    argument = emitter.select(emitter.splat(gelu.compare("!=", 0)), argument, gates_vector)
+    decay = emitter.exp(emitter.constant(FLOATS, 0.0) - argument)
+    emitter.store(gates_vector / (decay + 1.0) * emitter.load(ups, FLOATS), output)
 
 
 @inner
-def norm(x: int, weight: int, out: int, eps: float, size: int) -> None:
-    mean = sum_of_squares(x, size // LANES) / FLOAT(size)
-    scale_by(x, FLOAT(1.0) / FLOAT(math.sqrt(mean + eps)), weight, out, size // LANES)
+def norm(values: int, weight: int, output: int, epsilon: float, size: int) -> None:
+    mean = sum_of_squares(values, size // LANES) / FLOAT(size)
+    scale_by(values, FLOAT(1.0) / FLOAT(math.sqrt(mean + epsilon)), weight, output, size // LANES)
 
 
 @inner
-def rotate(x: int, angles: int, half: int) -> None:
-    """One head [2 * half], by the row of cosines and sines at `angles`."""
-    i = 0
-    while i + LANES <= half:
-        turn_many(x + 4 * i, x + 4 * (i + half), angles + 4 * i, angles + 4 * (i + half))
-        i += LANES
-    while i < half:
-        turn_one(x + 4 * i, x + 4 * (i + half), angles + 4 * i, angles + 4 * (i + half))
-        i += 1
+def rotate(values: int, angles: int, half: int) -> None:
+    """Rotate one head [2 * half] by the row of cosines and sines at `angles`."""
+    index = 0
+    while index + LANES <= half:
+        rotate_vector(
+            values + 4 * index,
+            values + 4 * (index + half),
+            angles + 4 * index,
+            angles + 4 * (index + half),
+        )
+        index += LANES
+    while index < half:
+        rotate_pair(
+            values + 4 * index,
+            values + 4 * (index + half),
+            angles + 4 * index,
+            angles + 4 * (index + half),
+        )
+        index += 1
 
 
 @inner
-def move(source: int, target: int, size: int) -> None:
-    for i in range(size):
-        store_f32(target + 4 * i, load_f32(source + 4 * i))
+def copy_floats(source: int, target: int, size: int) -> None:
+    for index in range(size):
+        store_f32(target + 4 * index, load_f32(source + 4 * index))
 
 
 @inner
-def quantize_row(x: int, inputs: int, group: int, out: int, spare: int) -> None:
-    """float32 [inputs] -> a quantised row; `spare` is where a row is padded that is not whole groups."""
-    size = padded(inputs, group)
+def quantize_row(values: int, inputs: int, group_size: int, output: int, scratch: int) -> None:
+    """Quantise a row float32 [inputs]. It is padded in scratch memory if it is not whole groups."""
+    size = padded(inputs, group_size)
     if size > inputs:
-        move(x, spare, inputs)
-        for k in range(inputs, size):
-            store_f32(spare + 4 * k, 0.0)
-        x = spare
-    quantize_strips(x, out, size // STRIP)
+        copy_floats(values, scratch, inputs)
+        for position in range(inputs, size):
+            store_f32(scratch + 4 * position, 0.0)
+        values = scratch
+    quantize_strips(values, output, size // STRIP)
 
 
-# ---- phases -------------------------------------------------------------------------------------------------
+# ---- phases --------------------------------------------------------------------------------------
 
 
-# A job: a record of int64.
-KIND, ROWS, WEIGHT, X, QUANTIZED, SPARE, SPARE_SIZE, Y = range(8)  # of a product
-# of a decoder, beside most of the above
-LAYERS, LAYER_COUNT, HIDDEN, INNER, EPS, GELU, BATCH, LAST_NORM = range(8, 16)
+# The record of a job. A product has these fields.
+JOB_KIND, NUM_ROWS, WEIGHT, INPUT, QUANTIZED, SCRATCH, SCRATCH_SIZE, OUTPUT = range(8)
+# The fields of a decoder and of other jobs. INDICES are token ids, block numbers or noise keys.
+LAYERS, NUM_LAYERS, HIDDEN_SIZE, WIDTH, EPSILON, GELU, BATCH, LAST_NORM = range(8, 16)
 (
     DELTA,
     QKV,
-    MIXED,
-    ACTED,
+    ATTENDED,
+    ACTIVATED,
     POSITIONS,
     SLOTS,
-    IDS,
+    INDICES,
     FACTOR,
-    WINDOW_OF,
-    HEAT,
-    LAST,
-    LAST_COUNT,
-    FIELDS,
+    ATTENTION_WINDOW,
+    TEMPERATURE,
+    LAST_ROWS,
+    NUM_LAST_ROWS,
+    NUM_FIELDS,
 ) = range(16, 29)
 PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE = range(7)
-ACTIVATE_BYTES = 4 * 4 * LANES  # of a thread's scratch, for ACTIVATE
+ACTIVATE_BYTES = 4 * 4 * LANES  # the scratch memory of a thread for ACTIVATE
 
-# A layer: four weights' records, then these.
-WEIGHTS = 4 * matmul_jit.FIELDS
-ATTN_NORM, MLP_NORM, Q_NORM, K_NORM, POST_ATTN, POST_MLP, WINDOW, ANGLES = range(
-    WEIGHTS, WEIGHTS + 8
+# The record of a layer: the records of four weights, then these fields.
+WEIGHT_FIELDS = 4 * matmul_jit.NUM_FIELDS
+ATTN_NORM, MLP_NORM, QUERY_NORM, KEY_NORM, POST_ATTN_NORM, POST_MLP_NORM, WINDOW, ANGLES = range(
+    WEIGHT_FIELDS, WEIGHT_FIELDS + 8
 )
-LAYER_FIELDS = WEIGHTS + 8
-PHASES_OF_LAYER = 10  # as decode() has them; one more follows the last layer
+NUM_LAYER_FIELDS = WEIGHT_FIELDS + 8
+PHASES_PER_LAYER = 10  # the phases in decode(); one more follows the last layer
 
 
 @inner
-def spare(me: int, job: int) -> int:
-    """This thread's own scratch."""
-    return load_i64(job + 8 * SPARE) + load_i64(me + 8 * thread_barrier.NUMBER) * load_i64(
-        job + 8 * SPARE_SIZE
-    )
+def scratch_of(worker: int, job: int) -> int:
+    """Return the scratch memory of this thread."""
+    return field(job, SCRATCH) + field(worker, thread_barrier.NUMBER) * field(job, SCRATCH_SIZE)
 
 
 @inner
-def quantize_rows(me: int, job: int, x: int, rows: int, weight: int) -> None:
-    """float32 [rows, inputs] -> the job's quantised rows, as this weight wants them."""
-    inputs = load_i64(weight + 8 * matmul_jit.INPUTS)
-    group = load_i64(weight + 8 * matmul_jit.GROUP)
-    size = row_bytes(inputs, group)
-    out = load_i64(job + 8 * QUANTIZED)
-    own = spare(me, job)
-    r = thread_barrier.take(me, rows)
-    while r >= 0:
-        quantize_row(x + r * inputs * 4, inputs, group, out + r * size, own)
-        r = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+def quantize_rows(worker: int, job: int, values: int, num_rows: int, weight: int) -> None:
+    """Quantise float32 [rows, inputs] to the job's quantised rows, in the groups of this weight."""
+    inputs = field(weight, matmul_jit.NUM_INPUTS)
+    group_size = field(weight, matmul_jit.GROUP_SIZE)
+    row_size = row_bytes(inputs, group_size)
+    output = field(job, QUANTIZED)
+    scratch_row = scratch_of(worker, job)
+    row = thread_barrier.take_piece(worker, num_rows)
+    while row >= 0:
+        quantize_row(
+            values + row * inputs * 4, inputs, group_size, output + row * row_size, scratch_row
+        )
+        row = thread_barrier.take_piece(worker, num_rows)
+    thread_barrier.finish_phase(worker, num_rows)
 
 
 @inner
-def add_bias(y: int, stride: int, rows: int, bias: int) -> None:
-    for r in range(rows):
-        add_to(y + r * stride, bias, 1)
+def add_bias(output: int, stride: int, num_rows: int, bias: int) -> None:
+    for row in range(num_rows):
+        add_to(output + row * stride, bias, 1)
 
 
 @inner
-def rows_at_once(rows: int, size: int) -> int:
-    """Rows whose quantised form stays in a core's own cache while the weights pass."""
-    return min(rows, max(TILE, (160_000 // size) // TILE * TILE))
+def rows_at_once(num_rows: int, row_size: int) -> int:
+    """Return the number of quantised rows that stay in a core's cache during a product."""
+    return min(num_rows, max(TILE, (160_000 // row_size) // TILE * TILE))
 
 
 @inner
-def multiply(me: int, job: int, weight: int, rows: int, y: int, outputs: int, gated: int) -> None:
-    """Quantised rows times a weight -> y [rows, outputs] float32. Gated: the weight's first half is the gate, the second what
-    it multiplies; 1 is silu, 2 is gelu."""
-    inputs = load_i64(weight + 8 * matmul_jit.INPUTS)
-    group = load_i64(weight + 8 * matmul_jit.GROUP)
-    x = load_i64(job + 8 * QUANTIZED)
-    size = row_bytes(inputs, group)
-    bias = load_i64(weight + 8 * matmul_jit.BIAS)
-    tiles = spare(me, job)  # two of [TILE, LANES]
-    second = tiles + TILE * LANES * 4
-    blocks = (outputs + LANES - 1) // LANES
-    share = max(1, blocks // (thread_barrier.threads(me) * 6))
-    pieces = (blocks + share - 1) // share
-    at_once = rows_at_once(rows, size)
-    piece = thread_barrier.take(me, pieces)
+def multiply(
+    worker: int, job: int, weight: int, num_rows: int, output: int, num_outputs: int, gated: int
+) -> None:
+    """Multiply the quantised rows with a weight -> output [rows, outputs] float32.
+
+    If `gated` is not 0, the first half of the weight is the gate and the second half the up
+    projection; 1 is SiLU and 2 is GELU.
+    """
+    inputs = field(weight, matmul_jit.NUM_INPUTS)
+    group_size = field(weight, matmul_jit.GROUP_SIZE)
+    quantized = field(job, QUANTIZED)
+    row_size = row_bytes(inputs, group_size)
+    bias = field(weight, matmul_jit.BIAS)
+    tile_values = scratch_of(worker, job)  # two tiles of [TILE, LANES]
+    second_tile = tile_values + TILE * LANES * 4
+    num_blocks = (num_outputs + LANES - 1) // LANES
+    piece_blocks = max(1, num_blocks // (thread_barrier.num_threads(worker) * 6))
+    num_pieces = (num_blocks + piece_blocks - 1) // piece_blocks
+    rows_per_pass = rows_at_once(num_rows, row_size)
+    piece = thread_barrier.take_piece(worker, num_pieces)
     while piece >= 0:
-        for first in range(0, rows, at_once):
-            end = min(first + at_once, rows)
-            for block in range(piece * share, min(piece * share + share, blocks)):
-                # within the piece, or the next
+        for first_row in range(0, num_rows, rows_per_pass):
+            end_row = min(first_row + rows_per_pass, num_rows)
+            for block in range(
+                piece * piece_blocks, min(piece * piece_blocks + piece_blocks, num_blocks)
+            ):
+                # The next block of this piece, or the first block of the next piece.
                 ahead = (
-                    1 if block % share < share - 1 else (thread_barrier.threads(me) - 1) * share + 1
+                    1
+                    if block % piece_blocks < piece_blocks - 1
+                    else (thread_barrier.num_threads(worker) - 1) * piece_blocks + 1
                 )
-                direct = gated == 0 and (block + 1) * LANES <= outputs
-                r = first
-                while r < end:
-                    source = x + r * size
-                    target = y + (r * outputs + block * LANES) * 4
-                    prefetch_column(target + LANES * 4, outputs * 4, min(TILE, end - r))
+                direct = gated == 0 and (block + 1) * LANES <= num_outputs
+                row = first_row
+                while row < end_row:
+                    source = quantized + row * row_size
+                    target = output + (row * num_outputs + block * LANES) * 4
+                    prefetch_column(target + LANES * 4, num_outputs * 4, min(TILE, end_row - row))
                     if direct:
-                        done = block_product(
-                            weight, block, source, size, end - r, target, outputs * 4, ahead
+                        rows_done = block_product(
+                            weight,
+                            block,
+                            source,
+                            row_size,
+                            end_row - row,
+                            target,
+                            num_outputs * 4,
+                            ahead,
                         )
                         if bias != 0:
-                            add_bias(target, outputs * 4, done, bias + block * LANES * 4)
+                            add_bias(target, num_outputs * 4, rows_done, bias + block * LANES * 4)
                     else:
-                        done = block_product(
-                            weight, block, source, size, end - r, tiles, LANES * 4, ahead
+                        rows_done = block_product(
+                            weight,
+                            block,
+                            source,
+                            row_size,
+                            end_row - row,
+                            tile_values,
+                            LANES * 4,
+                            ahead,
                         )
                         if bias != 0:
-                            add_bias(tiles, LANES * 4, done, bias + block * LANES * 4)
+                            add_bias(tile_values, LANES * 4, rows_done, bias + block * LANES * 4)
                         if gated == 0:
-                            for i in range(done):
-                                move(
-                                    tiles + i * LANES * 4,
-                                    target + i * outputs * 4,
-                                    outputs - block * LANES,
+                            for index in range(rows_done):
+                                copy_floats(
+                                    tile_values + index * LANES * 4,
+                                    target + index * num_outputs * 4,
+                                    num_outputs - block * LANES,
                                 )
                         else:
                             block_product(
                                 weight,
-                                block + blocks,
+                                block + num_blocks,
                                 source,
-                                size,
-                                end - r,
-                                second,
+                                row_size,
+                                end_row - row,
+                                second_tile,
                                 LANES * 4,
                                 ahead,
                             )
                             if bias != 0:
                                 add_bias(
-                                    second, LANES * 4, done, bias + (block + blocks) * LANES * 4
+                                    second_tile,
+                                    LANES * 4,
+                                    rows_done,
+                                    bias + (block + num_blocks) * LANES * 4,
                                 )
-                            for i in range(done):
-                                gate(
-                                    tiles + i * LANES * 4,
-                                    second + i * LANES * 4,
-                                    target + i * outputs * 4,
+                            for index in range(rows_done):
+                                gated_activation(
+                                    tile_values + index * LANES * 4,
+                                    second_tile + index * LANES * 4,
+                                    target + index * num_outputs * 4,
                                     gated - 1,
                                 )
-                    r += done
-        piece = thread_barrier.take(me, pieces)
-    thread_barrier.finish(me, pieces)
+                    row += rows_done
+        piece = thread_barrier.take_piece(worker, num_pieces)
+    thread_barrier.finish_phase(worker, num_pieces)
 
 
 @inner
-def add_and_norm(me: int, job: int, post: int, weight: int, then: int, first: int) -> None:
-    """Add what the last product gave to the hidden states (`first`: there is none yet; post: normalised before), then norm
-    them and quantise the result for the product that comes next."""
-    rows = load_i64(job + 8 * ROWS)
-    size = load_i64(job + 8 * HIDDEN)
-    eps = load_f32(job + 8 * EPS)
-    x = load_i64(job + 8 * X)
-    delta = load_i64(job + 8 * DELTA)
-    own = spare(me, job)
-    group = load_i64(then + 8 * matmul_jit.GROUP)
-    quantized = load_i64(job + 8 * QUANTIZED)
-    stride = row_bytes(size, group)
-    r = thread_barrier.take(me, rows)
-    while r >= 0:
-        at = x + r * size * 4
-        more = delta + r * size * 4
-        if first == 0:
-            if post != 0:
-                norm(more, post, more, eps, size)
-            add_to(at, more, size // LANES)
-        norm(at, weight, own, eps, size)
-        quantize_row(own, size, group, quantized + r * stride, own + size * 4)
-        r = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+def add_and_norm(
+    worker: int, job: int, post_norm: int, weight: int, next_weight: int, is_first: int
+) -> None:
+    """Add the result of the last product to the hidden states, normalise and quantise them.
+
+    If is_first is set, there is no product yet. If post_norm is set, the product is normalised
+    before it is added. The rows are quantised for next_weight.
+    """
+    num_rows = field(job, NUM_ROWS)
+    hidden_size = field(job, HIDDEN_SIZE)
+    epsilon = float_field(job, EPSILON)
+    hidden = field(job, INPUT)
+    delta = field(job, DELTA)
+    scratch_row = scratch_of(worker, job)
+    group_size = field(next_weight, matmul_jit.GROUP_SIZE)
+    quantized = field(job, QUANTIZED)
+    row_stride = row_bytes(hidden_size, group_size)
+    row = thread_barrier.take_piece(worker, num_rows)
+    while row >= 0:
+        address = hidden + row * hidden_size * 4
+        addend = delta + row * hidden_size * 4
+        if is_first == 0:
+            if post_norm != 0:
+                norm(addend, post_norm, addend, epsilon, hidden_size)
+            add_to(address, addend, hidden_size // LANES)
+        norm(address, weight, scratch_row, epsilon, hidden_size)
+        quantize_row(
+            scratch_row,
+            hidden_size,
+            group_size,
+            quantized + row * row_stride,
+            scratch_row + hidden_size * 4,
+        )
+        row = thread_barrier.take_piece(worker, num_rows)
+    thread_barrier.finish_phase(worker, num_rows)
 
 
 @inner
-def last_norm(me: int, job: int, post: int) -> None:
-    """What the last product gave is added and all is normed -> Y: of the rows LAST [LAST_COUNT], or of the
-    first LAST_COUNT (LAST is 0)."""
-    size = load_i64(job + 8 * HIDDEN)
-    eps = load_f32(job + 8 * EPS)
-    weight = load_i64(job + 8 * LAST_NORM)
-    x = load_i64(job + 8 * X)
-    delta = load_i64(job + 8 * DELTA)
-    rows = load_i64(job + 8 * LAST_COUNT)
-    last = load_i64(job + 8 * LAST)
-    r = thread_barrier.take(me, rows)
-    while r >= 0:
-        row = r if last == 0 else load_i64(last + 8 * r)
-        at = x + row * size * 4
-        more = delta + row * size * 4
-        if post != 0:
-            norm(more, post, more, eps, size)
-        add_to(at, more, size // LANES)
-        norm(at, weight, load_i64(job + 8 * Y) + r * size * 4, eps, size)
-        r = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+def last_norm(worker: int, job: int, post_norm: int) -> None:
+    """Add the result of the last product, and write the normalised hidden states to OUTPUT.
+
+    The rows are LAST_ROWS [NUM_LAST_ROWS], or the first NUM_LAST_ROWS if LAST_ROWS is 0.
+    """
+    hidden_size = field(job, HIDDEN_SIZE)
+    epsilon = float_field(job, EPSILON)
+    weight = field(job, LAST_NORM)
+    hidden = field(job, INPUT)
+    delta = field(job, DELTA)
+    num_rows = field(job, NUM_LAST_ROWS)
+    last_rows = field(job, LAST_ROWS)
+    output_row = thread_barrier.take_piece(worker, num_rows)
+    while output_row >= 0:
+        hidden_row = output_row if last_rows == 0 else load_i64(last_rows + 8 * output_row)
+        address = hidden + hidden_row * hidden_size * 4
+        addend = delta + hidden_row * hidden_size * 4
+        if post_norm != 0:
+            norm(addend, post_norm, addend, epsilon, hidden_size)
+        add_to(address, addend, hidden_size // LANES)
+        norm(
+            address, weight, field(job, OUTPUT) + output_row * hidden_size * 4, epsilon, hidden_size
+        )
+        output_row = thread_barrier.take_piece(worker, num_rows)
+    thread_barrier.finish_phase(worker, num_rows)
 
 
 @inner
-def rotate_and_store(me: int, job: int, layer: int, kv: int, scales: int) -> None:
-    """Of each token's qkv: norm and rotate queries and keys, write keys and values to its slot."""
-    batch = load_i64(job + 8 * BATCH)
-    eps = load_f32(job + 8 * EPS)
-    heads = load_i64(batch + 8 * attention_jit.HEADS)
-    kv_heads = load_i64(batch + 8 * attention_jit.KV_HEADS)
-    dim = load_i64(batch + 8 * attention_jit.DIM)
-    block_size = load_i64(batch + 8 * attention_jit.BLOCK_SIZE)
-    stride = load_i64(batch + 8 * attention_jit.QUERY_STRIDE)
-    qkv = load_i64(job + 8 * QKV)
-    q_norm = load_i64(layer + 8 * Q_NORM)
-    k_norm = load_i64(layer + 8 * K_NORM)
-    angles = load_i64(layer + 8 * ANGLES)
-    positions = load_i64(job + 8 * POSITIONS)
-    slots = load_i64(job + 8 * SLOTS)
-    rows = load_i64(job + 8 * ROWS)
-    kind = load_i64(batch + 8 * attention_jit.KIND)
-    size = SIZES[kind]
-    t = thread_barrier.take(me, rows)
-    while t >= 0:
-        row = qkv + t * stride
-        turn = angles + load_i64(positions + 8 * t) * dim * 4
-        slot = load_i64(slots + 8 * t)
+def rotate_and_store(worker: int, job: int, layer: int, kv_cache: int, scales: int) -> None:
+    """Normalise and rotate the queries and keys of each token, and store keys and values."""
+    batch = field(job, BATCH)
+    epsilon = float_field(job, EPSILON)
+    num_heads = field(batch, attention_jit.NUM_HEADS)
+    num_kv_heads = field(batch, attention_jit.NUM_KV_HEADS)
+    head_dim = field(batch, attention_jit.HEAD_DIM)
+    block_size = field(batch, attention_jit.BLOCK_SIZE)
+    token_stride = field(batch, attention_jit.QUERY_STRIDE)
+    qkv = field(job, QKV)
+    query_norm = field(layer, QUERY_NORM)
+    key_norm = field(layer, KEY_NORM)
+    angles = field(layer, ANGLES)
+    positions = field(job, POSITIONS)
+    slots = field(job, SLOTS)
+    num_tokens = field(job, NUM_ROWS)
+    storage = field(batch, attention_jit.STORAGE)
+    item_size = SIZES[storage]
+    token = thread_barrier.take_piece(worker, num_tokens)
+    while token >= 0:
+        token_row = qkv + token * token_stride
+        token_angles = angles + load_i64(positions + 8 * token) * head_dim * 4
+        slot = load_i64(slots + 8 * token)
         block = slot // block_size
         offset = slot % block_size
-        at = kv + block * load_i64(batch + 8 * attention_jit.BLOCK_STRIDE) + offset * dim * size
-        scale = scales + block * load_i64(batch + 8 * attention_jit.SCALES_STRIDE) + offset * 4
-        for h in range(heads + kv_heads):
-            head = row + h * dim * 4
-            weight = q_norm if h < heads else k_norm
-            if weight != 0:
-                norm(head, weight, head, eps, dim)
-            rotate(head, turn, dim // 2)
-        for h in range(2 * kv_heads):
-            place = h * block_size
+        address = (
+            kv_cache
+            + block * field(batch, attention_jit.BLOCK_STRIDE)
+            + offset * head_dim * item_size
+        )
+        scale_address = scales + block * field(batch, attention_jit.SCALES_STRIDE) + offset * 4
+        for head_index in range(num_heads + num_kv_heads):
+            head_address = token_row + head_index * head_dim * 4
+            norm_weight = query_norm if head_index < num_heads else key_norm
+            if norm_weight != 0:
+                norm(head_address, norm_weight, head_address, epsilon, head_dim)
+            rotate(head_address, token_angles, head_dim // 2)
+        for head_index in range(2 * num_kv_heads):
+            head_offset = head_index * block_size
             store_vector(
-                row + (heads + h) * dim * 4, at + place * dim * size, scale + place * 4, kind, dim
+                token_row + (num_heads + head_index) * head_dim * 4,
+                address + head_offset * head_dim * item_size,
+                scale_address + head_offset * 4,
+                storage,
+                head_dim,
             )
-        t = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+        token = thread_barrier.take_piece(worker, num_tokens)
+    thread_barrier.finish_phase(worker, num_tokens)
 
 
 @inner
-def attend(me: int, batch: int, kv: int, scales: int, window: int) -> None:
-    pieces = attention_jit.count_tasks(batch)
-    piece = thread_barrier.take(me, pieces)
+def attend(worker: int, batch: int, kv_cache: int, scales: int, window: int) -> None:
+    num_pieces = attention_jit.count_tasks(batch)
+    piece = thread_barrier.take_piece(worker, num_pieces)
     while piece >= 0:
         attention_jit.run_task(
-            batch, piece, load_i64(me + 8 * thread_barrier.NUMBER), kv, scales, window
+            batch, piece, field(worker, thread_barrier.NUMBER), kv_cache, scales, window
         )
-        piece = thread_barrier.take(me, pieces)
-    thread_barrier.finish(me, pieces)
+        piece = thread_barrier.take_piece(worker, num_pieces)
+    thread_barrier.finish_phase(worker, num_pieces)
 
 
-# ---- jobs ---------------------------------------------------------------------------------------------------
+# ---- jobs ----------------------------------------------------------------------------------------
 
 
 @inner
-def decode(me: int, job: int) -> None:
-    rows = load_i64(job + 8 * ROWS)
-    hidden = load_i64(job + 8 * HIDDEN)
-    inner = load_i64(job + 8 * INNER)
-    delta = load_i64(job + 8 * DELTA)
-    qkv = load_i64(job + 8 * QKV)
-    mixed = load_i64(job + 8 * MIXED)
-    acted = load_i64(job + 8 * ACTED)
-    batch = load_i64(job + 8 * BATCH)
-    gelu = load_i64(job + 8 * GELU)
-    heads = load_i64(batch + 8 * attention_jit.HEADS)
-    kv_heads = load_i64(batch + 8 * attention_jit.KV_HEADS)
-    dim = load_i64(batch + 8 * attention_jit.DIM)
-    block_size = load_i64(batch + 8 * attention_jit.BLOCK_SIZE)
-    slots = 2 * kv_heads * block_size  # of a layer in a block
-    layer = load_i64(job + 8 * LAYERS)
-    post = 0
-    for i in range(load_i64(job + 8 * LAYER_COUNT)):
-        kv = (
-            load_i64(batch + 8 * attention_jit.KV)
-            + i * slots * dim * SIZES[load_i64(batch + 8 * attention_jit.KIND)]
+def decode(worker: int, job: int) -> None:
+    num_rows = field(job, NUM_ROWS)
+    hidden_size = field(job, HIDDEN_SIZE)
+    intermediate_size = field(job, WIDTH)
+    delta = field(job, DELTA)
+    qkv = field(job, QKV)
+    attended = field(job, ATTENDED)
+    activated = field(job, ACTIVATED)
+    batch = field(job, BATCH)
+    gelu = field(job, GELU)
+    num_heads = field(batch, attention_jit.NUM_HEADS)
+    num_kv_heads = field(batch, attention_jit.NUM_KV_HEADS)
+    head_dim = field(batch, attention_jit.HEAD_DIM)
+    block_size = field(batch, attention_jit.BLOCK_SIZE)
+    layer_slots = 2 * num_kv_heads * block_size  # slots of a layer in a block
+    layer = field(job, LAYERS)
+    post_norm = 0
+    for layer_index in range(field(job, NUM_LAYERS)):
+        kv_cache = (
+            field(batch, attention_jit.KV_CACHE)
+            + layer_index * layer_slots * head_dim * SIZES[field(batch, attention_jit.STORAGE)]
         )
-        scales = load_i64(batch + 8 * attention_jit.SCALES) + i * slots * 4
-        to_qkv = layer
-        to_out = layer + 8 * matmul_jit.FIELDS
-        to_inner = layer + 16 * matmul_jit.FIELDS
-        to_hidden = layer + 24 * matmul_jit.FIELDS
-        add_and_norm(me, job, post, load_i64(layer + 8 * ATTN_NORM), to_qkv, 1 if i == 0 else 0)
-        multiply(me, job, to_qkv, rows, qkv, (heads + 2 * kv_heads) * dim, 0)
-        rotate_and_store(me, job, layer, kv, scales)
-        attend(me, batch, kv, scales, load_i64(layer + 8 * WINDOW))
-        quantize_rows(me, job, mixed, rows, to_out)
-        multiply(me, job, to_out, rows, delta, hidden, 0)
+        scales = field(batch, attention_jit.SCALES) + layer_index * layer_slots * 4
+        qkv_weight = layer
+        out_weight = layer + 8 * matmul_jit.NUM_FIELDS
+        gate_up_weight = layer + 16 * matmul_jit.NUM_FIELDS
+        down_weight = layer + 24 * matmul_jit.NUM_FIELDS
         add_and_norm(
-            me, job, load_i64(layer + 8 * POST_ATTN), load_i64(layer + 8 * MLP_NORM), to_inner, 0
+            worker,
+            job,
+            post_norm,
+            field(layer, ATTN_NORM),
+            qkv_weight,
+            1 if layer_index == 0 else 0,
         )
-        multiply(me, job, to_inner, rows, acted, inner, 1 + gelu)
-        quantize_rows(me, job, acted, rows, to_hidden)
-        multiply(me, job, to_hidden, rows, delta, hidden, 0)
-        post = load_i64(layer + 8 * POST_MLP)
-        layer += 8 * LAYER_FIELDS
-    last_norm(me, job, post)
+        multiply(
+            worker, job, qkv_weight, num_rows, qkv, (num_heads + 2 * num_kv_heads) * head_dim, 0
+        )
+        rotate_and_store(worker, job, layer, kv_cache, scales)
+        attend(worker, batch, kv_cache, scales, field(layer, WINDOW))
+        quantize_rows(worker, job, attended, num_rows, out_weight)
+        multiply(worker, job, out_weight, num_rows, delta, hidden_size, 0)
+        add_and_norm(
+            worker, job, field(layer, POST_ATTN_NORM), field(layer, MLP_NORM), gate_up_weight, 0
+        )
+        multiply(worker, job, gate_up_weight, num_rows, activated, intermediate_size, 1 + gelu)
+        quantize_rows(worker, job, activated, num_rows, down_weight)
+        multiply(worker, job, down_weight, num_rows, delta, hidden_size, 0)
+        post_norm = field(layer, POST_MLP_NORM)
+        layer += 8 * NUM_LAYER_FIELDS
+    last_norm(worker, job, post_norm)
 
 
 @inner
-def embed(me: int, job: int) -> None:
-    """Rows of a weight as float32, times a factor: value = code * scale + least, each step rounded, as GGUF defines it."""
-    weight = load_i64(job + 8 * WEIGHT)
-    rows = load_i64(job + 8 * ROWS)
-    out = load_i64(job + 8 * Y)
-    inputs = load_i64(weight + 8 * matmul_jit.INPUTS)
-    group = load_i64(weight + 8 * matmul_jit.GROUP)
-    bits = load_i64(weight + 8 * matmul_jit.BITS)
-    size = padded(inputs, group)
-    least = load_i64(weight + 8 * matmul_jit.LEAST)
-    zero = 0 if least != 0 else 1 << (bits - 1)
-    factor = load_f32(job + 8 * FACTOR)
-    t = thread_barrier.take(me, rows)
-    while t >= 0:
-        row = load_i64(load_i64(job + 8 * IDS) + 8 * t)
-        block = row // LANES
-        lane = row % LANES
-        codes = load_i64(weight + 8 * matmul_jit.CODES) + block * (size * LANES * bits // 8)
-        info = block * (size // group) * LANES + lane
-        for k in range(inputs):
-            quad = k // 4
+def embed(worker: int, job: int) -> None:
+    """Dequantise rows of a weight to float32, times a factor.
+
+    The value is code * scale + least. Each step is rounded, as GGUF defines it.
+    """
+    weight = field(job, WEIGHT)
+    num_tokens = field(job, NUM_ROWS)
+    output = field(job, OUTPUT)
+    inputs = field(weight, matmul_jit.NUM_INPUTS)
+    group_size = field(weight, matmul_jit.GROUP_SIZE)
+    bits = field(weight, matmul_jit.BITS)
+    padded_inputs = padded(inputs, group_size)
+    least = field(weight, matmul_jit.LEAST)
+    zero_point = 0 if least != 0 else 1 << (bits - 1)
+    factor = float_field(job, FACTOR)
+    token = thread_barrier.take_piece(worker, num_tokens)
+    while token >= 0:
+        weight_row = load_i64(field(job, INDICES) + 8 * token)
+        block = weight_row // LANES
+        lane = weight_row % LANES
+        codes = field(weight, matmul_jit.CODES) + block * (padded_inputs * LANES * bits // 8)
+        info_index = block * (padded_inputs // group_size) * LANES + lane
+        for column in range(inputs):
+            quad = column // 4
             if bits == 8:
-                code = load_u8(codes + (quad * LANES + lane) * 4 + k % 4)
+                code = load_u8(codes + (quad * LANES + lane) * 4 + column % 4)
             else:
                 code = (
-                    load_u8(codes + (quad // 2 * LANES + lane) * 4 + k % 4) >> (4 * (quad % 2))
+                    load_u8(codes + (quad // 2 * LANES + lane) * 4 + column % 4) >> (4 * (quad % 2))
                 ) & 15
-            at = 2 * (info + k // group * LANES)
-            value = FLOAT(code - zero) * load_f16(load_i64(weight + 8 * matmul_jit.SCALE) + at)
+            info_offset = 2 * (info_index + column // group_size * LANES)
+            value = FLOAT(code - zero_point) * load_f16(
+                field(weight, matmul_jit.SCALE) + info_offset
+            )
             if least != 0:
-                value += load_f16(least + at)
-            store_f32(out + (t * inputs + k) * 4, value * factor)
-        t = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+                value += load_f16(least + info_offset)
+            store_f32(output + (token * inputs + column) * 4, value * factor)
+        token = thread_barrier.take_piece(worker, num_tokens)
+    thread_barrier.finish_phase(worker, num_tokens)
 
 
 @inner
-def activate(me: int, job: int) -> None:
-    """Y [ROWS, INNER]: act(gate) * up of rows X [gates, ups], or act(x) of rows X [INNER] where LAYER_COUNT is 1. Every row is
-    cut into vectors alike, so its result does not depend on the other rows."""
-    rows = load_i64(job + 8 * ROWS)
-    width = load_i64(job + 8 * INNER)
-    gelu = load_i64(job + 8 * GELU)
-    alone = load_i64(job + 8 * LAYER_COUNT)
-    x = load_i64(job + 8 * X)
-    own = spare(me, job)  # the last vector of a row: gates, ups, results; then a vector of ones
-    ones = own + 3 * LANES * 4
-    for i in range(LANES):
-        store_f32(ones + 4 * i, 1.0)
-    whole = width // LANES * LANES
-    r = thread_barrier.take(me, rows)
-    while r >= 0:
-        gates = x + r * (2 - alone) * width * 4
-        out = load_i64(job + 8 * Y) + r * width * 4
+def activate(worker: int, job: int) -> None:
+    """Compute OUTPUT [NUM_ROWS, WIDTH] = act(gate) * up of the rows INPUT [gates, ups].
+
+    If NUM_LAYERS is 1, compute act(INPUT [NUM_ROWS, WIDTH]) instead. Every row is divided into
+    vectors in the same way, so its result does not depend on the other rows.
+    """
+    num_rows = field(job, NUM_ROWS)
+    width = field(job, WIDTH)
+    gelu = field(job, GELU)
+    ungated = field(job, NUM_LAYERS)
+    inputs = field(job, INPUT)
+    scratch_vectors = scratch_of(
+        worker, job
+    )  # gates, ups and results of a row's last vector; then a vector of ones
+    ones = scratch_vectors + 3 * LANES * 4
+    for index in range(LANES):
+        store_f32(ones + 4 * index, 1.0)
+    vector_end = width // LANES * LANES
+    row = thread_barrier.take_piece(worker, num_rows)
+    while row >= 0:
+        gates = inputs + row * (2 - ungated) * width * 4
+        output = field(job, OUTPUT) + row * width * 4
         ups = gates + width * 4
-        for i in range(0, whole, LANES):
-            gate(gates + 4 * i, ones if alone else ups + 4 * i, out + 4 * i, gelu)
-        if whole < width:
-            rest = width - whole
-            move(gates + 4 * whole, own, rest)
-            if not alone:
-                move(ups + 4 * whole, own + LANES * 4, rest)
-            gate(own, ones if alone else own + LANES * 4, own + 2 * LANES * 4, gelu)
-            move(own + 2 * LANES * 4, out + 4 * whole, rest)
-        r = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+        for index in range(0, vector_end, LANES):
+            gated_activation(
+                gates + 4 * index, ones if ungated else ups + 4 * index, output + 4 * index, gelu
+            )
+        if vector_end < width:
+            remainder = width - vector_end
+            copy_floats(gates + 4 * vector_end, scratch_vectors, remainder)
+            if not ungated:
+                copy_floats(ups + 4 * vector_end, scratch_vectors + LANES * 4, remainder)
+            gated_activation(
+                scratch_vectors,
+                ones if ungated else scratch_vectors + LANES * 4,
+                scratch_vectors + 2 * LANES * 4,
+                gelu,
+            )
+            copy_floats(scratch_vectors + 2 * LANES * 4, output + 4 * vector_end, remainder)
+        row = thread_barrier.take_piece(worker, num_rows)
+    thread_barrier.finish_phase(worker, num_rows)
 
 
 @inner
-def choose(me: int, job: int) -> None:
-    """Y [rows], which holds each row's likeliest token, becomes the tokens drawn from logits X [rows, INNER], where it is hot."""
-    rows = load_i64(job + 8 * ROWS)
-    vocabulary = load_i64(job + 8 * INNER)
-    r = thread_barrier.take(me, rows)
-    while r >= 0:
-        at = load_i64(job + 8 * Y) + 8 * r
-        heat = load_f32(load_i64(job + 8 * HEAT) + 4 * r)
-        key = load_i64(load_i64(job + 8 * IDS) + 8 * r)
-        logits = load_i64(job + 8 * X) + 4 * r * vocabulary
-        if heat != 0:
-            store_i64(at, draw(logits, vocabulary, load_i64(at), key, heat))
-        r = thread_barrier.take(me, rows)
-    thread_barrier.finish(me, rows)
+def choose(worker: int, job: int) -> None:
+    """Sample tokens from logits INPUT [rows, WIDTH] for rows with a temperature.
+
+    OUTPUT [rows] holds the most likely token of each row, and is overwritten.
+    """
+    num_rows = field(job, NUM_ROWS)
+    vocab_size = field(job, WIDTH)
+    row = thread_barrier.take_piece(worker, num_rows)
+    while row >= 0:
+        token_address = field(job, OUTPUT) + 8 * row
+        temperature = load_f32(field(job, TEMPERATURE) + 4 * row)
+        noise_key = load_i64(field(job, INDICES) + 8 * row)
+        logits = field(job, INPUT) + 4 * row * vocab_size
+        if temperature != 0:
+            store_i64(
+                token_address,
+                sample_token(logits, vocab_size, load_i64(token_address), noise_key, temperature),
+            )
+        row = thread_barrier.take_piece(worker, num_rows)
+    thread_barrier.finish_phase(worker, num_rows)
 
 
 @inner
-def shift(me: int, job: int) -> None:
-    """Keys of the blocks IDS [ROWS], in LAYER_COUNT layers, turned by the cosines and sines X."""
-    batch = load_i64(job + 8 * BATCH)
-    blocks = load_i64(job + 8 * IDS)
-    angles = load_i64(job + 8 * X)
-    kv = load_i64(batch + 8 * attention_jit.KV)
-    stride = load_i64(batch + 8 * attention_jit.BLOCK_STRIDE)
-    kind = load_i64(batch + 8 * attention_jit.KIND)
-    dim = load_i64(batch + 8 * attention_jit.DIM)
-    layers = load_i64(job + 8 * LAYER_COUNT)
-    vectors = load_i64(batch + 8 * attention_jit.KV_HEADS) * load_i64(
-        batch + 8 * attention_jit.BLOCK_SIZE
+def shift(worker: int, job: int) -> None:
+    """Rotate the keys of the blocks INDICES [NUM_ROWS] in NUM_LAYERS layers by the angles INPUT."""
+    batch = field(job, BATCH)
+    blocks = field(job, INDICES)
+    angles = field(job, INPUT)
+    kv_cache = field(batch, attention_jit.KV_CACHE)
+    block_stride = field(batch, attention_jit.BLOCK_STRIDE)
+    storage = field(batch, attention_jit.STORAGE)
+    head_dim = field(batch, attention_jit.HEAD_DIM)
+    num_layers = field(job, NUM_LAYERS)
+    vectors_per_layer = field(batch, attention_jit.NUM_KV_HEADS) * field(
+        batch, attention_jit.BLOCK_SIZE
     )
-    size = dim * SIZES[kind]
-    pieces = load_i64(job + 8 * ROWS) * layers
-    piece = thread_barrier.take(me, pieces)
+    vector_size = head_dim * SIZES[storage]
+    num_pieces = field(job, NUM_ROWS) * num_layers
+    piece = thread_barrier.take_piece(worker, num_pieces)
     while piece >= 0:
-        at = (
-            kv
-            + load_i64(blocks + 8 * (piece // layers)) * stride
-            + piece % layers * (2 * vectors * size)
+        address = (
+            kv_cache
+            + load_i64(blocks + 8 * (piece // num_layers)) * block_stride
+            + piece % num_layers * (2 * vectors_per_layer * vector_size)
         )
-        for _ in range(vectors):
-            if kind == F32:
-                turn_f32(at, dim // 2, angles)
+        for _ in range(vectors_per_layer):
+            if storage == F32:
+                rotate_f32(address, head_dim // 2, angles)
             else:
-                turn_f16(at, dim // 2, angles)
-            at += size
-        piece = thread_barrier.take(me, pieces)
-    thread_barrier.finish(me, pieces)
+                rotate_f16(address, head_dim // 2, angles)
+            address += vector_size
+        piece = thread_barrier.take_piece(worker, num_pieces)
+    thread_barrier.finish_phase(worker, num_pieces)
 
 
 @inner
-def work(state: int, number: int) -> None:
-    """One thread's part of the team's job."""
-    me = thread_barrier.member(state, number)
-    job = load_i64(state + 8 * thread_barrier.JOB)
-    kind = load_i64(job + 8 * KIND)
-    weight = load_i64(job + 8 * WEIGHT)
-    rows = load_i64(job + 8 * ROWS)
-    if kind == PRODUCT:
-        quantize_rows(me, job, load_i64(job + 8 * X), rows, weight)
+def run_job(state: int, number: int) -> None:
+    """Do one thread's part of the job."""
+    worker = thread_barrier.init_worker(state, number)
+    job = field(state, thread_barrier.JOB)
+    job_kind = field(job, JOB_KIND)
+    weight = field(job, WEIGHT)
+    num_rows = field(job, NUM_ROWS)
+    if job_kind == PRODUCT:
+        quantize_rows(worker, job, field(job, INPUT), num_rows, weight)
         multiply(
-            me,
+            worker,
             job,
             weight,
-            rows,
-            load_i64(job + 8 * Y),
-            load_i64(weight + 8 * matmul_jit.OUTPUTS),
+            num_rows,
+            field(job, OUTPUT),
+            field(weight, matmul_jit.NUM_OUTPUTS),
             0,
         )
-    elif kind == ATTENTION:
-        batch = load_i64(job + 8 * BATCH)
-        kv = load_i64(batch + 8 * attention_jit.KV)
-        scales = load_i64(batch + 8 * attention_jit.SCALES)
-        attend(me, batch, kv, scales, load_i64(job + 8 * WINDOW_OF))
-    elif kind == DECODER:
-        decode(me, job)
-    elif kind == EMBED:
-        embed(me, job)
-    elif kind == CHOOSE:
-        choose(me, job)
-    elif kind == SHIFT:
-        shift(me, job)
-    elif kind == ACTIVATE:
-        activate(me, job)
+    elif job_kind == ATTENTION:
+        batch = field(job, BATCH)
+        kv_cache = field(batch, attention_jit.KV_CACHE)
+        scales = field(batch, attention_jit.SCALES)
+        attend(worker, batch, kv_cache, scales, field(job, ATTENTION_WINDOW))
+    elif job_kind == DECODER:
+        decode(worker, job)
+    elif job_kind == EMBED:
+        embed(worker, job)
+    elif job_kind == CHOOSE:
+        choose(worker, job)
+    elif job_kind == SHIFT:
+        shift(worker, job)
+    elif job_kind == ACTIVATE:
+        activate(worker, job)
 
 
 @kernel(NOTHING(INT))
-def lead(state: int) -> None:
-    """The calling thread's part: call the others and work too. Returns when the job is done and nobody is in it."""
+def run_leader(state: int) -> None:
+    """Start a job and do the calling thread's part. Return when all threads have left the job."""
     thread_barrier.open_job(state)
-    work(state, 0)
+    run_job(state, 0)
     thread_barrier.close_job(state)
 
 
 @kernel(NOTHING(INT, INT))
-def follow(state: int, number: int) -> None:
-    """Another thread's life."""
-    seen = 0
+def run_worker(state: int, number: int) -> None:
+    """Run jobs until the pool stops."""
+    last_job = 0
     while True:
-        seen = thread_barrier.wait_for_call(state, seen)
-        if load_i64(state + 8 * thread_barrier.STOP) != 0:
+        last_job = thread_barrier.wait_for_job(state, last_job)
+        if field(state, thread_barrier.STOP) != 0:
             return
-        if thread_barrier.enter(state, seen):
-            work(state, number)
+        if thread_barrier.enter(state, last_job):
+            run_job(state, number)
         thread_barrier.leave(state)

@@ -1,7 +1,8 @@
-"""The draw of a token: argmax of logits / temperature + noise, the same hash of (seed, position, token) as the reference's.
+"""Samples a token: argmax of logits / temperature + noise, with the noise of the reference.
 
-The noise is -log(E) with E >= u, the hash as a number in (0, 1), so a token can only win if u < exp(its score - the best so
-far). That test is all that most tokens cost: the two logarithms are computed for few.
+The noise is -log(E) with E >= u, where u is the hash of (seed, position, token) as a number in
+(0, 1). So a token can win only if u < exp(its score - the best score so far). Most tokens cost only
+this test, and the two logarithms are computed for few tokens.
 """
 
 from __future__ import annotations
@@ -31,58 +32,76 @@ FLOAT = types.float32
 
 @intrinsic(INT, POINTER, INT, INT, FLOAT, FLOAT)
 def candidates(
-    e: Emitter, logits: Value, first: Value, key: Value, heat: Value, best: Value
+    emitter: Emitter,
+    logits: Value,
+    first_token: Value,
+    noise_key: Value,
+    temperature: Value,
+    best: Value,
 ) -> Value:
-    """Which of LANES tokens from `first` on may have a score above `best`: a bit each."""
+    """Return a bit for each of LANES tokens from first_token on: whether it may beat `best`."""
 
-    def mix(x: Value) -> Value:
-        x = (x ^ (x >> 16)) * 0x7FEB352D
-        x = (x ^ (x >> 15)) * (0x846CA68B - 2**32)
-        return x ^ (x >> 16)
+    def hash_lanes(bits: Value) -> Value:
+        bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+        bits = (bits ^ (bits >> 15)) * (0x846CA68B - 2**32)
+        return bits ^ (bits >> 16)
 
-    tokens = e.lane_numbers() + e.splat(Value(e, e.b.trunc(first.v, INTS.element)))
-    bits = mix(mix(tokens) ^ e.splat(Value(e, e.b.trunc(key.v, INTS.element))))
-    uniform = Value(e, e.b.uitofp(bits.v, FLOATS)) * 2.0**-32
-    odds = e.exp(e.load(logits, FLOATS) / e.splat(heat) - e.splat(best))
-    # A little more than the bound, for what exp and the division round.
-    mask = uniform.compare("<", odds * 1.00001).v
-    return Value(e, e.b.zext(e.b.bitcast(mask, ir.IntType(LANES)), i64))
+    tokens = emitter.lane_numbers() + emitter.splat(
+        Value(emitter, emitter.builder.trunc(first_token.llvm, INTS.element))
+    )
+    token_bits = hash_lanes(
+        hash_lanes(tokens)
+        ^ emitter.splat(Value(emitter, emitter.builder.trunc(noise_key.llvm, INTS.element)))
+    )
+    uniform = Value(emitter, emitter.builder.uitofp(token_bits.llvm, FLOATS)) * 2.0**-32
+    bound = emitter.exp(
+        emitter.load(logits, FLOATS) / emitter.splat(temperature) - emitter.splat(best)
+    )
+    # The bound is increased a little, because exp and the division are rounded.
+    mask = uniform.compare("<", bound * 1.00001).llvm
+    return Value(
+        emitter, emitter.builder.zext(emitter.builder.bitcast(mask, ir.IntType(LANES)), i64)
+    )
 
 
 @inner
-def mixed(x: int) -> int:
-    """The reference's _mix, on an unsigned 32-bit number."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+def hash_bits(bits: int) -> int:
+    """Hash an unsigned 32-bit number as _mix of the reference does."""
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
 
 
 @inner
-def score(logit: float, token: int, key: int, heat: float) -> Any:
-    uniform = FLOAT(mixed(mixed(token) ^ (key & 0xFFFFFFFF))) * FLOAT(2.0**-32) + FLOAT(2.0**-33)
+def score(logit: float, token: int, noise_key: int, temperature: float) -> Any:
+    uniform = FLOAT(hash_bits(hash_bits(token) ^ (noise_key & 0xFFFFFFFF))) * FLOAT(
+        2.0**-32
+    ) + FLOAT(2.0**-33)
     uniform = min(uniform, FLOAT(1 - 2.0**-24))
-    return logit / heat - FLOAT(math.log(-math.log1p(-uniform)))
+    return logit / temperature - FLOAT(math.log(-math.log1p(-uniform)))
 
 
 @inner
-def draw(logits: int, vocabulary: int, likeliest: int, key: int, heat: float) -> int:
-    """The token drawn from logits [vocabulary], of which `likeliest` is the largest."""
-    chosen = likeliest
-    best = score(load_f32(logits + 4 * likeliest), likeliest, key, heat)
-    first = 0
-    while first < vocabulary:
-        if first + LANES <= vocabulary:
-            mask = candidates(logits + 4 * first, first, key, heat, best)
+def sample_token(
+    logits: int, vocabulary: int, most_likely: int, noise_key: int, temperature: float
+) -> int:
+    """Sample a token from logits [vocabulary]. The logit of `most_likely` is the largest."""
+    chosen = most_likely
+    best = score(load_f32(logits + 4 * most_likely), most_likely, noise_key, temperature)
+    first_token = 0
+    while first_token < vocabulary:
+        if first_token + LANES <= vocabulary:
+            mask = candidates(logits + 4 * first_token, first_token, noise_key, temperature, best)
         else:
-            mask = (1 << (vocabulary - first)) - 1
-        token = first
+            mask = (1 << (vocabulary - first_token)) - 1
+        token = first_token
         while mask != 0:
             if mask & 1:
-                found = score(load_f32(logits + 4 * token), token, key, heat)
-                if found > best or (found == best and token < chosen):
-                    best = found
+                token_score = score(load_f32(logits + 4 * token), token, noise_key, temperature)
+                if token_score > best or (token_score == best and token < chosen):
+                    best = token_score
                     chosen = token
             mask >>= 1
             token += 1
-        first += LANES
+        first_token += LANES
     return chosen

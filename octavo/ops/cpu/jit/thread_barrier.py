@@ -1,15 +1,19 @@
-"""Threads that share one job: every thread runs the same nopython function and takes pieces of each phase as it is ready.
+"""Work sharing and barriers between the threads of a job.
 
-    piece = take(me, pieces)                  0, 1, 2 ... to whoever asks first, then -1
+Every thread runs the same nopython function and takes pieces of each phase:
+
+    piece = take_piece(worker, pieces)        0, 1, 2 ... in the order of the calls, then -1
     while piece >= 0:
         ...
-        piece = take(me, pieces)
-    finish(me, pieces)                        wait until all pieces are done: the next phase may read what this one wrote
+        piece = take_piece(worker, pieces)
+    finish_phase(worker, pieces)              waits until all pieces are done, so that the next
+                                              phase may read the results
 
-Every phase has two counters, of pieces taken and done. A phase waits for pieces, never for threads: one that lost its core
-to another process, or is still waking up, holds nobody up unless it holds a piece, and walks through the phases that were
-finished without it. The wait spins, since a layer has ten phases and takes a tenth of a millisecond; whoever waits for long
-gives its core away. A job ends when nobody is inside it; between jobs the others spin for a moment and then sleep.
+Every phase has two counters, of pieces taken and of pieces done. A phase waits for pieces and not
+for threads. So a thread that was preempted or is still waking up delays the others only if it holds
+a piece; otherwise it skips the phases that finished without it. The wait spins, because a layer has
+ten phases and takes a tenth of a millisecond. A thread that waits for long yields its core. A job
+ends when all threads have left it. Between jobs the threads spin for a moment and then sleep.
 """
 
 from __future__ import annotations
@@ -18,100 +22,101 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
     atomic_add,
     atomic_load,
     atomic_store,
+    field,
     inner,
-    load_i64,
     pause,
+    set_field,
     sleep_while,
     store_i64,
     wake,
     yield_core,
 )
 
-# The team's state: int64, what is written often on cache lines of its own.
-GENERATION, OPEN, INSIDE, SLEEPERS, STOP, JOB, COUNTERS, PHASES = range(0, 64, 8)
-THREADS = 64
-# where the threads' own records begin, and their distance
-MEMBER = 72
-MEMBER_SIZE = 32
-STATE, NUMBER, PHASE, MINE = range(4)  # of such a record
-COUNTER = 64  # bytes of a phase's counters: pieces taken, pieces done
+# The state of the pool: int64. Fields that are written often are on separate cache lines.
+GENERATION, OPEN_JOB, INSIDE, SLEEPERS, STOP, JOB, COUNTERS, PHASES = range(0, 64, 8)
+NUM_THREADS = 64
+# The start of the records of the workers, and the size of a record.
+WORKERS = 72
+WORKER_SIZE = 32
+STATE, NUMBER, PHASE, PIECES_DONE = range(4)  # the fields of a worker's record
+COUNTER_BYTES = 64  # bytes of the counters of a phase: pieces taken, pieces done
 
-SPINS = 20_000  # before sleeping: about as long as the host needs between two steps
-PATIENCE = 4_000  # spins before a waiting thread offers its core to others
-
-
-@inner
-def member(state: int, number: int) -> int:
-    me = state + 8 * (MEMBER + MEMBER_SIZE * number)
-    store_i64(me + 8 * STATE, state)
-    store_i64(me + 8 * NUMBER, number)
-    store_i64(me + 8 * PHASE, load_i64(state + 8 * COUNTERS))
-    store_i64(me + 8 * MINE, 0)
-    return me
+SPINS_BEFORE_SLEEP = 20_000  # about as long as the host needs between two steps
+SPINS_BEFORE_YIELD = 4_000  # then a waiting thread yields its core to other threads
 
 
 @inner
-def threads(me: int) -> int:
-    return load_i64(load_i64(me + 8 * STATE) + 8 * THREADS)
+def init_worker(state: int, number: int) -> int:
+    worker = state + 8 * (WORKERS + WORKER_SIZE * number)
+    set_field(worker, STATE, state)
+    set_field(worker, NUMBER, number)
+    set_field(worker, PHASE, field(state, COUNTERS))
+    set_field(worker, PIECES_DONE, 0)
+    return worker
 
 
 @inner
-def take(me: int, pieces: int) -> int:
-    """A piece of the phase, or -1."""
-    piece = atomic_add(load_i64(me + 8 * PHASE), 1)
+def num_threads(worker: int) -> int:
+    return field(field(worker, STATE), NUM_THREADS)
+
+
+@inner
+def take_piece(worker: int, pieces: int) -> int:
+    """Return the number of a piece of the phase, or -1 if none is left."""
+    piece = atomic_add(field(worker, PHASE), 1)
     if piece >= pieces:
         return -1
-    store_i64(me + 8 * MINE, load_i64(me + 8 * MINE) + 1)
+    set_field(worker, PIECES_DONE, field(worker, PIECES_DONE) + 1)
     return piece
 
 
 @inner
-def wait(address: int, value: int) -> None:
-    """Until the counter there is `value`."""
+def wait_for_value(address: int, value: int) -> None:
+    """Wait until the counter at the address is `value`."""
     spins = 0
     while atomic_load(address) != value:
         spins += 1
-        if spins > PATIENCE:
+        if spins > SPINS_BEFORE_YIELD:
             yield_core()
         else:
             pause()
 
 
 @inner
-def finish(me: int, pieces: int) -> None:
-    phase = load_i64(me + 8 * PHASE)
-    atomic_add(phase + 8, load_i64(me + 8 * MINE))
-    store_i64(me + 8 * MINE, 0)
-    store_i64(me + 8 * PHASE, phase + COUNTER)
-    wait(phase + 8, pieces)
+def finish_phase(worker: int, pieces: int) -> None:
+    phase = field(worker, PHASE)
+    atomic_add(phase + 8, field(worker, PIECES_DONE))
+    set_field(worker, PIECES_DONE, 0)
+    set_field(worker, PHASE, phase + COUNTER_BYTES)
+    wait_for_value(phase + 8, pieces)
 
 
 @inner
 def open_job(state: int) -> None:
-    """Set the team to work on the job that stands in its state."""
-    counters = load_i64(state + 8 * COUNTERS)
-    for i in range(load_i64(state + 8 * PHASES)):
-        store_i64(counters + COUNTER * i, 0)
-        store_i64(counters + COUNTER * i + 8, 0)
-    number = load_i64(state + 8 * GENERATION) + 1
-    atomic_store(state + 8 * OPEN, number)
-    atomic_store(state + 8 * GENERATION, number)
+    """Start the job that the state of the pool describes."""
+    counters = field(state, COUNTERS)
+    for phase in range(field(state, PHASES)):
+        store_i64(counters + COUNTER_BYTES * phase, 0)
+        store_i64(counters + COUNTER_BYTES * phase + 8, 0)
+    job_number = field(state, GENERATION) + 1
+    atomic_store(state + 8 * OPEN_JOB, job_number)
+    atomic_store(state + 8 * GENERATION, job_number)
     if atomic_load(state + 8 * SLEEPERS) > 0:
         wake(state + 8 * GENERATION)
 
 
 @inner
 def close_job(state: int) -> None:
-    """Let nobody in any more, and wait for those inside to leave."""
-    atomic_store(state + 8 * OPEN, 0)
-    wait(state + 8 * INSIDE, 0)
+    """Close the job to other workers, and wait until those inside have left it."""
+    atomic_store(state + 8 * OPEN_JOB, 0)
+    wait_for_value(state + 8 * INSIDE, 0)
 
 
 @inner
-def enter(state: int, number: int) -> bool:
-    """Whether job `number` is still going on. In any case leave() must follow."""
+def enter(state: int, job_number: int) -> bool:
+    """Return whether this job is still open. The caller must call leave() in any case."""
     atomic_add(state + 8 * INSIDE, 1)
-    return atomic_load(state + 8 * OPEN) == number
+    return atomic_load(state + 8 * OPEN_JOB) == job_number
 
 
 @inner
@@ -120,9 +125,9 @@ def leave(state: int) -> None:
 
 
 @inner
-def wait_for_call(state: int, seen: int) -> int:
-    """The number of the next job after `seen`, once it is there."""
-    for _ in range(SPINS):
+def wait_for_job(state: int, seen: int) -> int:
+    """Wait for the next job after `seen` and return its number."""
+    for _ in range(SPINS_BEFORE_SLEEP):
         if atomic_load(state + 8 * GENERATION) != seen:
             return atomic_load(state + 8 * GENERATION)
         pause()
