@@ -24,9 +24,9 @@ import torch
 
 from octavo.bench.measure_batching import spread
 from octavo.core.blocks import chain_hash
-from octavo.core.engine import Handle, Runner
 from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError
+from octavo.events import Event, EventLog, StepLanded, StepPlanned
 from octavo.llm import LLM
 from octavo.ops.huge_pages import area
 from octavo.params import SamplingParams
@@ -45,100 +45,101 @@ class Eager(OffloadCosts):
 
 
 class Parts(NamedTuple):
-    """Where the time to a first token went, in seconds, one after the other. What was read while it was loaded counts as read."""
+    """Where the time to a first token went: seconds, one part after the other. Blocks that were loaded
+    while others were read count as read."""
 
-    ask: float  # until the disk was asked, or else the step that computes was launched
-    # until all that the disk brings was heard of: records, checksums, and the engine's ears
-    read: float
-    wait: float  # until the step that computes was launched
-    load: float  # of that step: what was left to load
+    ask: float  # until the step was planned that asks the disk, or else the one that computes
+    read: float  # until the last answer of the disk arrived: records and checksums
+    wait: float  # until the step was planned that computes
+    load: float  # what that step still had to load
     compute: float
-    rest: float  # launching, sampling, telling
+    rest: float  # launching, sampling and delivering
 
 
-class ObservedRunner:
-    """A runner that notes when its plans came and how long they took."""
+class FirstTokenTimer:
+    """Measures where the time to a first token goes. It listens to the engine's steps."""
 
-    def __init__(self, runner: Runner):
-        self.runner = runner
-        self.seconds = 0.0
-        self.blocks = 0
+    def __init__(self, events: EventLog):
+        self.load_seconds = 0.0  # of all prompts
+        self.loaded_blocks = 0
         self.begin()
+        events.subscribe(self.on_event, StepPlanned, StepLanded)
 
     def begin(self) -> None:
-        """Of one prompt."""
-        self.start = self.asked = self.heard = time.perf_counter()
-        self.launched = self.load = self.compute = 0.0
-        self.lifted = 0  # blocks loaded before the step that computes
+        """Start to measure one prompt."""
+        self.started_at = time.perf_counter()
+        self.asked_at = self.started_at
+        self.answered_at = self.started_at
+        self.computing_at = 0.0
+        self.load = 0.0
+        self.compute = 0.0
+        self.promoted = 0  # blocks loaded before the step that computes
 
-    def launch(self, plan: Plan) -> Handle:
-        if plan.items and not self.launched:
-            self.launched = time.perf_counter()
-        handle = WatchedHandle(self, plan, self.runner.launch(plan))
-        if plan.fetches:
-            self.asked = time.perf_counter()
-        return handle
+    def on_event(self, event: Event) -> None:
+        now = time.perf_counter()
+        if isinstance(event, StepPlanned):
+            if event.plan.items and not self.computing_at:
+                self.computing_at = now
+            if event.plan.fetches:
+                self.asked_at = now
+        elif isinstance(event, StepLanded):
+            self._add_step(event.plan, event.result, now)
 
-    def over(self, plan: Plan, result: StepResult) -> None:
+    def _add_step(self, plan: Plan, result: StepResult, now: float) -> None:
         if plan.loads:
-            self.seconds += result.load_seconds
-            self.blocks += len(plan.loads)
+            self.load_seconds += result.load_seconds
+            self.loaded_blocks += len(plan.loads)
         if plan.items:
             self.load += result.load_seconds
             self.compute += result.compute_seconds
         else:
-            self.lifted += len(plan.loads)
-        if any(news.fetch_id for news in result.disk_events):
-            self.heard = time.perf_counter()
+            self.promoted += len(plan.loads)
+        if any(disk_event.fetch_id for disk_event in result.disk_events):
+            self.answered_at = now
 
     def parts(self) -> Parts:
-        """Called when the first token is there."""
+        """Return the parts of the time until now. Call it when the first token has arrived."""
         now = time.perf_counter()
-        read = self.heard > self.asked > self.start
-        asked, heard = (self.asked, self.heard) if read else (self.launched, self.launched)
-        rest = now - self.launched - self.load - self.compute
+        asked_at = self.computing_at
+        answered_at = self.computing_at
+        if self.answered_at > self.asked_at > self.started_at:
+            asked_at = self.asked_at
+            answered_at = self.answered_at
         return Parts(
-            asked - self.start, heard - asked, self.launched - heard, self.load, self.compute, rest
+            ask=asked_at - self.started_at,
+            read=answered_at - asked_at,
+            wait=self.computing_at - answered_at,
+            load=self.load,
+            compute=self.compute,
+            rest=now - self.computing_at - self.load - self.compute,
         )
-
-
-class WatchedHandle(NamedTuple):
-    watched: ObservedRunner
-    plan: Plan
-    handle: Handle
-
-    def wait(self) -> StepResult:
-        result = self.handle.wait()
-        self.watched.over(self.plan, result)
-        return result
 
 
 class Answer(NamedTuple):
     seconds: float  # to the first token
     tokens: list[int]
     cached: int  # tokens of the prompt
-    parts: Parts | None  # if somebody watched
-    lifted: int = 0  # blocks
+    parts: Parts | None  # if it was timed
+    promoted: int = 0  # blocks
 
 
-def ask(llm: LLM, prompt: list[int]) -> Answer:
+def ask(llm: LLM, prompt: list[int], timer: FirstTokenTimer | None = None) -> Answer:
     before = llm.engine.scheduler.counters.cached_tokens
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     params.detokenize = False
-    watched = llm.engine.runner if isinstance(llm.engine.runner, ObservedRunner) else None
-    if watched is not None:
-        watched.begin()
+    if timer is not None:
+        timer.begin()
     start = time.perf_counter()
     stream = llm.stream(prompt, params)
     first = next(stream)
     seconds = time.perf_counter() - start
-    parts, lifted = (watched.parts(), watched.lifted) if watched is not None else (None, 0)
-    tokens = [*first.token_ids, *(t for piece in stream for t in piece.token_ids)]
+    parts = timer.parts() if timer is not None else None
+    promoted = timer.promoted if timer is not None else 0
+    tokens = [*first.token_ids, *(token for piece in stream for token in piece.token_ids)]
     if len(tokens) != OUTPUT:
         raise OctavoError(f"{len(tokens)} of {OUTPUT} tokens arrived: not counted")
-    return Answer(
-        seconds, tokens, llm.engine.scheduler.counters.cached_tokens - before, parts, lifted
-    )
+    cached = llm.engine.scheduler.counters.cached_tokens - before
+    return Answer(seconds, tokens, cached, parts, promoted)
 
 
 def eager(llm: LLM) -> OffloadCosts:
@@ -175,22 +176,22 @@ def measure(
     ask(llm, prompt())
     costs = eager(llm)
     tiers = llm.engine.scheduler.counters.tiers
-    watched = ObservedRunner(llm.engine.runner)
-    llm.engine.runner = watched
+    timer = FirstTokenTimer(llm.engine.events)
     prompts = [prompt() for _ in range(repeat)]
     cold = list[Answer]()
     device = list[Answer]()
     host = list[Answer]()
     for p in prompts:
-        cold.append(ask(llm, p))
-        device.append(ask(llm, p))
+        cold.append(ask(llm, p, timer))
+        device.append(ask(llm, p, timer))
         done()
         ask(llm, prompt())  # other traffic: it takes all of the pool
-        host.append(ask(llm, p))
+        host.append(ask(llm, p, timer))
         done()
         settle(directory)
     link = copy_rate(llm.device, llm.memory.block_bytes)
-    rate = watched.blocks * llm.memory.block_bytes / watched.seconds if watched.seconds else 0.0
+    load_bytes = timer.loaded_blocks * llm.memory.block_bytes
+    rate = load_bytes / timer.load_seconds if timer.load_seconds else 0.0
     result: dict[str, Any] = {
         "bench": "tiers",
         "device": llm.device.type,
@@ -205,7 +206,7 @@ def measure(
         "host_ttft_s": spread([a.seconds for a in host]),
         "host_ratio": spread([c.seconds / h.seconds for c, h in zip(cold, host, strict=True)]),
         "host_cached_tokens": min(a.cached for a in host),
-        "load_bytes": watched.blocks * llm.memory.block_bytes,
+        "load_bytes": load_bytes,
         "load_bytes_s": rate,
         "link_bytes_s": link,
         "of_link": rate / link,
@@ -213,8 +214,7 @@ def measure(
         "stores": tiers.stores,
     }
     llm.close()
-    watched.runner = None  # type: ignore[assignment]
-    del llm, watched
+    del llm
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -226,7 +226,7 @@ def measure(
     ask(llm, prompt())
     costs = eager(llm)
     count = llm.engine.scheduler.counters.tiers
-    llm.engine.runner = ObservedRunner(llm.engine.runner)
+    timer = FirstTokenTimer(llm.engine.events)
     runner = llm.runner.tiers
     if runner is None or runner.disk is None:
         raise OctavoError("this engine has no disk")
@@ -236,7 +236,7 @@ def measure(
         passes.append([])
         busy = runner.read_seconds
         for p in prompts:
-            passes[-1].append(ask(llm, p))
+            passes[-1].append(ask(llm, p, timer))
             done()
         waited = sum(a.parts.read for a in passes[-1] if a.parts is not None)
         readers.append((runner.read_seconds - busy) / waited if waited else 0.0)
@@ -258,8 +258,8 @@ def measure(
         },
         "busy_readers": dict(zip(("disk", "paged"), readers, strict=True)),
         "loaded_while_reading": {
-            "disk": min(a.lifted for a in disk),
-            "paged": min(a.lifted for a in paged),
+            "disk": min(a.promoted for a in disk),
+            "paged": min(a.promoted for a in paged),
         },
         "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
         "disk_records": records,

@@ -2,8 +2,7 @@
 
     main thread    takes messages in, steps, sends news out; sleeps in the socket while there is nothing to do
     guide threads  compile what structured output asks for (octavo/text/guide.py); the request is held meanwhile
-    pulse thread   tells the front every quarter of a second that the process lives and where it stands, and sends what the
-                   socket had no room for
+    heartbeat      sends a heartbeat to the front every quarter of a second, and what the socket had no room for
 
 The socket's own queue is the inbox, and sending never waits (link.py).
 Knows tokens and no text but what the tokenizer's place is. Installs no signal handlers but for dumping stacks.
@@ -21,11 +20,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from octavo.core.engine import Engine, Handle, Runner
+import msgspec
+
+from octavo.core.engine import Engine
 from octavo.core.tier_index import TierIndex
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.params import SamplingParams
@@ -33,8 +34,8 @@ from octavo.serve.link import EngineLink
 from octavo.serve.messages import (
     Abort,
     Add,
-    Beat,
     Failed,
+    Heartbeat,
     Loaded,
     Look,
     News,
@@ -48,16 +49,16 @@ from octavo.serve.messages import (
     ToEngine,
 )
 from octavo.serve.process import die_with_parent
+from octavo.serve.step_reports import LongSteps, StepCounts
 from octavo.serve.view import Viewer
-from octavo.types import Guide, Output, Plan, Request, Sequence
+from octavo.types import Guide, Output, Request
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.text.guide import Compilation, Guides
 
 log = logging.getLogger(__name__)
-PULSE = 0.25  # seconds
-LONG = 5.0  # seconds: a step that may take longer is told of before it begins
+HEARTBEAT_SECONDS = 0.25
 # operations a second, of a core and of a GPU, that the slowest reach
 SLOWEST = {"cpu": 5e9, "cuda": 5e13}
 # seconds between two looks at what is being compiled, while there is nothing else to do
@@ -65,51 +66,13 @@ TICK = 0.002
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 
 
-class Observed:
-    """A runner that takes note of the plans that pass: which requests begin, how many tokens of which kind."""
-
-    def __init__(self, runner: Runner, live: Mapping[int, Sequence]):
-        self.runner = runner
-        self.live = live
-        self.begun: list[tuple[str, float]] = []  # requests, and when
-        self.steps: list[int] = []  # tokens of each
-        self.prefill = self.decode = 0
-        self.viewer: Viewer | None = None  # while somebody watches
-        self.slowest = 0.0  # seconds that a token may take
-        # steps of which it was told, and the seconds that each may take
-        self.long: dict[int, float] = {}
-        # a step that may take so long is about to begin
-        self.tell: Callable[[float], None] = lambda seconds: None
-
-    def launch(self, plan: Plan) -> Handle:
-        now = time.monotonic()
-        self.begun += [
-            (seq.request.id, now)
-            for row in plan.new_slots
-            if (seq := self.live[row.seq_id]).preemptions == 0
-        ]
-        count = plan.num_tokens
-        if plan.items:
-            self.steps.append(count)
-        for item in plan.items:
-            if item.start is None:
-                self.decode += item.num_tokens
-            else:
-                self.prefill += item.num_tokens
-        if self.viewer is not None:
-            self.viewer.planned(plan)
-        if (seconds := count * self.slowest) > LONG:
-            self.long[plan.step] = seconds
-            self.tell(seconds)
-        return self.runner.launch(plan)
-
-
 class DeviceLost(OctavoError):
-    """After an illegal access or a failed assertion on the device nothing more can be computed in this process."""
+    """After an illegal access or a failed assertion on the device, this process can compute nothing
+    more."""
 
 
 class EngineLoop:
-    # whether the device still computes: asked when a step has failed
+    # Returns whether the device still computes. Called when a step has failed.
     alive: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
@@ -118,24 +81,27 @@ class EngineLoop:
         link: EngineLink,
         guides: Guides | None = None,
         check_interval: float = 0.0,
-        slowest: float = 0.0,  # seconds that a token may take
+        seconds_per_token: float = 0.0,
     ):
+        """`check_interval`: seconds between two checks of the scheduler's invariants; 0: none.
+        `seconds_per_token`: what a token of a prompt takes on the slowest machine."""
         self.engine = engine
         self.link = link
         self.guides = guides
         self.check_interval = check_interval
         self.checked = time.monotonic()
-        self.checks = self.check_failures = 0
+        self.checks = 0
+        self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
-        # requests that nobody follows: what each sequence said, but its first
+        # Requests that are not streamed: the tokens of each sequence after its first one.
         self.whole: dict[str, dict[int, list[int]]] = {}
-        self.observed = engine.runner = Observed(engine.runner, engine.scheduler.live)
-        self.observed.slowest = slowest
-        self.observed.tell = self._begin_long
-        # as last told
+        self.counts = StepCounts(engine.events)
+        self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
+        self.viewer: Viewer | None = None  # while a live page is open
+        # As the front last learnt them.
         self.patience = 0.0
         self.full = False
-        self.beat = Beat()
+        self.heartbeat = Heartbeat()
         self._snapshot()
 
     def run(self) -> None:
@@ -166,11 +132,11 @@ class EngineLoop:
             if self.check_interval and now - self.checked > self.check_interval:
                 self.checked = now
                 self._check()
-            if rested or resting or now - told > PULSE:
+            if rested or resting or now - told > HEARTBEAT_SECONDS:
                 told = now
                 self._snapshot()
                 if rested or resting:
-                    self.link.send(self.beat)
+                    self.link.send(self.heartbeat)
 
     def _take(self, message: ToEngine) -> None:
         engine = self.engine
@@ -185,7 +151,7 @@ class EngineLoop:
             for id in message.ids:
                 self.held.pop(id, None)
                 untold += sum(map(len, self.whole.pop(id, {}).values()))
-                self._ended(engine.abort(id))
+                engine.abort(id)
             rests = engine.idle and not self.held
             was = self.full
             self.full = self.full and not rests
@@ -193,12 +159,10 @@ class EngineLoop:
                 self.link.send(News([], [], [], untold, self.patience, self.full))
             if rests:
                 self._snapshot()
-                self.link.send(self.beat)
+                self.link.send(self.heartbeat)
         elif isinstance(message, Look):
-            self._look()
+            self._send_view()
         elif isinstance(message, Stop):
-            if message.id in engine.scheduler.requests:
-                self._ended([Output(message.id, message.index, [], finish_reason="stop")])
             engine.stop(message.id, message.index)
 
     def _add(self, m: Add, guide: Guide | None = None) -> bool:
@@ -238,79 +202,65 @@ class EngineLoop:
             del self.held[id]
 
     def send(self, outputs: list[Output]) -> None:
-        begun = self._begun()
-        self._ended(outputs)
+        """Send the outputs of a step, and what else the front must know."""
+        started = self.counts.take_started()
+        self._close_idle_viewer()
         if self.whole:
-            outputs = [out for out in outputs if self._tells(out)]
-        before = self.patience, self.full
-        self.patience = self._patience()
+            outputs = [output for output in outputs if self._is_due(output)]
+        before = (self.patience, self.full)
+        self.patience = self.long_steps.longest
         self.full = self.engine.scheduler.saturated
-        # of steps for those who left: nothing else would bring it
-        last = bool(self.observed.steps) and self.engine.idle
-        if outputs or begun or last or (self.patience, self.full) != before:
-            steps = self.observed.steps
-            self.observed.steps = []
-            self.link.send(News(outputs, begun, steps, patience=self.patience, full=self.full))
+        # Steps of requests that were aborted: no other message would count them.
+        has_last_steps = self.counts.has_steps and self.engine.idle
+        if outputs or started or has_last_steps or (self.patience, self.full) != before:
+            steps = self.counts.take_step_tokens()
+            self.link.send(News(outputs, started, steps, patience=self.patience, full=self.full))
 
-    def _patience(self) -> float:
-        """What the longest step under way may take."""
-        if not self.observed.long:
-            return 0.0
-        under_way = {plan.step for plan, _, _ in self.engine.in_flight}
-        self.observed.long = {
-            step: seconds for step, seconds in self.observed.long.items() if step in under_way
-        }
-        return max(self.observed.long.values(), default=0.0)
-
-    def _begun(self) -> list[tuple[str, float]]:
-        """Requests that have begun since this was asked last."""
-        begun = self.observed.begun
-        self.observed.begun = []
-        return begun
-
-    def _begin_long(self, seconds: float) -> None:
-        """Nobody shall take the engine for hung, nor what it begins now for waiting."""
+    def _announce_long_step(self, seconds: float) -> None:
+        """A long step is about to be launched: the front must not take the engine for hung, nor a
+        request that starts with it for waiting."""
         self.patience = max(seconds, self.patience)
-        self.link.send(News([], self._begun(), [], patience=self.patience, full=self.full))
+        started = self.counts.take_started()
+        self.link.send(News([], started, [], patience=self.patience, full=self.full))
 
-    def _look(self) -> None:
-        """Somebody watches, until nobody has asked for a while."""
-        self._ended([])
-        viewer = self.observed.viewer = self.observed.viewer or Viewer(self.engine, self.held)
-        begun = time.perf_counter()
+    def _send_view(self) -> None:
+        """A live page is open: send a heartbeat and a view."""
+        self._close_idle_viewer()
+        if self.viewer is None:
+            self.viewer = Viewer(self.engine, self.held)
+        started_at = time.perf_counter()
         self._snapshot()
-        view = viewer.view()
-        view.seconds = time.perf_counter() - begun
-        self.link.send(self.beat)
+        view = self.viewer.view()
+        view.seconds = time.perf_counter() - started_at
+        self.link.send(self.heartbeat)
         self.link.send(view)
 
-    def _ended(self, outputs: list[Output]) -> None:
-        viewer = self.observed.viewer
-        if viewer is not None and viewer.forgotten:
-            viewer.close()
-            self.observed.viewer = None
-        elif viewer is not None:
-            viewer.ended(outputs)
+    def _close_idle_viewer(self) -> None:
+        """Stop listening to events when no page has requested a view for a while."""
+        if self.viewer is not None and self.viewer.forgotten:
+            self.viewer.close()
+            self.viewer = None
 
-    def _tells(self, out: Output) -> bool:
-        """Whether the front is to hear of it now. What a request that nobody follows said is told with its end: a message for
-        each of its tokens is most of what such a request costs."""
-        said = self.whole.get(out.request_id)
-        if said is None:
+    def _is_due(self, output: Output) -> bool:
+        """Return whether an output is sent now. The tokens of a request that is not streamed are sent
+        with its end: a message for each token is most of what such a request costs."""
+        tokens_by_index = self.whole.get(output.request_id)
+        if tokens_by_index is None:
             return True
-        if out.finish_reason is None:
-            if out.index in said:
-                said[out.index] += out.tokens
+        if output.finish_reason is None:
+            if output.index in tokens_by_index:
+                tokens_by_index[output.index] += output.tokens
                 return False
-            said[out.index] = []
+            tokens_by_index[output.index] = []
             return True
-        out.tokens = said.pop(out.index, []) + out.tokens
-        if not said and out.request_id not in self.engine.scheduler.requests:
-            del self.whole[out.request_id]
+        output.tokens = tokens_by_index.pop(output.index, []) + output.tokens
+        if not tokens_by_index and output.request_id not in self.engine.scheduler.requests:
+            del self.whole[output.request_id]
         return True
 
     def _check(self) -> None:
-        """Do the books agree? If not it is written down and counted, and the engine goes on: whoever reads it decides."""
+        """Check the scheduler's invariants. A violation is logged and counted, and the engine goes
+        on: the operator decides."""
         scheduler = self.engine.scheduler
         self.checks += 1
         try:
@@ -321,7 +271,7 @@ class EngineLoop:
             dump = {
                 "event": "invariant_broken",
                 "error": f"{type(error).__name__}: {error}",
-                "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
+                "scheduler": msgspec.structs.asdict(self.heartbeat),
                 "sequences": [
                     dict(request=s.request.id, index=s.index, status=s.status.value, computed=s.computed, planned=s.planned,
                          inflight=s.steps_in_flight, epoch=s.epoch, row=s.slot, published=s.published_blocks, table=s.block_table[:64])
@@ -331,42 +281,45 @@ class EngineLoop:
             log.error("%s", json.dumps(dump))
 
     def _snapshot(self) -> None:
+        """Build a new heartbeat from the counters and the scheduler's state."""
         scheduler = self.engine.scheduler
-        pool = self.engine.scheduler.pool
-        count = scheduler.counters
-        used = pool.num_blocks - len(pool.free_blocks)
-        held = {
-            b for seq in scheduler.running for b in seq.block_table if pool.hashes[b] is not None
+        pool = scheduler.pool
+        counters = scheduler.counters
+        num_free = len(pool.free_blocks)
+        used_and_hashed = {
+            block
+            for seq in scheduler.running
+            for block in seq.block_table
+            if pool.hashes[block] is not None
         }
-        # what pool.num_cached counts one by one, 2 ms at 32K blocks
-        cached = len(pool.hash_index) - len(held)
-        self.beat = Beat(
-            count.steps,
-            len(scheduler.decoding) + len(scheduler.prefilling),
-            len(scheduler.waiting),
-            used,
-            cached,
-            len(pool.free_blocks) - cached,
-            count.queried_tokens,
-            count.cached_tokens,
-            count.computed_tokens,
-            count.generated_tokens,
-            count.preemptions,
-            count.copies,
-            self.observed.prefill,
-            self.observed.decode,
-            {name: getattr(self.engine.host_time, name) for name in HOST_TIMES},
-            count.recomputed_tokens,
-            tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
-            dict(count.tiers.misses),
-            *(
-                (self.guides.compiled, self.guides.hits, self.guides.seconds)
-                if self.guides is not None
-                else (0, 0, 0.0)
-            ),
-            self.checks,
-            self.check_failures,
-            count.oom_steps,
+        # The same number as pool.num_cached, which counts blocks one by one: 2 ms for 32K blocks.
+        num_cached = len(pool.hash_index) - len(used_and_hashed)
+        guides = self.guides
+        self.heartbeat = Heartbeat(
+            steps=counters.steps,
+            running=len(scheduler.decoding) + len(scheduler.prefilling),
+            waiting=len(scheduler.waiting),
+            blocks_used=pool.num_blocks - num_free,
+            blocks_cached=num_cached,
+            blocks_free=num_free - num_cached,
+            queried_tokens=counters.queried_tokens,
+            cached_tokens=counters.cached_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            copies=counters.copies,
+            prefill_tokens=self.counts.prefill_tokens,
+            decode_tokens=self.counts.decode_tokens,
+            seconds={name: getattr(self.engine.host_time, name) for name in HOST_TIMES},
+            recomputed_tokens=counters.recomputed_tokens,
+            tiers=tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
+            tier_misses=dict(counters.tiers.misses),
+            guides_compiled=guides.compiled if guides is not None else 0,
+            guides_cached=guides.hits if guides is not None else 0,
+            guide_seconds=guides.seconds if guides is not None else 0.0,
+            checks=self.checks,
+            check_failures=self.check_failures,
+            shrunk=counters.oom_steps,
         )
 
 
@@ -389,21 +342,21 @@ def tier_state(tiers: TierIndex) -> dict[str, float]:
     }
 
 
-class Pulse(threading.Thread):
-    """Sends the latest beat while the main thread computes, loads or hangs."""
+class HeartbeatThread(threading.Thread):
+    """Sends the latest heartbeat while the main thread computes, loads or hangs."""
 
     def __init__(self, link: EngineLink):
-        super().__init__(daemon=True, name="pulse")
+        super().__init__(daemon=True, name="heartbeat")
         self.link = link
         self.loop: EngineLoop | None = None
 
     def run(self) -> None:
         while True:
-            due = time.monotonic() + PULSE
+            due = time.monotonic() + HEARTBEAT_SECONDS
             while (left := due - time.monotonic()) > 0:
                 if self.link.stuck.wait(left):
                     self.link.push(due - time.monotonic())
-            self.link.send(self.loop.beat if self.loop else Beat())
+            self.link.send(self.loop.heartbeat if self.loop else Heartbeat())
 
 
 def build(start: Start, link: EngineLink) -> LLM:
@@ -427,25 +380,24 @@ def build(start: Start, link: EngineLink) -> LLM:
 
 
 def describe(llm: LLM, tokenizer: str | None) -> Loaded:
+    """Describe the model to the front."""
     metadata = llm.checkpoint.gguf_metadata if tokenizer is None else None
-    gguf = (
-        None
-        if metadata is None
-        else {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
-    )
+    gguf = None
+    if metadata is not None:
+        gguf = {name: field for name, field in metadata.items() if name.startswith("tokenizer.")}
     memory = llm.memory
     return Loaded(
-        llm.config.vocab_size,
-        llm.schedule.max_model_len,
-        llm.schedule.max_num_seqs,
-        llm.schedule.max_num_batched_tokens,
-        llm.cache.block_size,
-        llm.cache.num_blocks,
-        llm.cache.prefix_caching,
-        str(llm.model_dtype).removeprefix("torch."),
-        str(llm.device),
-        llm.config.architecture,
-        {
+        vocab_size=llm.config.vocab_size,
+        max_model_len=llm.schedule.max_model_len,
+        max_num_seqs=llm.schedule.max_num_seqs,
+        max_batched_tokens=llm.schedule.max_num_batched_tokens,
+        block_size=llm.cache.block_size,
+        num_blocks=llm.cache.num_blocks,
+        prefix_caching=llm.cache.prefix_caching,
+        dtype=str(llm.model_dtype).removeprefix("torch."),
+        device=str(llm.device),
+        architecture=llm.config.architecture,
+        memory={
             "weights": memory.weights,
             "activations": memory.activations,
             "kv": memory.kv,
@@ -453,10 +405,10 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
             "kv_host": memory.host,
             "kv_disk": memory.disk,
         },
-        str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
-        gguf,
-        str(llm.runner.kv.view.dtype).removeprefix("torch."),
-        0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
+        tokenizer_directory=str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
+        tokenizer_gguf=gguf,
+        kv_dtype=str(llm.runner.kv.view.dtype).removeprefix("torch."),
+        kv_budget=0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
         sampling=llm.default_sampling,
     )
 
@@ -501,12 +453,12 @@ def main(end: str, stacks: int) -> int:
     logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
     os.set_inheritable(int(end), False)
     link = EngineLink(socket.socket(fileno=int(end)))
-    pulse = Pulse(link)
+    heartbeats = HeartbeatThread(link)
     link.send(Phase("starting"))
     start = link.receive(None)
     if not isinstance(start, Start):
         return 1
-    pulse.start()
+    heartbeats.start()
     try:
         llm = build(start, link)
         link.send(Phase("warming"))
@@ -516,13 +468,20 @@ def main(end: str, stacks: int) -> int:
         link.send(Failed(str(error)))
         link.close()
         return 2
-    pulse.loop = EngineLoop(llm.engine, link, llm.guides, start.check_interval, slowest_token(llm))
+    loop = EngineLoop(
+        engine=llm.engine,
+        link=link,
+        guides=llm.guides,
+        check_interval=start.check_interval,
+        seconds_per_token=slowest_token(llm),
+    )
+    loop.alive = lambda: device_alive(llm)
+    heartbeats.loop = loop
     gc.collect()
     gc.freeze()  # what is here stays: walking it takes 50 ms and more, in the middle of a step
     link.send(Ready())
-    pulse.loop.alive = lambda: device_alive(llm)
     try:
-        pulse.loop.run()
+        loop.run()
     except DeviceLost as error:
         log.critical("%s: this process ends, and another is started", error)
         os._exit(3)  # nothing that touches the device would come to an end

@@ -47,7 +47,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 
 
 class Look(msgspec.Struct, tag=True, array_like=True):
-    """Somebody watches: the engine answers with a Beat and a View, before its next step."""
+    """A live page is open: the engine answers with a Heartbeat and a View, before its next step."""
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
@@ -125,8 +125,8 @@ class Taken(msgspec.Struct, tag=True, array_like=True):
     id: str
 
 
-class Beat(msgspec.Struct, tag=True, array_like=True):
-    """The engine's pulse: where it stands. Counters count from its start."""
+class Heartbeat(msgspec.Struct, tag=True, array_like=True):
+    """The engine process is alive, and this is its state. Counters count from its start."""
 
     steps: int = 0
     running: int = 0
@@ -144,11 +144,11 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     decode_tokens: int = 0
     seconds: dict[str, float] = {}  # of plan, launch, wait and commit
     recomputed_tokens: int = 0
-    # what happened in the tiers below the device, and where they stand; empty: there are none
+    # Counters and state of the tiers below the device; empty: there are none.
     tiers: dict[str, float] = {}
     tier_misses: dict[str, int] = {}  # by reason
     guides_compiled: int = 0
-    guides_cached: int = 0  # asked for and there already, or on the way
+    guides_cached: int = 0  # requested when they were compiled already, or being compiled
     guide_seconds: float = 0.0  # of compiling
     checks: int = 0  # of the scheduler's invariants
     check_failures: int = 0
@@ -156,56 +156,72 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
 
 
 class Shown(msgspec.Struct, array_like=True):
-    """A sequence as the live page shows it: ids, lengths and states, nothing of what is said."""
+    """A sequence as the live page shows it: ids, lengths and states, no tokens."""
 
     id: int  # Sequence.id; 0: the scheduler does not have it yet
     request: str
     index: int
     state: str  # waiting, prefill or decode
     prompt: int  # tokens
-    said: int  # tokens generated
-    limit: int  # of both
+    generated: int  # tokens
+    limit: int  # of prompt and generated tokens
     computed: int  # positions
-    cached: int  # of those, found in the prefix cache when it began
+    cached: int  # positions found in the prefix cache when it was admitted
     blocks: int
     preemptions: int
-    why: str  # it waits
+    reason: str  # why it waits
 
 
 class Step(msgspec.Struct, array_like=True):
-    """What a plan decided. Lists hold the first few; `more` says how many were left out."""
+    """A planned step. Lists hold the first few entries; `more` counts those that were left out."""
 
     step: int
-    decode: int  # rows
+    decode: int  # decoding sequences
     prefill: int  # tokens
     chunks: list[tuple[int, int, int]]  # Sequence.id, first position, tokens
-    # Sequence.id, request, tokens that are known, of those cached
-    begun: list[tuple[int, str, int, int]]
-    preempted: list[tuple[int, str, str]]  # Sequence.id, request, why
-    # blocks: stores, loads, copies, shifts, saves, fetches; only those that are not 0
+    preempted: list[tuple[int, str, str]]  # Sequence.id, request, reason
+    # Blocks: stores, loads, copies, shifts, saves, fetches. Zeros are left out.
     moves: dict[str, int]
     urgent: bool = False
     more: int = 0
     seconds: float = 0.0  # 0: it has not landed
 
 
+class ShownEvent(msgspec.Struct, array_like=True):
+    """An event of the engine (octavo/events.py) as the live page shows it."""
+
+    number: int
+    step: int
+    kind: str  # arrived, forked, admitted, waiting, preempted, done, failed or blocks
+    request: str = ""
+    index: int = 0
+    tokens: int = 0
+    cached: int = 0  # tokens found in the prefix cache
+    reason: str = ""
+    moves: dict[str, int] = {}  # as in Step
+
+
 class View(msgspec.Struct, tag=True, array_like=True):
-    """What the live page shows of the engine between two steps. Its size is bounded, whatever the engine's is."""
+    """What the live page shows of the engine between two steps. Its size is bounded, whatever the
+    engine's is."""
 
     sequences: list[Shown]  # the first few: decoding, prefilling, waiting
     decoding: int
     prefilling: int
     waiting: int
-    blocks: int  # in each cell below, but for the last
-    used: list[int]  # of each cell, the blocks that some sequence holds,
-    shared: list[int]  # of those, by several,
-    cached: list[int]  # and blocks that nobody holds whose content is known
-    owner: list[int]  # of each cell, Sequence.id of one that holds a block of it; 0: nobody
+    # A picture of the block pool. The lists have an entry for each cell.
+    blocks: int  # blocks in each cell but the last
+    used: list[int]  # blocks that a sequence holds
+    shared: list[int]  # blocks that several sequences hold
+    cached: list[int]  # blocks that no sequence holds and whose content is known
+    owner: list[int]  # Sequence.id of a sequence that holds a block of the cell; 0: none
     steps: list[Step]  # since the last view
-    steps_missed: int  # before those, too many to tell
+    steps_missed: int  # steps before those that were left out
     ended: list[tuple[str, int, str]]  # since the last view: request, index, reason
     ended_missed: int
-    seconds: float = 0.0  # that it took to make this, and the Beat before it
+    events: list[ShownEvent]  # since the last view, in the order in which they happened
+    events_missed: int
+    seconds: float = 0.0  # time to build this view and the heartbeat before it
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -214,7 +230,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
-ToFront = Phase | Loaded | Ready | News | Refused | Taken | Beat | View | Failed
+ToFront = Phase | Loaded | Ready | News | Refused | Taken | Heartbeat | View | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -150,11 +150,11 @@ class EngineSource(Source):
         if self.client is None:
             return
         client = self.client
-        beat = self.client.supervisor.beat
+        heartbeat = self.client.supervisor.heartbeat
         loaded = self.client.supervisor.loaded
-        blocks = beat.blocks_used + beat.blocks_cached + beat.blocks_free
+        blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
         gauges = {
-            "num_requests_running": (beat.running, "Sequences that are running."),
+            "num_requests_running": (heartbeat.running, "Sequences that are running."),
             "num_requests_waiting": (
                 len(client.queue.waiting),
                 "Requests in the queue, waiting for their first step.",
@@ -168,15 +168,15 @@ class EngineSource(Source):
                 "Requests that the API server has sent to the engine and that are not finished.",
             ),
             "kv_cache_usage_perc": (
-                beat.blocks_used / blocks if blocks else 0.0,
+                heartbeat.blocks_used / blocks if blocks else 0.0,
                 "Fraction of KV blocks in use, from 0 to 1.",
             ),
-            "kv_blocks_used": (beat.blocks_used, "KV blocks held by running sequences."),
+            "kv_blocks_used": (heartbeat.blocks_used, "KV blocks held by running sequences."),
             "kv_blocks_cached": (
-                beat.blocks_cached,
+                heartbeat.blocks_cached,
                 "KV blocks that no sequence holds and that a prompt can reuse.",
             ),
-            "kv_blocks_free": (beat.blocks_free, "KV blocks that hold nothing."),
+            "kv_blocks_free": (heartbeat.blocks_free, "KV blocks that hold nothing."),
             "kv_blocks_total": (
                 loaded.num_blocks if loaded else 0,
                 "All KV blocks on the device: used, cached and free.",
@@ -192,37 +192,43 @@ class EngineSource(Source):
         }
         counters: dict[str, tuple[float, str]] = {
             "prefix_cache_queries": (
-                beat.queried_tokens,
+                heartbeat.queried_tokens,
                 "Prompt tokens looked up in the prefix cache.",
             ),
-            "prefix_cache_hits": (beat.cached_tokens, "Prompt tokens found in the prefix cache."),
-            "num_preemptions": (beat.preemptions, "Preemptions of running sequences."),
+            "prefix_cache_hits": (
+                heartbeat.cached_tokens,
+                "Prompt tokens found in the prefix cache.",
+            ),
+            "num_preemptions": (heartbeat.preemptions, "Preemptions of running sequences."),
             "recomputed_tokens": (
-                beat.recomputed_tokens,
+                heartbeat.recomputed_tokens,
                 "Tokens computed again after a preemption.",
             ),
-            "engine_steps": (beat.steps, "Steps that the engine has run."),
+            "engine_steps": (heartbeat.steps, "Steps that the engine has run."),
             "engine_steps_shrunk": (
-                beat.shrunk,
+                heartbeat.shrunk,
                 "Steps that ran out of device memory and were retried with fewer tokens.",
             ),
             "engine_starts": (
                 client.supervisor.starts,
                 "Engine processes started, restarts included.",
             ),
-            "prefill_tokens": (beat.prefill_tokens, "Tokens computed in prefill."),
-            "decode_tokens": (beat.decode_tokens, "Tokens computed in decode."),
-            "kv_block_copies": (beat.copies, "KV blocks copied before a write (copy-on-write)."),
+            "prefill_tokens": (heartbeat.prefill_tokens, "Tokens computed in prefill."),
+            "decode_tokens": (heartbeat.decode_tokens, "Tokens computed in decode."),
+            "kv_block_copies": (
+                heartbeat.copies,
+                "KV blocks copied before a write (copy-on-write).",
+            ),
             "structured_output_compilations": (
-                beat.guides_compiled,
+                heartbeat.guides_compiled,
                 "Structured output specifications compiled.",
             ),
             "structured_output_compile_seconds": (
-                beat.guide_seconds,
+                heartbeat.guide_seconds,
                 "Time spent compiling structured output specifications, in seconds.",
             ),
             "structured_output_cache_hits": (
-                beat.guides_cached,
+                heartbeat.guides_cached,
                 "Structured output specifications found in the compilation cache.",
             ),
         }
@@ -237,21 +243,21 @@ class EngineSource(Source):
         }
         counters |= {
             "invariant_checks": (
-                beat.checks,
+                heartbeat.checks,
                 "Consistency checks of the scheduler state (see --check-interval).",
             ),
             "invariant_failures": (
-                beat.check_failures,
+                heartbeat.check_failures,
                 "Consistency checks of the scheduler state that failed; the log has the details.",
             ),
         }
-        if beat.tiers:
+        if heartbeat.tiers:
             gauges |= {
-                f"kv_host_slots_{state}": (beat.tiers[f"slots_{state}"], text)
+                f"kv_host_slots_{state}": (heartbeat.tiers[f"slots_{state}"], text)
                 for state, text in HOST_BLOCKS.items()
             }
             counters |= {
-                f"kv_tier_{name}": (beat.tiers[name], text) for name, text in TIERS.items()
+                f"kv_tier_{name}": (heartbeat.tiers[name], text) for name, text in TIERS.items()
             }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
@@ -259,20 +265,20 @@ class EngineSource(Source):
             yield gauge
         counters |= {
             f"engine_{part}_seconds": (s, f"Time of the step loop in {part}.")
-            for part, s in beat.seconds.items()
+            for part, s in heartbeat.seconds.items()
         }
         for name, (value, text) in counters.items():
             counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self.model], value)
             yield counter
-        if beat.tiers:
+        if heartbeat.tiers:
             yield self._labelled(
                 "kv_disk_misses",
                 "KV blocks that the disk tier failed to read or write, by reason.",
                 "reason",
-                beat.tier_misses,
+                heartbeat.tier_misses,
             )
-            hits = {tier: beat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
+            hits = {tier: heartbeat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
             yield self._labelled(
                 "prefix_cache_tier_hits",
                 "Prompt tokens found in a lower KV tier, by tier.",

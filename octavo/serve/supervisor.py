@@ -1,4 +1,4 @@
-"""Keeps an engine process running: starts it, hears its pulse, starts it again when it dies or hangs.
+"""Keeps an engine process running: starts it, follows its heartbeat, starts it again when it dies or hangs.
 
 Knows processes and phases; what the engine's news mean is its listener's business (client.py).
 """
@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from octavo.errors import ModelError
 from octavo.serve.link import FrontLink
 from octavo.serve.messages import (
-    Beat,
     Failed,
+    Heartbeat,
     Loaded,
     News,
     Phase,
@@ -64,7 +66,7 @@ class Supervisor:
         self.began = time.monotonic()
         self.starts = 0
         self.loaded: Loaded | None = None
-        self.beat = Beat()
+        self.heartbeat = Heartbeat()
         self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
         self.until = 0.0  # when the step under way should be over, where the engine has told of it
         self.stalled = False
@@ -193,10 +195,10 @@ class Supervisor:
 
     def _take(self, message: ToFront) -> None:
         now = time.monotonic()
-        if isinstance(message, Beat):
-            if message.steps != self.beat.steps or not self.work():
+        if isinstance(message, Heartbeat):
+            if message.steps != self.heartbeat.steps or not self.work():
                 self.progress = now
-            self.beat = message
+            self.heartbeat = message
         elif isinstance(message, Phase):
             self._enter(message.name, message.fraction)
         elif isinstance(message, Failed):
@@ -254,7 +256,7 @@ class Supervisor:
         dump = {
             "event": "engine_stalled",
             "seconds": round(idle, 1),
-            "scheduler": {name: getattr(self.beat, name) for name in Beat.__struct_fields__},
+            "scheduler": msgspec.structs.asdict(self.heartbeat),
             "requests": [str(one) for one in list(self.work().values())[:64]],
             "stacks": text.splitlines(),
         }

@@ -1,10 +1,10 @@
 """/ws/watch: what the live page shows, five times a second, for as long as somebody watches.
 
-<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "beat": {...}, "view": {...} or null}
+<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...}, "view": {...} or null}
 
 Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the
 latest when it is ready for one, and `gap` says how many it missed. `server` is what /readyz says.
-`model` is null until one is loaded. `numbers` are the front's counters, `beat` and `view` the
+`model` is null until one is loaded. `numbers` are the front's counters, `heartbeat` and `view` the
 engine's (messages.py says what each field is); `view` is null while the engine has not answered.
 
 The front asks the engine (Look), and not again before it has answered. While nobody watches nothing
@@ -150,7 +150,7 @@ class WatchEndpoint:
         metrics = self.front.metrics
         config = self.front.config
         loaded = client.model_info()
-        beat = client.supervisor.beat
+        heartbeat = client.supervisor.heartbeat
         (view, client.view) = (client.view, None)
         return {
             "time": time.monotonic(),
@@ -168,7 +168,7 @@ class WatchEndpoint:
                 "itl": [sum(metrics.itl.counts), metrics.itl.sum],
                 "watchers": len(self.watchers),
             },
-            "beat": {name: getattr(beat, name) for name in beat.__struct_fields__},
+            "heartbeat": msgspec.structs.asdict(heartbeat),
             "view": None
             if view is None
             else {name: getattr(view, name) for name in view.__struct_fields__},

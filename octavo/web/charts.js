@@ -10,16 +10,16 @@ const plain = (x) => (x === null ? null : [few(x), ""]);
 
 // value(now, then) compares two frames that are `window` seconds apart.
 const TILES = [
-  ["Tokens", "generated per second", 1, (a, b) => (a.beat.generated_tokens - b.beat.generated_tokens) / (a.time - b.time), (x) => x === null ? null : [few(x), "/s"]],
+  ["Tokens", "generated per second", 1, (a, b) => (a.heartbeat.generated_tokens - b.heartbeat.generated_tokens) / (a.time - b.time), (x) => x === null ? null : [few(x), "/s"]],
   ["Time to first token", "mean, last 10 s", 10, (a, b) => mean(b.numbers.ttft, a.numbers.ttft), time],
   ["Inter-token latency", "mean, last 2 s", 2, (a, b) => mean(b.numbers.itl, a.numbers.itl), time],
   ["Queue", "requests waiting", 0, (a) => a.numbers.queue, (x) => x === null ? null : [count(x), ""]],
-  ["Prefix cache", "hit rate of prompt tokens", 10, (a, b) => ratio(a.beat.cached_tokens - b.beat.cached_tokens, a.beat.queried_tokens - b.beat.queried_tokens), percent],
-  ["KV used", "of all KV blocks", 0, (a) => ratio(a.beat.blocks_used, a.beat.blocks_used + a.beat.blocks_cached + a.beat.blocks_free), percent],
-  ["Step", "mean time, last 2 s", 2, (a, b) => ratio(total(a) - total(b), a.beat.steps - b.beat.steps), time],
+  ["Prefix cache", "hit rate of prompt tokens", 10, (a, b) => ratio(a.heartbeat.cached_tokens - b.heartbeat.cached_tokens, a.heartbeat.queried_tokens - b.heartbeat.queried_tokens), percent],
+  ["KV used", "of all KV blocks", 0, (a) => ratio(a.heartbeat.blocks_used, a.heartbeat.blocks_used + a.heartbeat.blocks_cached + a.heartbeat.blocks_free), percent],
+  ["Step", "mean time, last 2 s", 2, (a, b) => ratio(total(a) - total(b), a.heartbeat.steps - b.heartbeat.steps), time],
 ];
 const ratio = (a, b) => (b > 0 ? a / b : null);
-const total = (frame) => Object.values(frame.beat.seconds).reduce((a, b) => a + b, 0);
+const total = (frame) => Object.values(frame.heartbeat.seconds).reduce((a, b) => a + b, 0);
 
 const tiles = TILES.map(([title, how, window, value, words]) => {
   const box = element("div", "tile"), output = element("output", "", "–"), line = element("canvas");
@@ -53,7 +53,7 @@ function spark(canvas, points, now) {
 }
 
 export function showMetrics(frame) {
-  if (frame.server.starts !== starts || (frames.length && frame.beat.steps < frames.at(-1).beat.steps)) {
+  if (frame.server.starts !== starts || (frames.length && frame.heartbeat.steps < frames.at(-1).heartbeat.steps)) {
     starts = frame.server.starts; // a new engine process starts its counters at zero
     frames = [];
   }

@@ -14,7 +14,10 @@ const names = new Map(); // Sequence.id -> [request, index], of the last thousan
 let state = "";
 let shown = null; // the last view, until its engine ends
 
-const REASONS = { stop: "finished: stop", length: "finished: length", abort: "aborted", error: "failed: its step failed" };
+const REASONS = {
+  stop: "finished: stop", length: "finished: length", abort: "aborted", error: "failed: its step failed",
+  pruned: "finished: pruned beam", search_over: "finished: beam search",
+};
 const PHASES = {
   starting: "engine starting", importing: "importing", loading: "loading weights", allocating: "allocating the KV cache",
   warming: "warming up", down: "engine down", ready: "ready",
@@ -54,33 +57,32 @@ function showServer({ server, model }) {
   $("model").replaceChildren(name, ` · ${text}`);
 }
 
-function eventsOf(frame, steps, came) {
-  const { view } = frame, found = [], moves = {};
-  if (frame.gap) found.push(["gap", `${count(frame.gap)} frame${frame.gap > 1 ? "s" : ""} skipped: this page is too slow`]);
+// The view sends arrays; this gives their elements names.
+const namedEvent = ([number, step, kind, request, index, tokens, cached, reason, moves]) =>
+  ({ number, step, kind, request, index, tokens, cached, reason, moves });
+
+function wordsOf({ kind, request, index, tokens, cached, reason, moves }) {
+  if (kind === "blocks") return moved(moves).join(", ");
+  const name = short(request, index);
+  if (kind === "done" || kind === "failed") return `${name} ${REASONS[reason] ?? reason}`;
+  if (reason) return `${name}: ${reason}`;
+  return `${name}, ${count(tokens)} tokens${cached ? `, ${count(cached)} cached` : ""}`;
+}
+
+// Events in the order in which they happened, and what was left out before them.
+function eventsOf({ gap, view }) {
+  const found = [];
+  if (gap) found.push(["gap", `${count(gap)} frame${gap > 1 ? "s" : ""} skipped: this page is too slow`]);
   if (view.steps_missed) found.push(["gap", `${count(view.steps_missed)} steps not shown`]);
-  const begun = new Set(steps.flatMap((step) => step.begun.map(([id]) => id)));
-  for (const s of came)
-    if (s.state === "waiting" && !begun.has(s.id)) found.push(["arrived", `${short(s.request, s.index)}, ${count(s.prompt)} tokens; ${s.why}`]);
-  for (const step of steps) {
-    for (const [, request, why] of step.preempted) found.push(["preempted", `${short(request)}: ${why}`]);
-    for (const [id, request, known, cached] of step.begun) {
-      const hit = cached ? `, ${count(cached)} cached` : "";
-      found.push(["admitted", `${short(request, names.get(id)?.[1])}, ${count(known)} tokens${hit}`]);
-    }
-    if (step.more) found.push(["gap", `${count(step.more)} more in step ${count(step.step)}`]);
-    for (const [kind, n] of Object.entries(step.moves)) moves[kind] = (moves[kind] ?? 0) + n;
-  }
-  for (const words of moved(moves)) found.push(["blocks", words]);
-  for (const [request, index, reason] of view.ended) found.push([reason === "error" ? "failed" : "done", `${short(request, index)} ${REASONS[reason] ?? reason}`]);
-  if (view.ended_missed) found.push(["gap", `${count(view.ended_missed)} more finished`]);
-  return found;
+  if (view.events_missed) found.push(["gap", `${count(view.events_missed)} events not shown`]);
+  return [...found, ...view.events.map(namedEvent).map((event) => [event.kind, wordsOf(event)])];
 }
 
 // The engine process ended, so all of its requests and blocks are gone.
 function forget({ time, model }) {
   const none = shown.used.map(() => 0);
   const empty = { ...shown, sequences: [], decoding: 0, prefilling: 0, waiting: 0, used: none, shared: none, cached: none, owner: none,
-    ended: [], ended_missed: 0 };
+    ended: [], ended_missed: 0, events: [], events_missed: 0 };
   showRequests(empty, time, isMine, true);
   showPool(empty, model, new Set());
   shown = null;
@@ -93,7 +95,7 @@ function show(frame) {
   if (shown && frame.server.state === "restarting") forget(frame);
   if (!view || !model) return;
   shown = view;
-  const { sequences, came } = showRequests(view, frame.time, isMine);
+  const sequences = showRequests(view, frame.time, isMine);
   for (const s of sequences) if (s.id) {
     names.delete(s.id);
     names.set(s.id, [s.request, s.index]);
@@ -104,7 +106,7 @@ function show(frame) {
   showPool(view, model, new Set(sequences.filter((s) => isMine(s.request)).map((s) => s.id)));
   showSteps(steps, model, names);
   showMine(sequences);
-  tell(eventsOf(frame, steps, came));
+  tell(eventsOf(frame));
 }
 
 follow(show, say);

@@ -5,11 +5,12 @@ import { count, element, ownerColour, short } from "/web/draw.js";
 const KEPT_SECONDS = 12, KEPT = 30;
 const body = document.getElementById("rows");
 const rows = new Map(); // request and index -> what is on the page
-const named = ([id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, why]) =>
-  ({ id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, why });
+const named = ([id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, reason]) =>
+  ({ id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, reason });
 const FINISH_REASONS = {
   stop: "stop: end of text or stop string", length: "length: max_tokens reached", abort: "aborted by the client",
   error: "error: the step failed", lost: "error: the engine process ended",
+  pruned: "beam search continued with better beams", search_over: "beam search finished",
 };
 let done = 0;
 
@@ -42,8 +43,8 @@ function fill(row, s, mine) {
   const waiting = s.state === "waiting";
   row.meter.hidden = waiting;
   row.why.hidden = !waiting;
-  set(row.why, s.why);
-  row.why.title = s.why;
+  set(row.why, s.reason);
+  row.why.title = s.reason;
   if (!waiting) {
     const part = (n) => `${Math.min(100, (100 * n) / s.limit).toFixed(1)}%`;
     [s.computed, Math.min(s.computed, s.prompt), Math.min(s.cached, s.computed)].forEach((n, i) => (row.bars[i].style.width = part(n)));
@@ -68,16 +69,14 @@ function finish(row, reason, now) {
   set(row.cells[6], "0");
 }
 
-// Returns the sequences as objects, and the ones that are new.
+// Returns the sequences as objects.
 export function showRequests(view, now, isMine, lost = false) {
   const sequences = view.sequences.map(named).sort((a, b) => isMine(b.request) - isMine(a.request)), here = new Set();
   const ends = new Map(view.ended.map(([request, index, reason]) => [`${request}.${index}`, reason]));
-  const came = [];
   for (const s of sequences) {
     const key = `${s.request}.${s.index}`;
     here.add(key);
     const known = rows.get(key);
-    if (!known) came.push(s);
     fill(known ?? newRow(key), s, isMine(s.request));
   }
   done += view.ended.length + view.ended_missed;
@@ -98,7 +97,7 @@ export function showRequests(view, now, isMine, lost = false) {
   order.forEach((row, i) => body.children[i] !== row.tr && body.insertBefore(row.tr, body.children[i] ?? null));
   showCounts(view);
   document.getElementById("no-requests").hidden = order.length > 0;
-  return { sequences, came };
+  return sequences;
 }
 
 const counts = Object.fromEntries(["decode", "prefill", "waiting", "done"].map((state) => {

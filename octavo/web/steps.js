@@ -20,8 +20,8 @@ let told = 0;
 new ResizeObserver(() => redraw()).observe(document.getElementById("steps-box"));
 
 // The feed sends arrays; this gives their elements names.
-export const named = ([step, decode, prefill, chunks, begun, preempted, moves, urgent, more, seconds]) =>
-  ({ step, decode, prefill, chunks, begun, preempted, moves, urgent, more, seconds });
+export const named = ([step, decode, prefill, chunks, preempted, moves, urgent, more, seconds]) =>
+  ({ step, decode, prefill, chunks, preempted, moves, urgent, more, seconds });
 
 export const moved = (moves) => Object.entries(moves).map(([kind, n]) => `${count(n)} block${n > 1 ? "s" : ""} ${MOVES[kind]}`);
 

@@ -21,7 +21,7 @@ from octavo.serve.engine_process import DeviceLost, EngineLoop
 from octavo.serve.messages import (
     Abort,
     Add,
-    Beat,
+    Heartbeat,
     News,
     Refused,
     Shutdown,
@@ -197,8 +197,8 @@ def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None
 
 def test_a_held_request_keeps_an_idle_engine_awake_and_then_lets_it_sleep() -> None:
     _, sent = run([guided("g"), *[None] * 9], guides=FakeGuides(4))
-    beats = [m for m in sent if isinstance(m, Beat)]
-    assert len(beats) == 2, "when work came and when it was done: not at every look"
+    heartbeats = [m for m in sent if isinstance(m, Heartbeat)]
+    assert len(heartbeats) == 2, "when work came and when it was done: not at every look"
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
@@ -214,12 +214,12 @@ def test_a_held_request_can_be_aborted() -> None:
     assert not loop.held and not [m for m in sent if isinstance(m, (Taken, News))]
 
 
-def test_a_beat_tells_when_work_begins_and_when_it_ends() -> None:
+def test_a_heartbeat_tells_when_work_begins_and_when_it_ends() -> None:
     _, sent = run([add("a", 5, max_tokens=3), *[None] * 3])
-    beats = [m for m in sent if isinstance(m, Beat)]
-    assert [b.blocks_used > 0 for b in beats] == [True, False]
-    assert all(b.blocks_used + b.blocks_cached + b.blocks_free == 50 for b in beats)
-    assert beats[-1].prefill_tokens == 5 and beats[-1].decode_tokens == 2
+    heartbeats = [m for m in sent if isinstance(m, Heartbeat)]
+    assert [b.blocks_used > 0 for b in heartbeats] == [True, False]
+    assert all(b.blocks_used + b.blocks_cached + b.blocks_free == 50 for b in heartbeats)
+    assert heartbeats[-1].prefill_tokens == 5 and heartbeats[-1].decode_tokens == 2
 
 
 def test_messages_cross_as_they_are() -> None:
@@ -239,7 +239,7 @@ def test_messages_cross_as_they_are() -> None:
     )
     for message in (
         News([out], [("a", 1.5)], [7], 9),
-        Beat(steps=3),
+        Heartbeat(steps=3),
         Refused("a", "no", "prompt", None),
         Taken("a"),
     ):
@@ -253,7 +253,7 @@ def test_bad_parameters_do_not_cross() -> None:
         decode_to_engine(encode(bad))
 
 
-def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
+def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     schedule = ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
     cache = CacheConfig(block_size=4, num_blocks=8, host_blocks=20, block_bytes=1000)
     scheduler = Scheduler(cache, schedule, vocab_size=1000)
@@ -266,20 +266,26 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         ]
     loop = EngineLoop(Engine(scheduler, FakeRunner(8, 4, 20)), FakeLink(script))  # type: ignore[arg-type]
     loop.run()
-    beat = loop.beat
+    heartbeat = loop.heartbeat
     assert {f"{name}_bytes" for name in ("store", "load", "save", "fetch")} | {
         "load_seconds",
         "fetch_seconds",
-    } < set(beat.tiers)
-    assert beat.tiers["loads"] > 0 and beat.tiers["load_bytes"] == 1000 * beat.tiers["loads"]
-    assert beat.tiers["host_tokens"] == 4 * beat.tiers["loads"] and beat.cached_tokens == 24
-    assert sum(beat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20
-    assert decode_to_front(encode(beat)) == beat
+    } < set(heartbeat.tiers)
+    assert (
+        heartbeat.tiers["loads"] > 0
+        and heartbeat.tiers["load_bytes"] == 1000 * heartbeat.tiers["loads"]
+    )
+    assert (
+        heartbeat.tiers["host_tokens"] == 4 * heartbeat.tiers["loads"]
+        and heartbeat.cached_tokens == 24
+    )
+    assert sum(heartbeat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20
+    assert decode_to_front(encode(heartbeat)) == heartbeat
 
     metrics = Metrics("octavo", "m")
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(
-            beat=msgspec.structs.replace(beat, tier_misses={"corrupt": 3}),
+            heartbeat=msgspec.structs.replace(heartbeat, tier_misses={"corrupt": 3}),
             starts=1,
             recovery=0.0,
             loaded=None,
@@ -289,14 +295,17 @@ def test_a_beat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         ready=True,
     )
     text = metrics.render().decode()
-    assert f'octavo:kv_tier_loads_total{{model_name="m"}} {float(beat.tiers["loads"])}' in text
+    assert f'octavo:kv_tier_loads_total{{model_name="m"}} {float(heartbeat.tiers["loads"])}' in text
     assert 'octavo:kv_disk_misses_total{model_name="m",reason="corrupt"} 3.0' in text
     assert (
-        f'octavo:prefix_cache_tier_hits_total{{model_name="m",tier="host"}} {float(beat.tiers["host_tokens"])}'
+        f'octavo:prefix_cache_tier_hits_total{{model_name="m",tier="host"}} {float(heartbeat.tiers["host_tokens"])}'
         in text
     )
-    assert f'octavo:kv_host_slots_free{{model_name="m"}} {float(beat.tiers["slots_free"])}' in text
-    metrics.source.client.supervisor.beat = Beat()  # type: ignore[union-attr, attr-defined]
+    assert (
+        f'octavo:kv_host_slots_free{{model_name="m"}} {float(heartbeat.tiers["slots_free"])}'
+        in text
+    )
+    metrics.source.client.supervisor.heartbeat = Heartbeat()  # type: ignore[union-attr, attr-defined]
     assert "kv_tier" not in metrics.render().decode(), "no tiers, nothing to tell"
 
 
@@ -359,14 +368,14 @@ def test_a_long_step_is_told_of_until_it_has_landed(
     loop_of = EngineLoop.__init__
 
     def slow(self: EngineLoop, *args: Any) -> None:
-        loop_of(self, *args, slowest=1.0)
-        launch = self.engine.runner.runner.launch  # type: ignore[attr-defined]
+        loop_of(self, *args, seconds_per_token=1.0)
+        launch = self.engine.runner.launch
 
         def watched(plan: Any) -> Any:
             assert patience[-1] >= (plan.num_tokens if plan.num_tokens > 5 else 0), "told before"
             return launch(plan)
 
-        self.engine.runner.runner.launch = watched  # type: ignore[attr-defined]
+        self.engine.runner.launch = watched  # type: ignore[method-assign]
 
     def send(self: FakeLink, message: Any) -> None:
         if isinstance(message, News):
@@ -406,7 +415,7 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
         for steps in range(10):
             # the first leaves, another comes
             work.clear() if steps == 2 else work.setdefault("b", 1)
-            watched._take(Beat(steps=1))
+            watched._take(Heartbeat(steps=1))
             await asyncio.sleep(0.2)
         watch.cancel()
 

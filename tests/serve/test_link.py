@@ -16,8 +16,8 @@ from octavo.serve.link import LENGTH, EngineLink, FrontLink
 from octavo.serve.messages import (
     Abort,
     Add,
-    Beat,
     Failed,
+    Heartbeat,
     Phase,
     Refused,
     Shutdown,
@@ -56,7 +56,7 @@ def talk(
 
         front._pipe.send = counted  # type: ignore[method-assign]
         engine = EngineLink(front.other)
-        engine.send(Beat())
+        engine.send(Heartbeat())
         try:
             result = say(front)
             if asyncio.iscoroutine(result):
@@ -246,13 +246,13 @@ def test_one_message_that_nobody_can_use_takes_no_other_with_it() -> None:
     async def run() -> None:
         front = FrontLink(deliver)
         engine = EngineLink(front.other)
-        engine.send(Beat(steps=1))
-        engine.send(Beat(steps=2))
+        engine.send(Heartbeat(steps=1))
+        engine.send(Heartbeat(steps=2))
         await asyncio.sleep(0.05)
         front.close()
 
     asyncio.run(run())
-    assert heard == [Beat(steps=1), Beat(steps=2)]
+    assert heard == [Heartbeat(steps=1), Heartbeat(steps=2)]
 
 
 def test_an_engine_whose_front_is_gone_ends() -> None:
@@ -261,7 +261,7 @@ def test_an_engine_whose_front_is_gone_ends() -> None:
         other = front.other.dup()
         front.close()
         engine = EngineLink(other)
-        engine.send(Beat())  # to nobody, and no error
+        engine.send(Heartbeat())  # to nobody, and no error
         assert isinstance(engine.receive(None), Shutdown)
         other.close()
 

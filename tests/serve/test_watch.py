@@ -128,17 +128,17 @@ def test_the_package_contains_the_page() -> None:
 
 def test_a_frame_is_a_whole_picture(running: Running) -> None:
     with watch(running) as socket, generating(running, 3, n=2):
-        # until the picture and the metrics agree: a newer beat may have come with an older view
+        # until the picture and the metrics agree: a newer heartbeat may have come with an older view
         for frame in frames(socket):
-            view, beat = frame["view"], frame["beat"]
+            view, heartbeat = frame["view"], frame["heartbeat"]
             if view and view["decoding"] >= 4:
                 used, cached = sum(view["used"]), sum(view["cached"])
-                if (used, cached) == (beat["blocks_used"], beat["blocks_cached"]):
+                if (used, cached) == (heartbeat["blocks_used"], heartbeat["blocks_cached"]):
                     break
-        assert set(frame) == {"gap", "time", "server", "model", "numbers", "beat", "view"}
+        assert set(frame) == {"gap", "time", "server", "model", "numbers", "heartbeat", "view"}
         assert frame["server"]["state"] == "ready" and frame["server"]["name"] == "tiny"
         model = frame["model"]
-        assert used + cached + beat["blocks_free"] == model["num_blocks"]
+        assert used + cached + heartbeat["blocks_free"] == model["num_blocks"]
         assert (
             len(view["used"])
             == len(view["owner"])
@@ -167,26 +167,28 @@ def test_a_frame_is_a_whole_picture(running: Running) -> None:
         )
 
 
-def test_steps_beginnings_and_ends_are_told_once_each(running: Running) -> None:
+def test_steps_events_and_ends_are_sent_once_each(running: Running) -> None:
     with watch(running) as socket:
-        # what others did has been told
+        # What other requests did has been sent.
         next(view for view in views(socket) if not view["steps"] and not view["ended"])
         with generating(running, 2, max_tokens=20):
-            begun, ended, steps = [], [], []
+            events, ended, steps = [], [], []
             for view in views(socket):
                 steps += view["steps"]
-                begun += [entry[1] for step in view["steps"] for entry in step[4]]
+                events += view["events"]
                 ended += [(entry[0], entry[2]) for entry in view["ended"]]
                 if len(ended) == 2:
                     break
-    assert sorted(begun) == sorted(request for request, _ in ended) and {
-        reason for _, reason in ended
-    } == {"length"}
+    requests = sorted(request for request, _ in ended)
+    assert {reason for _, reason in ended} == {"length"}
+    for kind in ("arrived", "admitted", "done"):
+        assert sorted(event[3] for event in events if event[2] == kind) == requests
+    assert [event[0] for event in events] == sorted({event[0] for event in events})
     numbers = [step[0] for step in steps]
     assert numbers == sorted(set(numbers)) and sum(step[2] for step in steps) == 10, (
         "two prompts of five tokens"
     )
-    assert all(step[9] > 0 for step in steps[:-1])
+    assert all(step[8] > 0 for step in steps[:-1])
 
 
 def test_no_text_and_no_token_goes_out(running: Running) -> None:

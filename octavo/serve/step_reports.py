@@ -1,0 +1,79 @@
+"""What the engine process reports to the front about its steps. Both classes listen to the engine's
+events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from octavo.events import Admitted, Event, EventLog, StepFailed, StepLanded, StepPlanned
+
+LONG_SECONDS = 5.0  # a step that may take longer is announced before it is launched
+
+
+class StepCounts:
+    """Counts the tokens of steps, and notes which requests have started."""
+
+    def __init__(self, events: EventLog):
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self._started: list[tuple[str, float]] = []
+        self._step_tokens: list[int] = []
+        events.subscribe(self.on_event, Admitted, StepPlanned)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Admitted):
+            # The first sequence of a request starts before its forks.
+            if event.seq.index == 0 and event.seq.preemptions == 0:
+                self._started.append((event.seq.request.id, time.monotonic()))
+        elif isinstance(event, StepPlanned) and event.plan.items:
+            items = event.plan.items
+            prefill_tokens = sum(item.num_tokens for item in items if item.start is not None)
+            num_tokens = event.plan.num_tokens
+            self.prefill_tokens += prefill_tokens
+            self.decode_tokens += num_tokens - prefill_tokens
+            self._step_tokens.append(num_tokens)
+
+    @property
+    def has_steps(self) -> bool:
+        return bool(self._step_tokens)
+
+    def take_started(self) -> list[tuple[str, float]]:
+        """Return the requests that have started since the last call, and when."""
+        started = self._started
+        self._started = []
+        return started
+
+    def take_step_tokens(self) -> list[int]:
+        """Return the number of tokens of each step since the last call."""
+        step_tokens = self._step_tokens
+        self._step_tokens = []
+        return step_tokens
+
+
+class LongSteps:
+    """Estimates which steps may take long, so that the front does not take the engine for hung."""
+
+    def __init__(
+        self, events: EventLog, seconds_per_token: float, announce: Callable[[float], None]
+    ):
+        """`seconds_per_token`: on the slowest machine; 0: no step takes long. `announce(seconds)` is
+        called before a long step is launched."""
+        self.seconds_per_token = seconds_per_token
+        self.announce = announce
+        self._in_flight: dict[int, float] = {}  # step -> seconds that it may take
+        events.subscribe(self.on_event, StepPlanned, StepLanded, StepFailed)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StepPlanned):
+            seconds = event.plan.num_tokens * self.seconds_per_token
+            if seconds > LONG_SECONDS:
+                self._in_flight[event.plan.step] = seconds
+                self.announce(seconds)
+        elif isinstance(event, StepLanded | StepFailed):
+            self._in_flight.pop(event.plan.step, None)
+
+    @property
+    def longest(self) -> float:
+        """Seconds that the longest step in flight may take."""
+        return max(self._in_flight.values(), default=0.0)
