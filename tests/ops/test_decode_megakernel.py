@@ -328,16 +328,16 @@ def test_in_one_part_or_two_the_bits_are_the_same(
 BLOCK_BARRIER = "block_barrier();"
 MISTAKES = {  # what the kernel's text says, and what it says then
     "x is read before all of it is there": (
-        f"= v[row];\n    }}\n    {BLOCK_BARRIER}",
-        "= v[row];\n    }",
+        f"= values[row];\n    }}\n    {BLOCK_BARRIER}",
+        "= values[row];\n    }",
     ),
     "what follows of x comes too early": (
         "        block_barrier();  // the previous contents are no longer needed\n",
         "",
     ),
     "the rest of x stays in registers": (
-        "if (tid + j * THREADS < (END - BEGIN) * 8) *",
-        "if (false) *",
+        "if (tid + j * THREADS < (END - BEGIN) * 8)\n",
+        "if (false)\n",
     ),
     "blocks do not wait for each other": ("            grid_wait(barrier_count, expected);\n", ""),
     "weights are read before they came": (
@@ -354,8 +354,8 @@ MISTAKES = {  # what the kernel's text says, and what it says then
     ),
     "a unit too many is copied": ("unit >= units_of(phase)) {", "unit > units_of(phase)) {"),
     "scores are weighed too early": (
-        f"running_max[g] = top;\n        }}\n        {BLOCK_BARRIER}",
-        "running_max[g] = top;\n        }",
+        f"running_max[query] = new_max;\n            }}\n        }}\n        {BLOCK_BARRIER}",
+        "running_max[query] = new_max;\n            }\n        }",
     ),
 }
 

@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++, for what Triton cannot say. Compiled when first needed, by the compiler that torch brings along."""
+"""Kernels in CUDA C++, for what Triton cannot express. NVRTC compiles them when they are needed."""

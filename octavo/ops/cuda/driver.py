@@ -130,7 +130,7 @@ def translate(source: str, options: list[str]) -> tuple[bytes, str]:
 
 
 class Kernel:
-    """A kernel on the current device. It is launched only if all of its blocks are resident at once."""
+    """A kernel on the current device. It is launched only if all blocks are resident at once."""
 
     def __init__(self, code: bytes, name: str, shared: int):
         module = c_void_p()
