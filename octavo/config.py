@@ -1,7 +1,7 @@
-"""What a run is made of, as frozen values: the model's shape, the cache, the schedule. No torch.
+"""The configuration of a model, its KV cache and its schedule, as frozen values. No torch.
 
-A model's config.json is turned into a ModelConfig by the architecture's own file (octavo/model/); nothing else reads
-Hugging Face's field names.
+The file of an architecture (octavo/model/) turns config.json into a ModelConfig; nothing else reads
+Hugging Face's field names. octavo/assemble.py turns EngineOptions into the other two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# What a KV cache may hold: those, or codes of one byte with a float32 scale for each vector of a head.
+# A KV cache holds numbers of one of these types, or codes of one byte with a float32 scale for each
+# vector of a head.
 KV_CODES = ("int8", "fp8")
 KV_SCALE_BYTES = 4
 
@@ -36,7 +37,7 @@ class ModelConfig:
     max_position: int
     norm_eps: float = 1e-6
     tied: bool = False  # the LM head is the embedding
-    dtype: str = "float32"  # what the checkpoint says; "auto" resolves to it
+    dtype: str = "float32"  # the checkpoint's data type; the option "auto" means this on a GPU
     activation: str = "silu"  # or "gelu_tanh"
     qkv_bias: bool = False
     out_bias: bool = False
@@ -46,10 +47,10 @@ class ModelConfig:
     norm_offset: float = 0.0  # Gemma 3: the checkpoint holds weight - 1
     embed_scale: float = 1.0
     attention_scale: float | None = None  # None: head_dim ** -0.5
-    # per layer: how many latest positions it sees; 0: all. Empty: all layers see all
+    # for each layer, the number of latest positions that it sees; 0 or an empty tuple: all
     windows: tuple[int, ...] = ()
     rope: RopeConfig = RopeConfig()
-    local_rope: RopeConfig | None = None  # for layers with a window, where they have their own
+    local_rope: RopeConfig | None = None  # for layers with a window, if they differ
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 

@@ -1,7 +1,9 @@
-"""How much memory a model needs and how many tokens of KV fit beside it. `octavo plan` prints the result.
+"""How much memory a model needs and how many tokens of KV fit beside it.
 
 device memory = weights + activations of the largest step + KV cache + a reserve
 host memory   = the host tier of the KV cache, if there is one
+
+octavo/assemble.py puts these numbers together for LLM and for `octavo plan`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
 
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}  # default KV block size
-STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # default token budget of a step: see step_tokens
-PIGGYBACK_TOKENS = 320  # likewise: see default_piggyback_tokens
-PIGGYBACK_PARAMETERS = 2 * 10**9  # of the smallest model that gains by it
-# device memory for staging copies between the device and the host
+STEP_TOKENS = {"cuda": 16384, "cpu": 2048}  # default token budget of a step (step_tokens)
+PIGGYBACK_TOKENS = 320  # default of piggyback_tokens (default_piggyback_tokens)
+PIGGYBACK_PARAMETERS = 2 * 10**9  # parameters of the smallest model that gains by it
+# bytes of device memory for staging copies between the device and the host
 STAGING = {"cuda": 2**29, "cpu": 0}
 DISK_PASSAGE = 1.0  # default GiB of host memory if only a disk tier is configured
 KV_BUDGET = 1024  # default positions of a bounded KV cache per sequence
@@ -107,7 +109,8 @@ def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -
 
 
 def graph_bytes(model: ModelConfig, rows: int, dtype: str) -> int:
-    """Bytes that CUDA graphs hold after capture: rows of logits (octavo.runner.shapes.held_logits)."""
+    """Bytes that CUDA graphs hold after capture: rows of logits
+    (octavo.runner.shapes.held_logits)."""
     return rows * model.vocab_size * DTYPE_BYTES[dtype]
 
 
@@ -130,14 +133,13 @@ def available_memory(device: torch.device) -> tuple[int, int]:
         except (OSError, ValueError):
             continue
         if cap < total:
-            free = min(
-                free, cap - now + _given_back(Path("/sys/fs/cgroup", used).with_name("memory.stat"))
-            )
+            stat = Path("/sys/fs/cgroup", used).with_name("memory.stat")
+            free = min(free, cap - now + _reclaimable(stat))
             total = cap
     return free, total
 
 
-def _given_back(stat: Path) -> int:
+def _reclaimable(stat: Path) -> int:
     """Bytes of cached files that count as used in a container and can be reclaimed."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
@@ -163,36 +165,40 @@ def size_pool(
     max_model_len: int | None,
     num_blocks: int | None,
 ) -> tuple[CacheConfig, int]:
-    """The KV cache and the context length.
+    """Return the KV cache and the context length. `budget` is the memory for KV in bytes.
 
     A given max_model_len must fit. The default is the model's own length, or what fits."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise InvalidRequest(
-            f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: use at most that",
+            f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: "
+            "use at most that",
             "max_model_len",
         )
-    # otherwise the scales would not be aligned
+    # Otherwise the scales would not be aligned.
     if kv_dtype in KV_CODES and model.head_dim % 4:
         raise InvalidRequest(
-            f"kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have {model.head_dim}: use auto",
+            "kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have "
+            f"{model.head_dim}: use auto",
             "kv_cache_dtype",
         )
     per_block = block_size * model.kv_bytes_per_token(kv_dtype)
     fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
     if fits < 1:
         raise NotEnoughMemory(
-            f"no memory is left for KV: one block of {block_size} tokens takes {per_block / 2**20:.1f} MiB and the budget is "
-            f"{budget / 2**20:.1f} MiB. Use a smaller model or dtype, or raise gpu_memory_utilization"
+            f"no memory is left for KV: one block of {block_size} tokens takes "
+            f"{per_block / 2**20:.1f} MiB and the budget is {budget / 2**20:.1f} MiB. Use a smaller "
+            "model or dtype, or raise gpu_memory_utilization"
         )
     longest = fits * block_size
     if max_model_len is None:
         max_model_len = min(model.max_position, longest + 1)  # the last token is never computed
     elif max_model_len > longest + 1 and num_blocks is None:
         raise NotEnoughMemory(
-            f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but memory holds {fits}: "
-            f"max_model_len={longest} would work, or raise gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
+            f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but "
+            f"memory holds {fits}: max_model_len={longest} would work, or raise "
+            "gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
         )
-    # more blocks than all batch slots at full length help only the prefix cache
+    # More blocks than all batch slots need at full length help only the prefix cache.
     if num_blocks is None:
         fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
     return CacheConfig(block_size, fits), max_model_len
@@ -201,26 +207,33 @@ def size_pool(
 def size_tiers(
     swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int
 ) -> tuple[int, int]:
-    """(blocks of the host tier, bytes of the disk tier). `free` bytes of memory must hold the host tier.
+    """Return the blocks of the host tier and the bytes of the disk tier. The host tier must fit into
+    `free` bytes.
 
     Blocks read from disk pass through host memory, so a disk tier needs some host memory too."""
-    gib = swap_space if swap_space is not None else DISK_PASSAGE if disk_path is not None else 0.0
+    gib = swap_space
+    if gib is None:
+        gib = 0.0 if disk_path is None else DISK_PASSAGE
     host = int(gib * 2**30)
     disk = int(disk_gib * 2**30) if disk_path is not None else 0
     if host > free:
         raise NotEnoughMemory(
-            f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the {max(free, 0) / 2**30:.1f} GiB of memory that are left: "
-            "use at most that"
+            f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the "
+            f"{max(free, 0) / 2**30:.1f} GiB of memory that are left: use at most that"
         )
     if 0 < host < block_bytes or (disk and not host):
+        way_out = "or 0 for no host tier"
+        if disk:
+            way_out = "because every block from disk passes through it"
         raise InvalidRequest(
-            f"swap_space ({gib:g} GiB, --kv-host-gib) holds no KV block of {block_bytes / 2**20:.1f} MiB: use more"
-            + (", which what comes from disk passes through" if disk else ", or 0 for none"),
+            f"swap_space ({gib:g} GiB, --kv-host-gib) holds no KV block of "
+            f"{block_bytes / 2**20:.1f} MiB: use more, {way_out}",
             "swap_space",
         )
     if disk and disk < 2 * block_bytes:
         raise InvalidRequest(
-            f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB",
+            f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB: "
+            "use more",
             "kv_disk_gib",
         )
     return host // block_bytes, disk

@@ -1,6 +1,6 @@
-"""The `octavo` command. Each subcommand is one file, listed here; options that several share are in options.py.
+"""The `octavo` command. Each subcommand is one file. Shared options are in options.py.
 
-Nothing here or at the top of those files imports torch: `octavo --help` answers at once.
+Nothing here or at the top of those files imports torch, so that `octavo --help` is quick.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from octavo.cli import (
     simulate_command,
 )  # fmt: skip
 
-# and bench: all add to one group of commands
+# These modules add their commands to the group of bench.py.
 BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",
-    epilog="Without a MODEL commands use the embedded one (not quantize). OCTAVO_DEBUG=1 shows where an error arose.",
+    epilog="Without a MODEL, commands use the embedded model (except quantize). OCTAVO_DEBUG=1 "
+    "shows where an error arose.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,7 +67,7 @@ def octavo(
 
 
 class OneLine(logging.Formatter):
-    """A log record without its traceback: the exception's own words are enough for whoever only uses the program."""
+    """Formats a log record without its traceback: users need only the message of an exception."""
 
     def formatException(self, info: object) -> str:
         return ""

@@ -64,7 +64,7 @@ def batching(
     output: Output = None,
     engine: EngineOptions = BATCHING,
 ) -> None:
-    """Four requests together against one after another, greedy, end-of-text ignored."""
+    """Compare four requests in one batch with the same requests one after another."""
     from octavo.bench.measure_batching import measure
     from octavo.bench.model_shapes import TINYLLAMA_1B
     from octavo.cli.progress import Steps
@@ -100,9 +100,8 @@ def batching(
     table(None, (title, "median", "min - max", "limit"), rows)
     for reason in r["noise"]:
         say(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
-    say(
-        f"Both ways gave {'the same' if r['same_tokens'] else '[bold red]different[/bold red]'} tokens."
-    )
+    same = "the same" if r["same_tokens"] else "[bold red]different[/bold red]"
+    say(f"Both ways gave {same} tokens.")
     step = in_bytes(r["step_bytes"])
     speed = in_bytes(r["bandwidth_bytes_s"])
     say(
@@ -116,7 +115,8 @@ ModelOrShape = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Model to measure, or random weights in the shape of qwen3-0.6b, llama-8b, tinyllama-1.1b or gpt2.",
+        help="Model to measure, or random weights in the shape of qwen3-0.6b, llama-8b, "
+        "tinyllama-1.1b or gpt2.",
     ),
 ]
 THROUGHPUT = EngineOptions(max_model_len=4096)
@@ -142,7 +142,7 @@ def throughput(
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
-    """Whole workloads with the hardware limit: offline, single, four, decode, shared_prefix, prefill."""
+    """Measure whole workloads: offline, single, four, decode, shared_prefix, prefill."""
     from octavo.bench.throughput import measure
     from octavo.bench.workloads import WORKLOADS
     from octavo.cli.progress import Steps
@@ -199,7 +199,7 @@ def startup(
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
-    """From a fresh process to its first token: imports, weights, then everything the first step needs."""
+    """Measure the time from the start of a process to its first token."""
     from octavo.bench.model_shapes import SHAPES
     from octavo.bench.startup import measure, write_checkpoint
     from octavo.cli.progress import Steps
@@ -255,7 +255,7 @@ def tiers(
     output: Output = None,
     engine: EngineOptions = TIERS,
 ) -> None:
-    """A prompt that was evicted, asked for again: from host memory, after a restart from disk, and computed."""
+    """Measure the time to first token of an evicted prompt, from each tier and computed."""
     from octavo.bench.tiers import OUTPUT, measure
     from octavo.cli.progress import Steps
     from octavo.memory import BLOCK_SIZE
@@ -388,7 +388,7 @@ def quant(
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
-    """Weight formats compared: memory, load time, speed, and perplexity on the language reference that comes with Python."""
+    """Compare weight formats: memory, load time, speed, and perplexity on Python's manual."""
     from octavo.bench import measure_quant as bench
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
@@ -454,7 +454,7 @@ def kv(
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
-    """KV formats compared with what --kv-cache-dtype auto holds: memory, speed and perplexity, as `quant` measures them."""
+    """Compare KV formats with --kv-cache-dtype auto: memory, speed and perplexity."""
     from octavo.bench.measure_quant import KV_FORMATS, measure
     from octavo.cli.progress import Steps
 
@@ -520,7 +520,7 @@ def attention(
     ] = 5,
     output: Output = None,
 ) -> None:
-    """Decode attention alone over plain, int8 and fp8 KV, in bytes of KV a second."""
+    """Measure decode attention over plain, int8 and fp8 KV, in bytes of KV per second."""
     import torch
 
     from octavo.bench.attention import AttentionShape, measure
@@ -593,7 +593,7 @@ def linear(
     ] = False,
     output: Output = None,
 ) -> None:
-    """A model's matrix products one by one, in each weight format beside plain weights."""
+    """Measure each matrix product of a model in each weight format and with plain weights."""
     from octavo.bench import linear as bench
     from octavo.bench.model_shapes import SHAPES
     from octavo.cli.progress import Steps

@@ -56,7 +56,7 @@ def eviction(
     output: Output = None,
     engine: EngineOptions = ALONE,
 ) -> None:
-    """Bounded KV: blocks in use and speed of a long reply, perplexity of a long text against a whole cache."""
+    """Measure bounded KV: blocks and speed of a long reply, perplexity of a long text."""
     from rich.progress import TextColumn
 
     from octavo.bench.eviction import POLICIES, measure, panels
@@ -72,7 +72,8 @@ def eviction(
         raise InvalidRequest("nothing to measure: give --tokens or --text", "tokens")
     if 0 < text <= budget:
         raise InvalidRequest(
-            f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer one",
+            f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer "
+            "text",
             "text",
         )
 
@@ -83,10 +84,11 @@ def eviction(
     columns = *Steps.get_default_columns(), TextColumn("{task.fields[note]}")
     with Steps(*columns) as progress:
         task = progress.add_task("loading", total=None, note="")
-        rows = measure(
-            load, budget, tokens, text, chosen,
-            lambda what, count, of, note: progress.update(task, description=what, completed=count, total=of, note=note),
-        )  # fmt: skip
+
+        def show_progress(what: str, count: int, total: int, note: str) -> None:
+            progress.update(task, description=what, completed=count, total=total, note=note)
+
+        rows = measure(load, budget, tokens, text, chosen, show_progress)
     if picture is not None:
         draw(picture, *panels(rows))
     show(rows, bool(text))

@@ -34,7 +34,7 @@ def latency(
     output: Output = None,
     engine: EngineOptions = LATENCY,
 ) -> None:
-    """Time to first token and inter-token latency of concurrent requests, with the hardware limit."""
+    """Measure time to first token and inter-token latency of concurrent requests."""
     from octavo.bench.latency import QUANTILES, measure
     from octavo.cli.progress import Steps
 

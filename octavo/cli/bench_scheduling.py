@@ -67,7 +67,7 @@ def batching_modes(
     output: Output = None,
     engine: EngineOptions = SMALL,
 ) -> None:
-    """Continuous batching against batches that form and run to their end: ragged replies, random arrivals, the same limit."""
+    """Compare continuous batching with batches that form and run to their end."""
     from octavo.bench.scheduling import modes as measure
     from octavo.cli.progress import Steps
     from octavo.core.batching import check_batching
@@ -99,8 +99,8 @@ def batching_modes(
         ]
         rows.append((one["batching"], f"{one['tok_s']:,.0f}", part, *times))
     say(
-        f"{r['requests']} requests, {r['output_tokens']:,} tokens, {r['requests_a_second']:.1f} a second, "
-        f"{r['batch_limit']} at once"
+        f"{r['requests']} requests, {r['output_tokens']:,} tokens, "
+        f"{r['requests_a_second']:.1f} a second, {r['batch_limit']} at once"
     )
     table(None, columns, rows)
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
@@ -142,7 +142,7 @@ def priority(
     output: Output = None,
     engine: EngineOptions = BUSY,
 ) -> None:
-    """The time to the first token of urgent requests, idle and under full load, with --policy fcfs and priority."""
+    """Measure the time to first token of urgent requests, on an idle and on a busy engine."""
     from octavo.bench.scheduling import LOADED
     from octavo.bench.scheduling import priority as measure
     from octavo.cli.progress import Steps
@@ -186,12 +186,13 @@ def priority(
     )
     table(None, columns, rows)
     say(
-        f"p99 under load is {r['ratio_of_p99']:.2f} times an idle engine's, and {r['ratio_p99']:.2f} times its p50 "
-        f"(p50: {r['ratio_p50']:.2f}); "
+        f"p99 under load is {r['ratio_of_p99']:.2f} times an idle engine's, and "
+        f"{r['ratio_p99']:.2f} times its p50 (p50: {r['ratio_p50']:.2f}); "
         f"the others have {r['low_speed']:.0%} of their speed under fcfs"
     )
     if (loaded := r["priority"]["loaded"]) < LOADED:
         say(
-            f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; raise --low"
+            f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; "
+            "raise --low"
         )
     finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)

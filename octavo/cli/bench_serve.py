@@ -65,7 +65,9 @@ def bench_serve(
     output: Output = None,
     engine: EngineOptions = SERVED,
 ) -> None:
-    """Replies a second over HTTP, and what the server adds to the first token (one, burst). Exits with 1 if a reply is wrong."""
+    """Measure replies per second over HTTP, and the time that the server adds to first tokens.
+
+    The exit code is 1 if a reply is wrong."""
 
     from octavo.bench.http_load import Load
     from octavo.bench.measure_serve import CASES
@@ -183,5 +185,10 @@ def show(results: list[dict[str, Any]], load: Load) -> None:
             )
 
 
-WAY = {"in": "on the way in", "engine": "engine", "picked_up": "of that until it took it up", "out": "on the way out",
-       "added": "added by the server"}  # fmt: skip
+WAY = {
+    "in": "on the way in",
+    "engine": "engine",
+    "picked_up": "in the engine's queue",
+    "out": "on the way out",
+    "added": "added by the server",
+}

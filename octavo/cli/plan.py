@@ -88,7 +88,7 @@ class ModelOutline:
             self.checkpoint = open_checkpoint(model, revision, weights=stored)
         except CheckpointError:
             self.checkpoint = open_checkpoint(model, revision, weights=False)
-        self.cls, self.config = parse_checkpoint(self.checkpoint)
+        self.model_class, self.config = parse_checkpoint(self.checkpoint)
         self._facts: dict[tuple[str, str, str], ModelFacts] = {}
 
     def facts(self, options: EngineOptions, kind: str) -> ModelFacts:
@@ -110,7 +110,9 @@ class ModelOutline:
         formats = choose_formats(quant.parse(options.quantization), self.checkpoint, kind)
         # The kernels for a GPU cannot be imported on every machine.
         ops = select("cpu") if kind == "cpu" else ReferenceOps()
-        facts = ModelFacts.of(outline(self.config, self.cls, ops, getattr(torch, dtype), formats))
+        facts = ModelFacts.of(
+            outline(self.config, self.model_class, ops, getattr(torch, dtype), formats)
+        )
         if kind == "cuda":
             # The kernels read plain KV only in the data type of the activations.
             return replace(facts, kv_dtypes=(dtype, *KV_CODES))
@@ -120,14 +122,16 @@ class ModelOutline:
 
     def _computes_whole_layers(self) -> bool:
         """Whether the CPU kernels compute whole quantised layers, and then keep KV in float16."""
+        from octavo.model.decoder import Decoder
+        from octavo.ops.cpu.cpu_decoder import are_whole_vectors
         from octavo.ops.cpu.thread_pool import thread_pool
 
         config = self.config
         pool = thread_pool()
-        if pool is None or not config.architecture.endswith("ForCausalLM"):
+        if pool is None or not issubclass(self.model_class, Decoder):
             return False
         widths = (config.head_dim, config.hidden_size, config.intermediate_size)
-        return all(width % pool.kernels.LANES == 0 for width in widths)
+        return are_whole_vectors(pool.kernels.LANES, widths)
 
 
 @dataclass(frozen=True)

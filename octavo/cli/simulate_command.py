@@ -1,4 +1,4 @@
-"""`octavo simulate`: a trace under several policies and batching modes, by a cost model instead of a model."""
+"""`octavo simulate`: plays a trace under several policies and batching modes, with a cost model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from octavo.core.trace import TraceEntry
     from octavo.llm import LLM
 
-# Short prompts with long replies, long with short, and both: or rows and what they read would always come together.
+# Short prompts with long replies, long prompts with short replies, and both. Otherwise the number of
+# sequences and the KV that they read would always grow together, and the fit could not tell them
+# apart.
 CALIBRATION = (
     "poisson:rate=8,n=24,prompt=4-16,output=32-128,seed=1",
     "poisson:rate=2,n=16,prompt=300-800,output=8-64,seed=2",
@@ -216,7 +218,7 @@ def _read_costs(path: Path) -> Costs:
         return Costs(**{name: float(found[name]) for name in FEATURES})
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(
-            f"{path} is no file of `octavo simulate --calibrate` ({error!r})", "costs"
+            f"{path} was not written by `octavo simulate --calibrate` ({error!r})", "costs"
         ) from None
 
 
@@ -230,8 +232,9 @@ def _calibrate(
 ) -> dict[str, Any]:
     from octavo.bench.calibrate import errors, fit, record
 
-    record(llm, traces[-1][:8])  # what is compiled, captured or allocated at its first use
-    # Twice, with the other one in between: a machine that gets slower or faster meanwhile does so on both sides of it.
+    record(llm, traces[-1][:8])  # First uses compile, capture and allocate.
+    # The traces run twice, before and after the other one, so that a machine that becomes slower or
+    # faster does not favour either.
     steps = [step for trace in traces for step in record(llm, trace)[0]]
     between = record(llm, other)[0]
     steps += [step for trace in traces for step in record(llm, trace)[0]]
@@ -293,8 +296,9 @@ def _digits(value: float) -> int:
 def _predictions(found: dict[str, dict[str, Any]]) -> None:
     for name, e in found.items():
         print(
-            f"{name}: {e['steps']} steps took {e['real_s']:.2f} s, predicted {e['predicted_s']:.2f} s ({e['total_error']:+.1%}); "
-            f"a step's error is {e['median_step_error']:.1%} in the median, {e['p90_step_error']:.1%} in the worst of ten"
+            f"{name}: {e['steps']} steps took {e['real_s']:.2f} s, predicted "
+            f"{e['predicted_s']:.2f} s ({e['total_error']:+.1%}); a step's error is "
+            f"{e['median_step_error']:.1%} in the median, {e['p90_step_error']:.1%} in the worst of ten"
         )
 
 

@@ -38,7 +38,12 @@ def fits(spec: DecoderSpec, lanes: int) -> bool:
         return False
     hidden = spec.layers[0].qkv.shape[1]
     intermediate = spec.layers[0].down.shape[1]
-    return spec.head_dim % lanes == 0 and hidden % lanes == 0 and intermediate % lanes == 0
+    return are_whole_vectors(lanes, (spec.head_dim, hidden, intermediate))
+
+
+def are_whole_vectors(lanes: int, widths: tuple[int, int, int]) -> bool:
+    """Whether heads, hidden states and MLP activations of these widths fill whole vectors."""
+    return all(width % lanes == 0 for width in widths)
 
 
 def scratch_bytes(lanes: int, tile: int, widest: int) -> int:
