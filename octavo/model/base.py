@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -190,9 +191,10 @@ class Registry:
             raise ModelError(
                 f"config.json: architectures must be a list of names, got {architectures!r}"
             )
+        unknown = list(takewhile(lambda name: name not in self._classes, architectures))
+        if unknown:
+            import_plugins(unknown)
         for architecture in architectures:
-            if architecture not in self._classes:
-                import_plugins(architecture)
             if architecture in self._classes:
                 return self._classes[architecture]
         requested = ", ".join(architectures) or f"none (model_type {hf_config.get('model_type')!r})"
@@ -208,14 +210,16 @@ class Registry:
 PLUGINS = "octavo.architectures"
 
 
-def import_plugins(architecture: str) -> None:
-    """Import the modules that installed packages declare for an architecture."""
-    for plugin in entry_points(group=PLUGINS, name=architecture):
+def import_plugins(architectures: list[str]) -> None:
+    """Import the modules that installed packages declare for these architectures."""
+    for plugin in entry_points(group=PLUGINS):
+        if plugin.name not in architectures:
+            continue
         try:
             plugin.load()
         except Exception as error:  # a plugin may raise any exception
             raise ModelError(
-                f"{architecture}: its plugin {plugin.value} cannot be imported: "
+                f"{plugin.name}: its plugin {plugin.value} cannot be imported: "
                 f"{type(error).__name__}: {error}"
             ) from error
 

@@ -152,7 +152,14 @@ def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
 def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
     """Return the JSON schema of an answer that may replace calls."""
     if answer.json is not None:
-        return str(answer.json)
+        schema = str(answer.json)
+        try:
+            json.loads(schema)
+        except ValueError as error:
+            raise bad(
+                structure.field(body), f"the JSON schema is not valid JSON: {error}"
+            ) from None
+        return schema
     if answer.json_object:
         return '{"type": "object"}'
     raise bad(

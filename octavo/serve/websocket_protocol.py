@@ -85,6 +85,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             "this is not a valid WebSocket handshake: check the Sec-WebSocket headers",
             "invalid_http",
         )
+        self._failed = True
         self.handshake_complete = True
         self.close_sent = True
         self.transport.write(error_response(error, {"sec-websocket-version": "13"}))

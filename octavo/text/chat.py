@@ -61,8 +61,9 @@ class ChatTemplate:
     def __init__(self, source: str, specials: dict[str, str] | None = None):
         environment = make_environment()
         try:
-            self._template = environment.from_string(source)
-            variables = undeclared_variables(environment, source)
+            tree = environment.parse(source)
+            variables = undeclared_variables(environment, tree)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the chat template has a syntax error in line {error.lineno}: {_one_line(error)}",

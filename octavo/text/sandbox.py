@@ -157,14 +157,14 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def undeclared_variables(environment: jinja2.Environment, source: str) -> set[str]:
+def undeclared_variables(environment: jinja2.Environment, tree: nodes.Template) -> set[str]:
     """Return the variables that a template reads and does not set.
 
     Jinja's find_undeclared_variables does the same with the optimizer, which is too slow.
     """
     generator = TrackingCodeGenerator(environment)
     generator.optimizer = None
-    generator.visit(environment.parse(source))
+    generator.visit(tree)
     return generator.undeclared_identifiers
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from octavo.errors import OctavoError
+from octavo.model.base import import_plugins
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.load import choose_formats, outline
 from octavo.model.match import match_tensors
@@ -23,6 +24,7 @@ from octavo.text.tokenizer import Tokenizer
 
 # The first arithmetic on the meta device imports modules for more than a second.
 _ = torch.empty(1, device="meta").float() - 1
+import_plugins([])  # reads the metadata of every package on the machine
 
 TEXTS = ["hello", "é <s>\U0001f600", "a  b\n<unk>"]
 
