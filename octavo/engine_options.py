@@ -2,7 +2,7 @@
 
     LLM(model, **options)     turns its keyword arguments into an EngineOptions (from_keywords)
     the command line          shows every field with a help text as an option (octavo/cli/options.py)
-    the server                sends the object to its engine process (octavo/serve/messages.py)
+    the server                sends the object to its engine process (octavo/serve/channel/messages.py)
     octavo plan, LLM          resolve the defaults that depend on the model and the device
                               (octavo/assemble.py)
 

@@ -66,7 +66,7 @@ def test_values_are_converted_to_what_can_be_sent() -> None:
 
 def test_options_reach_another_process_unchanged() -> None:
     msgspec = pytest.importorskip("msgspec")
-    from octavo.serve.messages import Start, decode_to_engine, encode
+    from octavo.serve.channel.messages import Start, decode_to_engine, encode
 
     options = EngineOptions(
         swap_space=2, max_num_seqs=3, override_generation_config={"top_k": 4}, kv_disk_path="x"

@@ -89,7 +89,7 @@ RETIRED_MODULES = {
 }  # fmt: skip
 
 # Module names and identifiers that have yet to be replaced: file -> words.
-STILL_USED_MODULES: set[str] = {"octavo/serve/link.py", "octavo/serve/suspects.py"}
+STILL_USED_MODULES: set[str] = set()
 STILL_USED: dict[str, set[str]] = {
     "octavo/bench/eviction.py": {"said", "told"},
     "octavo/bench/measure_serve.py": {"patience", "said"},
@@ -100,19 +100,19 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/cli/doctor.py": {"patience"},
     "octavo/cli/progress.py": {"said"},
     "octavo/cli/remote_backend.py": {"said"},
-    "octavo/serve/admission.py": {"told"},
-    "octavo/serve/body.py": {"patience"},
-    "octavo/serve/client.py": {"acquit", "guilty", "news", "suspects", "told", "untold"},
-    "octavo/serve/engine_process.py": {"look", "news", "patience", "told", "untold"},
-    "octavo/serve/link.py": {"said", "told"},
-    "octavo/serve/loop_watchdog.py": {"beat"},
-    "octavo/serve/messages.py": {"look", "news", "patience", "untold"},
-    "octavo/serve/replies.py": {"news"},
-    "octavo/serve/rpc.py": {"told"},
+    "octavo/serve/front/queue_bound.py": {"told"},
+    "octavo/serve/http/body.py": {"patience"},
+    "octavo/serve/front/client.py": {"acquit", "guilty", "news", "suspects", "told", "untold"},
+    "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "told", "untold"},
+    "octavo/serve/channel/sockets.py": {"said", "told"},
+    "octavo/serve/front/loop_watchdog.py": {"beat"},
+    "octavo/serve/channel/messages.py": {"look", "news", "patience", "untold"},
+    "octavo/serve/api/replies.py": {"news"},
+    "octavo/serve/endpoints/grpc_service.py": {"told"},
     "octavo/serve/server.py": {"tell"},
-    "octavo/serve/supervisor.py": {"news", "patience", "told"},
-    "octavo/serve/suspects.py": {"acquit", "guilty", "suspects"},
-    "octavo/serve/watch.py": {"look"},
+    "octavo/serve/front/supervisor.py": {"news", "patience", "told"},
+    "octavo/serve/front/quarantine.py": {"acquit", "guilty", "suspects"},
+    "octavo/serve/endpoints/live_feed.py": {"look"},
 }
 
 

@@ -29,7 +29,7 @@ def option_helps() -> Iterator[tuple[str, str]]:
 
 def metric_helps() -> Iterator[tuple[str, str]]:
     pytest.importorskip("prometheus_client")
-    from octavo.serve import metrics
+    from octavo.serve.front import metrics
 
     source = re.findall(r'"([A-Z][^"\n]*\.)"', Path(metrics.__file__).read_text("utf-8"))
     yield from ((text, text) for text in source)

@@ -16,7 +16,7 @@ from octavo.engine_options import EngineOptions
 from octavo.errors import ChatTemplateError, InvalidRequest
 
 if TYPE_CHECKING:
-    from octavo.serve.front import Front
+    from octavo.serve.front.front import Front
 
 KeysFile = Annotated[
     Path | None, option("TOML file with API keys; docs/serving.md describes it.", "Safety", "FILE")

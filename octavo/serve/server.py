@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from octavo.errors import OctavoError
-from octavo.serve import errors
-from octavo.serve.acceptor import Acceptor, raise_descriptor_limit
-from octavo.serve.body_memory import BodyMemory
-from octavo.serve.connections import ConnectionTable
-from octavo.serve.front import Front
-from octavo.serve.guard import is_loopback
-from octavo.serve.health import HealthServer
-from octavo.serve.http import application
-from octavo.serve.http_protocol import HttpProtocol, ServerContext
-from octavo.serve.loop_watchdog import LoopWatchdog
+from octavo.serve.api import api_errors
+from octavo.serve.endpoints.application import application
+from octavo.serve.endpoints.guard import is_loopback
+from octavo.serve.front.body_memory import BodyMemory
+from octavo.serve.front.front import Front
+from octavo.serve.front.loop_watchdog import LoopWatchdog
+from octavo.serve.http.acceptor import Acceptor, raise_descriptor_limit
+from octavo.serve.http.connections import ConnectionTable
+from octavo.serve.http.health import HealthServer
+from octavo.serve.http.http_protocol import HttpProtocol, ServerContext
+from octavo.serve.http.turn_queue import TurnQueue
 from octavo.serve.process import return_large_blocks
 from octavo.serve.serve_config import ServeConfig
-from octavo.serve.turn_queue import TurnQueue
 
 if TYPE_CHECKING:
-    from octavo.serve.rpc import RpcServer
+    from octavo.serve.endpoints.grpc_service import RpcServer
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0  # that clients have to read how their requests ended
@@ -124,7 +124,7 @@ def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
     # the engine is a new program, not a fork that goes on with our calls
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
-        from octavo.serve.rpc import RpcServer
+        from octavo.serve.endpoints.grpc_service import RpcServer
     except ImportError as error:
         raise ServeError(
             f"gRPC needs more packages ({error.name} is missing): pip install 'octavo[serve]'"
@@ -260,7 +260,7 @@ class Server:
             async with asyncio.timeout(self.config.drain_timeout):
                 while client.calls and not self._cut.is_set():
                     await asyncio.sleep(0.02)
-        client.fail_all(errors.cut_off())
+        client.fail_all(api_errors.cut_off())
         for _ in range(50):  # let the streams say so
             if not client.calls:
                 return

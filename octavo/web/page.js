@@ -1,4 +1,4 @@
-// The live page: passes each frame of the feed to the panels. octavo/serve/watch.py describes a frame.
+// The live page: passes each frame of the feed to the panels. octavo/serve/endpoints/live_feed.py describes a frame.
 
 import { showMetrics } from "/web/charts.js";
 import { count, short } from "/web/draw.js";

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.serve.worker_pool import ENVIRONMENT
+from octavo.serve.front.worker_pool import ENVIRONMENT
 from tests.attacks.probe import waited_for_a_core
 from tests.fuzz.worker import HEADER, LIMIT_SECONDS, SEEDS, SHARED_BYTES
 

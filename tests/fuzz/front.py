@@ -17,18 +17,19 @@ import msgspec
 import uvicorn
 from uvicorn.server import ServerState
 
-from octavo.serve import jobs, worker
-from octavo.serve.body_memory import BodyMemory
-from octavo.serve.connections import ConnectionTable
-from octavo.serve.errors import ApiError
-from octavo.serve.front import Front, worker_setup
-from octavo.serve.handlers import Context
-from octavo.serve.http import application
-from octavo.serve.http_protocol import HttpProtocol, ServerContext
-from octavo.serve.jobs import Setup
-from octavo.serve.messages import Loaded
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.channel import jobs
+from octavo.serve.channel.jobs import Setup
+from octavo.serve.channel.messages import Loaded
+from octavo.serve.endpoints.application import application
+from octavo.serve.front.body_memory import BodyMemory
+from octavo.serve.front.front import Front, worker_setup
+from octavo.serve.http.connections import ConnectionTable
+from octavo.serve.http.http_protocol import HttpProtocol, ServerContext
+from octavo.serve.http.turn_queue import TurnQueue
 from octavo.serve.serve_config import ServeConfig
-from octavo.serve.turn_queue import TurnQueue
+from octavo.serve.workers import worker
+from octavo.serve.workers.handlers import Context
 from octavo.text.tokenizer import Tokenizer
 from tests.http_replies import Reply, read_replies
 from tests.tiny_tokenizer import VOCAB, write_tokenizer

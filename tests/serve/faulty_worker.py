@@ -12,8 +12,8 @@ import sys
 import time
 from typing import Any
 
-from octavo.serve import worker
-from octavo.serve.errors import bad
+from octavo.serve.api.api_errors import bad
+from octavo.serve.workers import worker
 from octavo.text.tokenizer import Tokenizer
 
 kept: list[bytes] = []

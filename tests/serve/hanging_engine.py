@@ -12,7 +12,7 @@ import torch
 
 from octavo.runner.runner import Runner
 from octavo.runner.staging import StepTimer
-from octavo.serve import engine_process
+from octavo.serve.engine import engine_process
 from octavo.types import Plan
 
 launch = Runner.launch

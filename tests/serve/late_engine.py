@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from octavo.serve import engine_process
+from octavo.serve.engine import engine_process
 
 time.sleep(60)
 sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))

@@ -8,7 +8,7 @@ from itertools import chain, islice, repeat
 from typing import Any
 
 from octavo.runner.runner import Runner
-from octavo.serve import engine_process
+from octavo.serve.engine import engine_process
 from octavo.types import NewSlot, Plan, StepResult
 from tests import tiny
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from octavo.runner.runner import Runner
-from octavo.serve import engine_process
+from octavo.serve.engine import engine_process
 from octavo.types import Plan
 
 launch = Runner.launch

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.runner.disk import Record
 from octavo.runner.tier_store import TierStore
-from octavo.serve import engine_process
+from octavo.serve.engine import engine_process
 
 load, read = TierStore.load, Record.read
 

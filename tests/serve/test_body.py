@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.serve.body_memory import BodyMemory
+from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.limits import Limits
 from tests.serve.running import Running, alive, http_request, raw, server
 from tests.serve.test_streams import settled

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.client import ENDS, OUTPUTS, EngineClient
-from octavo.serve.messages import News
-from octavo.serve.metrics import Metrics
+from octavo.serve.channel.messages import News
+from octavo.serve.front.client import ENDS, OUTPUTS, EngineClient
+from octavo.serve.front.metrics import Metrics
 from octavo.serve.serve_config import ServeConfig
 from octavo.types import Output
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.connections import REFUSALS, Connection, ConnectionState, ConnectionTable
-from octavo.serve.errors import ApiError
-from octavo.serve.keys import Entry, Key
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.keys import Entry, Key
+from octavo.serve.http.connections import REFUSALS, Connection, ConnectionState, ConnectionTable
 from octavo.serve.limits import Limits
 from octavo.serve.serve_config import ServeConfig
 from tests.serve.running import Running, http_request, server

@@ -18,7 +18,7 @@ import httpx2 as httpx
 import pytest
 
 import octavo
-from octavo.serve.http import GET
+from octavo.serve.endpoints.application import GET
 from tests.serve import test_requests, test_tools, test_transport
 from tests.serve.running import Running, alive, check_error, http_request
 from tests.serve.test_streams import leave, settled

@@ -17,8 +17,7 @@ from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
 from octavo.params import SamplingParams, StructuredOutputs
-from octavo.serve.engine_process import DeviceLost, EngineLoop
-from octavo.serve.messages import (
+from octavo.serve.channel.messages import (
     Abort,
     Add,
     Heartbeat,
@@ -30,9 +29,10 @@ from octavo.serve.messages import (
     decode_to_front,
     encode,
 )
-from octavo.serve.metrics import Metrics
+from octavo.serve.engine.engine_process import DeviceLost, EngineLoop
+from octavo.serve.front.metrics import Metrics
+from octavo.serve.front.supervisor import Supervisor
 from octavo.serve.serve_config import ServeConfig
-from octavo.serve.supervisor import Supervisor
 from octavo.types import Output, TokenLogprobs
 from tests.fake_runner import FakeRunner
 from tests.toy_guide import ToyGuide

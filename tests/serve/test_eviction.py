@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.serve.errors import ApiError
-from octavo.serve.messages import Loaded
-from octavo.serve.validate import fit
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.api.validate import fit
+from octavo.serve.channel.messages import Loaded
 
 MODEL = Loaded(
     300, 100, 4, 64, 8, 20, True, "float32", "cpu", "Llama", {}, None, None, kv_budget=48

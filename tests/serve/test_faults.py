@@ -16,8 +16,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from octavo.serve.health import STUCK, HealthServer
-from octavo.serve.loop_watchdog import LoopWatchdog
+from octavo.serve.front.loop_watchdog import LoopWatchdog
+from octavo.serve.http.health import STUCK, HealthServer
 from tests.serve.running import Running, alive, check_error, events, free_port, server
 from tests.serve.test_streams import leave, settled
 

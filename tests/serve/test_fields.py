@@ -1,4 +1,4 @@
-"""Every field of the table in octavo/serve/request_fields.py, sent with a value that matters: it has its effect, it is refused by name, or
+"""Every field of the table in octavo/serve/api/request_fields.py, sent with a value that matters: it has its effect, it is refused by name, or
 the header x-ignored-params names it. And the table has every field of OpenAI's and vLLM's APIs."""
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from octavo.serve import request_fields
-from octavo.serve.protocol import (
+from octavo.serve.api import request_fields
+from octavo.serve.api.protocol import (
     BatchGenerateRequest,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
 )
-from octavo.serve.request_fields import FIELDS, HONOURED, IGNORED, LABEL, REFUSED, Field
+from octavo.serve.api.request_fields import FIELDS, HONOURED, IGNORED, LABEL, REFUSED, Field
 from tests.serve.running import NAME, Running, check_error, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -291,7 +291,7 @@ def test_every_field_is_tested() -> None:
 def test_the_table_is_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "fields.md").read_text()
     assert page.endswith(request_fields.markdown()), (
-        "docs/fields.md: replace its tables by octavo.serve.request_fields.markdown()"
+        "docs/fields.md: replace its tables by octavo.serve.api.request_fields.markdown()"
     )
 
 

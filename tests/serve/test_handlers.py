@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.serve import handlers
-from octavo.serve.errors import ApiError, api_error
-from octavo.serve.handlers import Context
-from octavo.serve.jobs import Detokenize, Encode, EncodeChat, Parse, Tokenize, unpack
+from octavo.serve.api.api_errors import ApiError, api_error
+from octavo.serve.channel.jobs import Detokenize, Encode, EncodeChat, Parse, Tokenize, unpack
+from octavo.serve.front.tokenize import Texts
+from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.limits import Limits
-from octavo.serve.tokenize import Texts
-from octavo.serve.worker_pool import WorkerPool
+from octavo.serve.workers import handlers
+from octavo.serve.workers.handlers import Context
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from octavo.serve.errors import ApiError
-from octavo.serve.keys import Bucket, Keys, KeysError
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.keys import Bucket, Keys, KeysError
 from octavo.serve.limits import Limits
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import ServeError, listen
@@ -283,7 +283,7 @@ def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch
         assert len(a) == len(b) == 32, "digests: of what length a key is cannot be seen"
         return a == b
 
-    monkeypatch.setattr("octavo.serve.keys.hmac.compare_digest", compare)
+    monkeypatch.setattr("octavo.serve.front.keys.hmac.compare_digest", compare)
     for header, name in (
         (f"Bearer {ALICE}", "alice"),
         (f"Bearer {ROOT}", "root"),
@@ -324,7 +324,7 @@ def test_a_network_of_addresses_has_one_allowance() -> None:
 
 
 def test_a_flood_of_addresses_does_not_clear_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.keys.MAX_ADDRESSES", 10)
+    monkeypatch.setattr("octavo.serve.front.keys.MAX_ADDRESSES", 10)
     keys = Keys(_keys(FILE), Limits(failed_logins=3))
     for k in range(9):
         guesses(keys, f"10.0.0.{k}")

@@ -20,8 +20,8 @@ import httpx2 as httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from octavo.serve.front.supervisor import Supervisor
 from octavo.serve.serve_config import ServeConfig
-from octavo.serve.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.model.test_registry import PLUGIN, install

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from octavo.params import SamplingParams
-from octavo.serve import link
-from octavo.serve.link import LENGTH, EngineLink, FrontLink
-from octavo.serve.messages import (
+from octavo.serve.channel import sockets
+from octavo.serve.channel.messages import (
     Abort,
     Add,
     Failed,
@@ -24,6 +23,7 @@ from octavo.serve.messages import (
     ToEngine,
     ToFront,
 )
+from octavo.serve.channel.sockets import LENGTH, EngineLink, FrontLink
 
 
 def add(id: str, **params: Any) -> Add:
@@ -75,7 +75,7 @@ def talk(
 def test_what_is_said_in_one_turn_goes_as_one_message_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "LONGEST_WAIT", 10.0)
+    monkeypatch.setattr(sockets, "LONGEST_WAIT", 10.0)
     said: list[ToEngine] = [add("a"), add("b"), Abort(["a"]), add("c")]
     heard, sizes, _ = talk(lambda front: [front.send(message) for message in said])
     assert heard == said and sizes == [4]
@@ -140,7 +140,7 @@ def test_a_request_counts_as_submitted_when_it_leaves() -> None:
 
 
 def test_a_long_turn_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(sockets, "LONGEST_WAIT", 0.02)
 
     def say(front: FrontLink) -> None:
         for id in "abc":  # c comes when a has waited for long enough
@@ -282,6 +282,6 @@ def test_what_the_system_has_no_room_for_just_now_goes_later() -> None:
             return min(3, len(data))
 
     end = Full()
-    pipe = link.Pipe(end)  # type: ignore[arg-type]
+    pipe = sockets.Pipe(end)  # type: ignore[arg-type]
     assert not pipe.send(b"abcdef") and end.sent == b"abc"
     assert pipe.send(b"gh") and end.sent == b"abcdefgh"

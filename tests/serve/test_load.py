@@ -14,8 +14,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from octavo.serve.admission import Queue
-from octavo.serve.errors import ApiError
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.queue_bound import Queue
 from tests.serve.running import NAME, Running, check_error, events, http_request, server
 
 BUSY = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from octavo.serve.loop_watchdog import VERY_LATE, LoopWatchdog
-from octavo.serve.metrics import Metrics
+from octavo.serve.front.loop_watchdog import VERY_LATE, LoopWatchdog
+from octavo.serve.front.metrics import Metrics
 
 
 def blocked(clients: int) -> LoopWatchdog:

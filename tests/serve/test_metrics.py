@@ -6,7 +6,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from octavo.serve.metrics import PER_TOKEN, Tally
+from octavo.serve.front.metrics import PER_TOKEN, Tally
 
 
 def lines(registry: CollectorRegistry) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.serve import parse
-from octavo.serve.errors import ApiError
+from octavo.serve.api import parse
+from octavo.serve.api.api_errors import ApiError
 
 
 class Pairs(list):  # type: ignore[type-arg]

@@ -15,7 +15,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from octavo.serve.http import GET, POST
+from octavo.serve.endpoints.application import GET, POST
 from tests import tiny
 from tests.serve.running import NAME, Running, check_error, server
 

@@ -26,10 +26,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from octavo.serve.front import Front
+from octavo.serve.api.protocol import BatchGenerateRequest, GenerateRequest
+from octavo.serve.front.front import Front
 from octavo.serve.proto import octavo_pb2 as pb
 from octavo.serve.proto.octavo_pb2_grpc import InferenceServiceStub
-from octavo.serve.protocol import BatchGenerateRequest, GenerateRequest
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import ServeError, listen_rpc
 from tests.serve.running import NAME, ROOT, Running, alive, free_port, server

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.core.policy import Priority
 from octavo.params import SamplingParams
-from octavo.serve.messages import Add, decode_to_engine, encode
+from octavo.serve.channel.messages import Add, decode_to_engine, encode
 from tests.serve.running import Running, check_error, server
 from tests.serve.test_engine_loop import run
 

@@ -15,10 +15,10 @@ from pydantic import BaseModel, Field
 pytest.importorskip("llguidance")
 
 from octavo.params import StructuredOutputs
-from octavo.serve import structure
-from octavo.serve.errors import ApiError
+from octavo.serve.api import structured_output
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.api.protocol import CompletionRequest
 from octavo.serve.limits import Limits
-from octavo.serve.protocol import CompletionRequest
 from tests import schemas, tiny
 from tests.serve.running import NAME, Running, check_error, events
 
@@ -73,8 +73,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_clients_of_other_servers_say_is_understood(
     fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    found = structure.read(CompletionRequest(**fields), Limits())
-    assert found is not None and structure._same(found, StructuredOutputs(**expected))
+    found = structured_output.read(CompletionRequest(**fields), Limits())
+    assert found is not None and structured_output._same(found, StructuredOutputs(**expected))
 
 
 UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -100,7 +100,7 @@ def test_what_cannot_be_understood_is_refused(
     fields: dict[str, Any], param: str, says: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        structure.read(CompletionRequest(**fields), Limits())
+        structured_output.read(CompletionRequest(**fields), Limits())
     assert (caught.value.status, caught.value.param) == (
         400,
         param,
@@ -110,9 +110,9 @@ def test_what_cannot_be_understood_is_refused(
 def test_large_values_are_not_counted_to_the_end() -> None:
     huge = {"enum": [["x"]] * 2_000_000}
     begun = time.process_time()
-    assert structure.larger_than(huge, 1000)
+    assert structured_output.larger_than(huge, 1000)
     assert time.process_time() - begun < 0.05
-    assert not structure.larger_than({"a": [1, None, True, "bc"]}, 100)
+    assert not structured_output.larger_than({"a": [1, None, True, "bc"]}, 100)
 
 
 # ---- what is replied -------------------------------------------------------------------------------------

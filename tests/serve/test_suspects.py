@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.params import SamplingParams
-from octavo.serve.errors import ApiError
-from octavo.serve.suspects import BLOCKED, REMEMBERED, Suspects, fingerprint
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.quarantine import BLOCKED, REMEMBERED, Suspects, fingerprint
 from octavo.types import Request
 
 

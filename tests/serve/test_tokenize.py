@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.serve.jobs import Encode
-from octavo.serve.tokenize import INLINE, Texts
+from octavo.serve.channel.jobs import Encode
+from octavo.serve.front.tokenize import INLINE, Texts
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.serve.test_workers import running

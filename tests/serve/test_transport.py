@@ -18,11 +18,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 import octavo
-from octavo.serve.connections import ConnectionTable
-from octavo.serve.http_protocol import HttpProtocol, ServerContext
+from octavo.serve.http.connections import ConnectionTable
+from octavo.serve.http.http_protocol import HttpProtocol, ServerContext
+from octavo.serve.http.turn_queue import TurnQueue
+from octavo.serve.http.websocket_protocol import WebSocketProtocol
 from octavo.serve.limits import Limits
-from octavo.serve.turn_queue import TurnQueue
-from octavo.serve.websocket_protocol import WebSocketProtocol
 from tests.serve.running import Running, alive, check_error, http_request, raw, server
 
 CHAT = "/v1/chat/completions"

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("llguidance")
 
 from octavo.params import StructuredOutputs
-from octavo.serve import trials as module
-from octavo.serve.errors import ApiError
-from octavo.serve.jobs import Compile
-from octavo.serve.trials import QUARANTINE, Trials
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.channel.jobs import Compile
+from octavo.serve.front import trials as module
+from octavo.serve.front.trials import QUARANTINE, Trials
 from tests.attacks import structures
 from tests.serve.running import Running, check_error, events, server
 

@@ -11,10 +11,10 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.params import SamplingParams
-from octavo.serve import view as module
-from octavo.serve.engine_process import EngineLoop
-from octavo.serve.messages import Abort, Look, Stop, View, decode_to_front, encode
-from octavo.serve.view import KINDS, Viewer, pool_cells
+from octavo.serve.channel.messages import Abort, Look, Stop, View, decode_to_front, encode
+from octavo.serve.engine import live_view as module
+from octavo.serve.engine.engine_process import EngineLoop
+from octavo.serve.engine.live_view import KINDS, Viewer, pool_cells
 from octavo.types import Request
 from tests.fake_runner import FakeRunner
 from tests.serve.test_engine_loop import FakeGuides, FakeLink, add, guided, run

@@ -20,11 +20,11 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from octavo.serve.front import Caller, Front
+from octavo.serve.endpoints.live_feed import WatchEndpoint, Watcher
+from octavo.serve.endpoints.live_page import FOLDER, PAGE
+from octavo.serve.front.front import Caller, Front
 from octavo.serve.limits import Limits
-from octavo.serve.page import FOLDER, PAGE
 from octavo.serve.serve_config import ServeConfig
-from octavo.serve.watch import WatchEndpoint, Watcher
 from tests.serve.running import ROOT, Running, check_error, http_request, raw, server
 
 KEY = "alice-0123456789abcdef"

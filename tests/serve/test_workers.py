@@ -16,11 +16,11 @@ import httpx2 as httpx
 import pytest
 
 from octavo.params import StructuredOutputs
-from octavo.serve import worker_pool
-from octavo.serve.errors import ApiError
-from octavo.serve.jobs import Compile, Encode, Encoded, Setup, unpack
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.channel.jobs import Compile, Encode, Encoded, Setup, unpack
+from octavo.serve.front import worker_pool
+from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.limits import Limits
-from octavo.serve.worker_pool import WorkerPool
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.serve.running import Running, check_error, events, server

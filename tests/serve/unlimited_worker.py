@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from octavo.serve import worker
+from octavo.serve.workers import worker
 from octavo.text import grammar, schema, trial
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""gRPC messages as requests: the fields of octavo.proto have the names of protocol.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from octavo.serve.api.api_errors import bad
+from octavo.serve.api.parse import Bytes, check_unknown
+from octavo.serve.api.protocol import BatchGenerateRequest, GenerateRequest, RepetitionDetection
+from octavo.serve.limits import Limits
+from octavo.serve.proto import octavo_pb2 as pb
+
+T = TypeVar("T", bound=msgspec.Struct)
+M = TypeVar("M", bound=Message)
+MESSAGES: dict[type[msgspec.Struct], type[Message]] = {
+    GenerateRequest: pb.GenerateRequest,
+    BatchGenerateRequest: pb.BatchGenerateRequest,
+}
+
+
+def read_message(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
+    """The message as a `kind`, and its unknown fields by number."""
+    message: Any = parse_message(data, MESSAGES[kind])
+    unknown = {f"field-{field.field_number}": True for field in UnknownFieldSet(message)}
+    check_unknown(unknown, limits)
+    return kind(**fields(message)), unknown
+
+
+def parse_message(data: Bytes, kind: type[M]) -> M:
+    try:
+        return kind.FromString(bytes(data))
+    except DecodeError:
+        raise bad(
+            None,
+            f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8",
+        ) from None
+
+
+def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
+    """What is set, by protocol.py's names, which are the same, and as JSON would bring it."""
+    given = {field.name: value for field, value in asked.ListFields()}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = {
+            field.name: plain(value) for field, value in asked.structured_outputs.ListFields()
+        }
+    if "repetition_detection" in given:
+        parts = asked.repetition_detection.ListFields()
+        given["repetition_detection"] = RepetitionDetection(
+            **{field.name: value for field, value in parts}
+        )
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
+    if asked.early_stopping in ("true", "false"):
+        given["early_stopping"] = asked.early_stopping == "true"
+    return {name: plain(value) for name, value in given.items()}
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,0 +1,395 @@
+"""The description of the HTTP interface, put together from the structs that read it and the bounds of what they may hold."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from octavo import __version__
+from octavo.params import MAX_LOGPROB_IDS, MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
+from octavo.serve.api.protocol import (
+    BatchGenerateRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+from octavo.serve.limits import Limits
+
+POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation.", ("messages",)),
+    "/v1/chat/completions/render": (
+        ChatRequest,
+        "The prompt that a conversation becomes.",
+        ("messages",),
+    ),
+    "/v1/completions": (CompletionRequest, "Continue a text.", ("prompt",)),
+    "/generate": (GenerateRequest, "Continue a text; the reply is its text alone.", ("prompt",)),
+    "/batch_generate": (BatchGenerateRequest, "Continue several texts.", ("prompts",)),
+    "/tokenize": (TokenizeRequest, "Text to token ids.", ()),
+    "/detokenize": (DetokenizeRequest, "Token ids to text.", ("tokens",)),
+}
+GETS = {
+    "/v1/models": "The models: one.",
+    "/tokenizer_info": "What the tokenizer is.",
+    "/v1/limits": "The bounds of everything a request may hold.",
+    "/v1/dumps": "Where the engine stood when it last hung: for administrators.",
+    "/version": "The server's version.",
+    "/livez": "200 while the server's loop runs.",
+    "/readyz": "200 while requests are taken.",
+    "/startupz": "200 once the model is loaded; before, how far it is.",
+    "/health": "As /readyz.",
+    "/metrics": "Prometheus' text format.",
+}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
+NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+CALL = {
+    "anyOf": [
+        {"type": "object", "required": ["function"], "properties": {"function": NAMED}},
+        NAMED,
+    ]
+}
+MESSAGE = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": CONTENT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["role", "tool_calls"],
+            "properties": {
+                "role": {"const": "assistant"},
+                "tool_calls": {"type": "array", "items": CALL, "minItems": 1},
+            },
+        },
+    ]
+}
+NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+FUNCTION = {"type": "object", "required": ["name"], "properties": {"name": NAME}}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            **FUNCTION,
+            "properties": {
+                "name": NAME,
+                "description": {"type": ["string", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+                "parameters": {
+                    "type": ["object", "null"],
+                    "properties": {"type": {"const": "object"}},
+                },
+            },
+        },
+    },
+}
+TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": FUNCTION},
+        },
+    ]
+}
+OBJECT = {"type": "object"}
+# tokens; -1: as many as fit
+LENGTH = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": 2**63 - 1},
+        {"const": -1},
+        {"type": "null"},
+    ]
+}
+STREAM_OPTIONS = {
+    name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
+}
+SIZE = {"type": "integer", "minimum": 1, "maximum": MAX_PATTERN_SIZE}
+COUNT = {"type": "integer", "minimum": 2, "maximum": MAX_PATTERN_COUNT}
+REPETITION_DETECTION = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "properties": {"max_pattern_size": {"const": 0}},
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "required": ["max_pattern_size", "min_count"],
+            "properties": {
+                "max_pattern_size": SIZE,
+                "min_pattern_size": {"enum": [None, 0, 1]},
+                "min_count": COUNT,
+            },
+            "additionalProperties": False,
+        },
+    ]
+}
+TYPED_GRAMMAR = {
+    "type": "object",
+    "required": ["type", "value"],
+    "properties": {
+        "type": {"enum": ["regex", "grammar"]},
+        "value": {"type": "string", "minLength": 1},
+    },
+}
+RESPONSE_FORMAT = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+        },
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"schema": OBJECT},
+                },
+            },
+        },
+    ]
+}
+
+
+def text_of(limits: Limits) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": limits.structure_bytes}
+
+
+def structure(limits: Limits) -> dict[str, Any]:
+    """structured_outputs: one of these, and nothing else."""
+    text = text_of(limits)
+    kinds = {
+        "json": {"anyOf": [OBJECT, text]},
+        "regex": text,
+        "choice": {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        "grammar": text,
+        "json_object": {"const": True},
+    }
+    each = [
+        {
+            "type": "object",
+            "required": [kind],
+            "properties": {kind: schema},
+            "additionalProperties": False,
+        }
+        for kind, schema in kinds.items()
+    ]
+    return {"anyOf": [{"type": "null"}, *each]}
+
+
+def bounds(
+    names: tuple[str, ...], limits: Limits, vocab_size: int | None
+) -> dict[str, dict[str, Any]]:
+    """What a field may hold, besides its type. Bounds stand beside the type: one for numbers means nothing to a text."""
+    id = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
+    return {
+        "model": {"enum": [*names, None]},
+        "cache_salt": {"minLength": 1, "maxLength": limits.salt_chars},
+        "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
+        "timeout": {"exclusiveMinimum": 0, "maximum": limits.timeout_seconds},
+        "request_id": {"pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
+        **prompt_bounds(limits, id),
+        **sampling_bounds(limits, id),
+        **reply_bounds(limits, id),
+        **structure_bounds(limits),
+    }
+
+
+def prompt_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """`id`: the schema of a token id."""
+    some_ids = {"type": "array", "items": id, "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
+    return {
+        "prompt": {
+            "anyOf": [
+                {"type": "string"},
+                {**several, "items": {"type": "string"}},
+                some_ids,
+                {**several, "items": some_ids},
+            ]
+        },
+        "prompts": {"minItems": 1, "maxItems": limits.prompts},
+        "tokens": {"items": id},
+        "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},
+        "tools": {"minItems": 1, "maxItems": limits.tools, "items": TOOL},
+        "tool_choice": TOOL_CHOICE,
+        "truncate_prompt_tokens": LENGTH,
+    }
+
+
+def sampling_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        "temperature": {"minimum": 0, "maximum": 2},
+        "top_p": {"minimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1, "maximum": 2**64 - 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+        "logit_bias": {
+            "maxProperties": limits.logit_bias,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"minimum": -100, "maximum": 100},
+        },
+        "allowed_token_ids": {"items": id, "maxItems": limits.token_ids, "minItems": 1},
+        "n": {"minimum": 1, "maximum": limits.n},
+        "best_of": {"minimum": 0, "maximum": limits.best_of},
+        "length_penalty": {"minimum": -10, "maximum": 10},
+        "early_stopping": {"enum": [True, False, "never", None]},
+    }
+
+
+def reply_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
+    return {
+        "max_tokens": LENGTH,
+        "max_completion_tokens": LENGTH,
+        "max_new_tokens": LENGTH,
+        "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
+        "stop": {**stop, "maxItems": limits.stops, "items": stop},
+        "stop_token_ids": {"items": id, "maxItems": limits.token_ids},
+        "repetition_detection": REPETITION_DETECTION,
+        "stream_options": {"properties": STREAM_OPTIONS},
+        "logprobs": {"minimum": 0, "maximum": limits.completion_logprobs},
+        "top_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
+        "prompt_logprobs": {"minimum": 0, "maximum": limits.top_logprobs},
+        "logprob_token_ids": {"items": id, "maxItems": MAX_LOGPROB_IDS},
+    }
+
+
+def structure_bounds(limits: Limits) -> dict[str, dict[str, Any]]:
+    text = {"minLength": 1, "maxLength": limits.structure_bytes}
+    return {
+        "response_format": RESPONSE_FORMAT,
+        "structured_outputs": structure(limits),
+        "guided_json": text,
+        "guided_regex": text,
+        "guided_grammar": text,
+        "guided_choice": {"minItems": 1, "items": {"minLength": 1}},
+        "guided_whitespace_pattern": {"minLength": 1},
+        "json_schema": text,
+        "regex": text,
+        "ebnf": text,
+        "grammar": {"anyOf": [{"type": "null"}, TYPED_GRAMMAR, text_of(limits)]},
+    }
+
+
+def describe(
+    schema: dict[str, Any], required: tuple[str, ...], known: dict[str, dict[str, Any]]
+) -> None:
+    """Put a struct's bounds into its schema. What is required may not be null."""
+    for name, field in schema["properties"].items():
+        if name in required:
+            field["anyOf"] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+            field.pop("default")
+        bound = known.get(name, {})
+        if "anyOf" in bound:
+            field.pop("anyOf")
+        field.update(bound)
+    if required:
+        schema["required"] = list(required)
+
+
+@cache
+def description(
+    names: tuple[str, ...], limits: Limits, vocab_size: int | None = None
+) -> dict[str, Any]:
+    """`vocab_size`: known once the model is loaded."""
+    kinds = list(dict.fromkeys(kind for kind, _, _ in POSTS.values()))
+    refs, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    schemas = dict(zip(kinds, refs, strict=True))
+    needed = {kind: required for kind, _, required in POSTS.values()}
+    for kind, required in needed.items():
+        known = bounds(names, limits, vocab_size)
+        if kind is not CompletionRequest:
+            del known["prompt"]  # a text
+        describe(components[kind.__name__], required, known)
+    one = [{"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
+           for name, other in (("prompt", "messages"), ("messages", "prompt"))]  # fmt: skip
+    components["TokenizeRequest"]["oneOf"] = one
+    failed = {
+        "description": "What was wrong.",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    good = {"description": "Done.", "content": {"application/json": {}}}
+    codes = ("400", "401", "403", "404", "408", "413", "415", "421", "429", "500", "503", "504")
+    responses = {"200": good, **dict.fromkeys(codes, failed)}
+    paths: dict[str, Any] = {
+        path: {"post": {"summary": text, "requestBody": {"required": True, "content": {"application/json": {
+            "schema": schemas[kind]}}}, "responses": responses}}
+        for path, (kind, text, _) in POSTS.items()
+    }  # fmt: skip
+    paths |= {
+        path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()
+    }
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        streamed = {**good, "content": {"application/json": {}, "text/event-stream": {}}}
+        paths[path]["post"]["responses"] = {**responses, "200": streamed}
+    text = {"description": "Done.", "content": {"text/plain": {}}}
+    paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
+    id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    label = {
+        **id,
+        "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
+    }
+    paths["/v1/models/{id}"] = {
+        "get": {"summary": "One model.", "parameters": [id], "responses": responses}
+    }
+    paths["/v1/requests/{id}/cancel"] = {
+        "post": {"summary": "End a request.", "parameters": [label], "responses": responses}
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Octavo", "version": __version__, "description": f"Serves {names[0]}."},
+        "paths": paths,
+        "components": {"schemas": {**components, "Error": ERROR}},
+    }

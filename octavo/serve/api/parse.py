@@ -1,0 +1,200 @@
+"""From the bytes of a body to a request of the right types. Strict: no duplicate names, no NaN, no integer beyond 64 bits.
+
+Small bodies are parsed in the event loop. A worker process parses the others and gives back a request of bounded size, so that the
+event loop never builds millions of objects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from octavo.serve.api.api_errors import ApiError, bad
+from octavo.serve.limits import Limits
+
+T = TypeVar("T", bound=msgspec.Struct)
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+LONG_NUMBER = re.compile(rb"\d{19}")  # it may be beyond 64 bits
+SMALL = 4096  # bytes
+ESCAPED_COLON = b"\\u003"
+# A body is parsed within 2 ms if it has at most INLINE bytes, or is mostly text: at most LONG_TEXT bytes and few commas, which
+# bound the number of its values.
+INLINE = 32 * 2**10
+LONG_TEXT = 512 * 2**10
+COMMAS = 4096
+Bytes = bytes | bytearray
+SCALARS = (str, bytes, int, float, bool)
+
+
+def is_quick(data: Bytes) -> bool:
+    """Whether the event loop may parse this body itself."""
+    return len(data) <= INLINE or (len(data) <= LONG_TEXT and data.count(b",") <= COMMAS)
+
+
+def read_request(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
+    """The body as a `kind`, and its fields that `kind` does not have. The values of those are only compared with small ones, so
+    a large one is replaced by True."""
+    request, unknown = convert(parse(data), kind)
+    check_unknown(unknown, limits)
+    return request, {name: brief(value) for name, value in unknown.items()}
+
+
+def check_unknown(unknown: dict[str, Any], limits: Limits) -> None:
+    if len(unknown) > limits.unknown_fields:
+        raise bad(
+            None,
+            f"the request has {len(unknown)} unknown fields, but at most {limits.unknown_fields} are ignored: "
+            "leave them out",
+            "param_out_of_range",
+        )
+
+
+def brief(value: Any) -> Any:
+    small = count_values(value, 64) <= 64 and len(msgspec.json.encode(value)) <= 1024
+    return value if small else True
+
+
+def count_values(value: Any, most: int) -> int:
+    """How many values `value` is made of, itself included. Stops soon after `most`."""
+    if value is None or isinstance(value, SCALARS):
+        return 1
+    inner = value.values() if isinstance(value, dict) else value
+    count = 1 + len(inner)
+    for one in inner:
+        if count > most:
+            break
+        if not isinstance(one, SCALARS) and one is not None:
+            count += count_values(one, most - count) - 1
+    return count
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------
+
+
+def parse(data: Bytes) -> dict[str, Any]:
+    """A JSON object, strictly."""
+    many_values = len(data) <= SMALL or data.count(b",") > len(data) // 32
+    if many_values and (plain := _plain(data)) is not None:
+        return plain
+    return _strict(data)
+
+
+def _strict(data: Bytes) -> dict[str, Any]:
+    try:
+        value = _decoder.decode(data.decode())
+        # half of a surrogate pair is no character, and no reply or message could hold it
+        if SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except ApiError:
+        raise
+    except (ValueError, RecursionError) as error:
+        where = (
+            f" (line {error.lineno}, column {error.colno})"
+            if isinstance(error, json.JSONDecodeError)
+            else ""
+        )
+        raise bad(None, f"the body is not valid JSON{where}", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad(None, "the body must be a JSON object", "invalid_json")
+    return value
+
+
+def _plain(data: Bytes) -> dict[str, Any] | None:
+    """The same in a fraction of the time if there are many values, for a body that is easily seen to be strict. None: it may or
+    may not be.
+
+    A colon follows each name. If writing the value takes as many colons as reading it, then no name was dropped for being there
+    twice. Colons in texts count alike in both, unless they are escaped."""
+    if LONG_NUMBER.search(data) or ESCAPED_COLON in data:
+        return None
+    try:
+        value = _decode(data)
+        same = type(value) is dict and _encode(value).count(b":") == data.count(b":")
+        return value if same else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise bad(twice[:64], "a name occurs twice in one object", "invalid_json")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise bad(None, f"{name} is not JSON: numbers must be finite", "invalid_json")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
+        raise bad(None, "an integer is beyond 64 bits", "invalid_json")
+    return value
+
+
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+
+
+# ---- types ----------------------------------------------------------------------------------------------
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """The object as a `kind`, and its other fields. Types are strict, but an integer may be written as 5.0."""
+    try:
+        found = msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError:
+        value = {**value, **_whole_numbers(value, kind)}
+        try:
+            found = msgspec.convert(value, kind, strict=True)
+        except msgspec.ValidationError as error:
+            raise type_error(str(error)) from None
+    known = _fields(kind)
+    return found, {
+        name: given for name, given in value.items() if given is not None and name not in known
+    }
+
+
+def _whole_numbers(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, int]:
+    """Integer fields that are written as floats, such as 5.0, as integers."""
+    return {
+        name: int(value[name])
+        for name in _integer_fields(kind)
+        if type(value.get(name)) is float and value[name].is_integer()
+    }
+
+
+@cache
+def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    hints = get_type_hints(kind)
+    return frozenset(name for name, hint in hints.items() if int in get_args(hint))
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
+
+
+JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "|": "or"}
+
+
+def type_error(text: str) -> ApiError:
+    """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; clients know JSON's words."""
+    text, _, where = text.partition(" - at ")
+    path = (
+        re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`"))
+        .lstrip("$.")
+        .replace(".....", "")
+        .removesuffix("....")
+    )
+    # every field may be null
+    message = text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)
+    message = re.sub(r"\b(str|int|float|bool)\b|\|", lambda word: JSON_WORDS[word.group()], message)
+    return bad(path or None, f"{path or 'the body'}: {message}")

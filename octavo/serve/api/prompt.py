@@ -1,0 +1,259 @@
+"""The prompt of a request: messages or text to tokens, within the limits and by the server's rules."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from octavo.serve.api.api_errors import ApiError, bad, prompt_too_long, unsupported
+from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
+from octavo.serve.api.validate import LABEL, UNBOUNDED, Asked, check_count, ignore
+from octavo.serve.channel.jobs import Encode, EncodeChat, Tokens
+from octavo.serve.limits import Limits
+from octavo.text.chat import check_options, select_template
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.serve.api.request_tools import ToolUse
+    from octavo.serve.front.front import Front
+
+
+def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
+    """Check the numbers of messages and parts. What a message may hold is checked by octavo.text.chat."""
+    if not messages:
+        raise bad("messages", "messages must have at least one message")
+    if len(messages) > limits.messages:
+        raise bad(
+            "messages",
+            f"there may be at most {limits.messages} messages, got {len(messages)}",
+            "param_out_of_range",
+        )
+    parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
+    if parts > limits.parts:
+        raise bad(
+            "messages",
+            f"there may be at most {limits.parts} parts in all messages, got {parts}",
+            "param_out_of_range",
+        )
+    return messages
+
+
+def check_template(front: Front, body: ChatRequest) -> None:
+    if body.chat_template is not None and not front.config.request_templates:
+        raise ApiError(
+            403,
+            "this server takes no chat templates from requests: start it with --trust-request-chat-template",
+            "template_not_allowed",
+            "chat_template",
+        )
+    if len(body.chat_template or "") > (most := front.config.limits.template_chars):
+        raise bad(
+            "chat_template",
+            f"chat_template may have at most {most} characters, got {len(body.chat_template or '')}",
+            "param_out_of_range",
+        )
+    if body.chat_template is None and not front.tokenizer.chat_templates:
+        raise bad(
+            "messages",
+            "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "
+            "--chat-template FILE",
+        )
+
+
+def longest(front: Front, truncated: int | None) -> int:
+    """How many tokens a prompt may have. A prompt that will be truncated may have any number."""
+    return front.client.model.max_model_len if truncated is None else sys.maxsize
+
+
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template: chat_template_kwargs, and the fields that are variables by their own names."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        options.setdefault("documents", body.documents)
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return options
+
+
+def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
+    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header
+    those that the server's template does not use. A template that came with the request is not
+    looked at: it runs in a worker process alone."""
+    options = template_options(body)
+    if not options:
+        return
+    check_options(options, front.tokenizer.specials)
+    if body.chat_template is not None or not front.tokenizer.chat_templates:
+        return
+    template = select_template(front.tokenizer, tools=bool(body.tools))
+    unused = template.unused(body.chat_template_kwargs or {})
+    names = [f"chat_template_kwargs.{name[:64]}" for name in unused if LABEL.fullmatch(name)]
+    if unused and front.config.strict_params:
+        raise unsupported(
+            names[0] if names else "chat_template_kwargs",
+            "the chat template does not use it, and this server refuses what it does not know "
+            "(--strict-params)",
+        )
+    if body.documents and template.unused(["documents"]):
+        names.append("documents")
+    thinking = ["reasoning_effort", "enable_thinking"]
+    if body.reasoning_effort is not None and template.unused(thinking) == thinking:
+        names.append("reasoning_effort")
+    ignore(headers, *names[:20])
+
+
+def check_size(tokenizer: Tokenizer, size: int, context: int, param: str) -> None:
+    """Refuse a text of so many characters that it must have more tokens than the context."""
+    least = size // (4 * tokenizer.longest_token)
+    if least >= context:
+        raise prompt_too_long(f"at least {least}", context, param)
+
+
+def chat_size(messages: list[dict[str, Any]]) -> int:
+    """The number of characters in the contents of the messages."""
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+        elif isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            size += sum(len(text) for text in parts if isinstance(text, str))
+    return size
+
+
+def chat_job(
+    front: Front, body: ChatRequest, tools: ToolUse | None, keep: int | None, context: int
+) -> EncodeChat:
+    """The job that tokenises a conversation. `keep` and `context`: see Encode."""
+    messages = check_messages(body.messages, front.config.limits)
+    check_template(front, body)
+    most = longest(front, body.truncate_prompt_tokens)
+    check_size(front.tokenizer, chat_size(messages), most, "messages")
+    own_options = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+    return EncodeChat(
+        messages=messages,
+        tools=tools.tools if tools else None,
+        template=body.chat_template,
+        options={**template_options(body), **own_options},
+        context=context,
+        keep=keep,
+        keep_first=body.truncation_side == "right",
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+async def chat_ids(
+    front: Front, body: ChatRequest, asked: Asked, tools: ToolUse | None, context: int
+) -> list[int]:
+    """The tokens of a conversation, which must have fewer than `context`."""
+    keep = tokens_kept(front, body, asked.wanted)
+    job = chat_job(front, body, tools, keep, context)
+    tokens = await front.text.encode_chat(front.tokenizer, job)
+    return truncate(tokens, body, keep, asked.headers)
+
+
+def parse_special(front: Front, asked: bool | None) -> bool:
+    """Whether control tokens that a text prompt spells out are tokens, or else characters."""
+    if asked and not front.config.parse_special:
+        raise ApiError(
+            403,
+            "this server reads control tokens in prompts as plain characters (--no-parse-special): leave parse_special out",
+            "parse_special_not_allowed",
+            "parse_special",
+        )
+    return front.config.parse_special if asked is None else asked
+
+
+async def completion_prompts(
+    front: Front, body: CompletionRequest, asked: Asked
+) -> list[tuple[str | None, list[int]]]:
+    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids. The text is None if the prompt was
+    truncated or given as token ids."""
+    keep = tokens_kept(front, body, asked.wanted)
+    context = longest(front, keep)
+    many = prompt_list(body.prompt, front.config.limits)
+    texts = [one for one in many if isinstance(one, str)]
+    for text in texts:
+        check_size(front.tokenizer, len(text), context, "prompt")
+    job = Encode(
+        texts,
+        context=context,
+        keep=keep,
+        keep_first=body.truncation_side == "right",
+        add_special_tokens=body.add_special_tokens is not False,
+        parse_special=parse_special(front, body.parse_special),
+    )
+    encoded = iter(await front.text.encode(front.tokenizer, job) if texts else ())
+    found: list[tuple[str | None, list[int]]] = []
+    for one in many:
+        if isinstance(one, str):
+            tokens = next(encoded)
+            kept = truncate(tokens, body, keep, asked.headers)
+            text_kept = one if len(kept) == tokens.total else None
+            found.append((text_kept, front.tokenizer.as_prompt(kept)))
+            continue
+        if isinstance(one, bytes):  # a worker process has checked them
+            ids = await front.text.unpack(one)
+        elif isinstance(one, list):
+            ids = check_ids(one, front.client.model.vocab_size, "prompt")
+        else:
+            raise bad("prompt", "prompts must be texts or lists of token ids")
+        found.append((None, truncate(Tokens(ids, len(ids)), body, keep, asked.headers)))
+    return found
+
+
+def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
+    """The prompts, one or many."""
+    if prompt is None or prompt == []:
+        raise bad(
+            "prompt",
+            "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
+        )
+    many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
+    if len(many) > limits.prompts:
+        raise bad(
+            "prompt",
+            f"there may be at most {limits.prompts} prompts, got {len(many)}",
+            "param_out_of_range",
+        )
+    return many
+
+
+def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
+    if not ids:
+        raise bad(param, "a list of token ids must not be empty")
+    if any(type(t) is not int for t in ids):
+        raise bad(param, "token ids are integers")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(t for t in ids if not 0 <= t < vocab_size)
+        raise bad(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
+    return ids
+
+
+def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
+    """How many tokens a longer prompt is truncated to. None: it is not truncated. `wanted`: the most tokens of the reply."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return None
+    if most == -1:
+        reply = 1 if wanted is None or wanted == UNBOUNDED else max(wanted, 1)
+        return max(front.client.model.longest - reply, 1)
+    return check_count("truncate_prompt_tokens", most, 1)
+
+
+def truncate(tokens: Tokens, body: OpenAI, keep: int | None, headers: dict[str, str]) -> list[int]:
+    """Truncate a prompt to `keep` tokens, and say in a header how many were left out."""
+    if keep is None:
+        return tokens.ids
+    if tokens.total > keep:
+        headers["x-truncated-tokens"] = str(tokens.total - keep)
+    return cut(tokens.ids, keep, body.truncation_side == "right")
+
+
+def cut(ids: list[int], keep: int, keep_first: bool) -> list[int]:
+    return ids[:keep] if keep_first else ids[-keep:]

@@ -1,0 +1,373 @@
+"""How replies look: OpenAI's objects, whole and in chunks. Bytes out, no I/O.
+
+A stream sends the same few objects thousands of times a second with little changing in them, so a chunk is put together
+from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from octavo.collect import Collector
+from octavo.outputs import CompletionOutput
+from octavo.serve.api.logprobs import Layout, Offsets, prompt_logprobs_of
+from octavo.serve.api.request_tools import ToolUse, whole_call
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_calls import CallDelta, ToolParser
+
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass
+class Shape:
+    """What a reply should hold."""
+
+    chat: bool
+    n: int = 1  # choices for each prompt
+    logprobs: Layout | None = None
+    echo: bool = False  # a completion begins with its prompt
+    prefix: str = ""  # a chat's content begins with this: the last message, with `echo`
+    prompt_logprobs: bool = False  # as vLLM lays them out, besides those of an echo
+    prompt_only: bool = False  # max_tokens 0: only the prompt's logprobs are wanted
+    token_ids: bool = False  # of the prompt and of the text
+    prompt_text: bool = False  # the rendered prompt of a chat
+    usage: str | None = None  # in a stream: None, "end", or "all" for one in each chunk
+    stream: bool = False
+    tools: ToolUse | None = None  # tool calls are looked for in the text
+
+
+class Envelope(NamedTuple):
+    """What every object of a reply carries."""
+
+    id: str
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
+    return (
+        collector.prompt
+        if collector.prompt is not None
+        else tokenizer.decode(collector.request.prompt, skip_special_tokens=False)
+    )
+
+
+def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[str, Any]:
+    prompt = sum(len(c.request.prompt) for c in collectors)
+    if generated is None:
+        generated = sum(len(o.token_ids) for c in collectors for o in c.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(c.cached for c in collectors)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+# ---- whole replies ------------------------------------------------------------------------------------
+
+
+def whole(
+    envelope: Envelope, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
+) -> dict[str, Any]:
+    """The reply to a request that does not stream. Keys without a value are null, as in vLLM."""
+    choices = []
+    for which, collector in enumerate(collectors):
+        for k, completion in enumerate(collector.best):
+            index = which * shape.n + k
+            choices.append(
+                chat_choice(tokenizer, completion, index, shape)
+                if shape.chat
+                else text_choice(tokenizer, collector, completion, index, shape)
+            )
+    found: dict[str, Any] = {
+        **envelope.fields("chat.completion" if shape.chat else "text_completion"),
+        "choices": choices,
+        "service_tier": None,
+        "usage": usage_of(collectors, 0 if shape.prompt_only else None),
+        "kv_transfer_params": None,
+    }
+    if shape.chat:
+        (collector,) = collectors
+        found["prompt_logprobs"] = prompt_logprobs_of(collector) if shape.prompt_logprobs else None
+        found["prompt_token_ids"] = collector.request.prompt if shape.token_ids else None
+        found["prompt_text"] = prompt_text(tokenizer, collector) if shape.prompt_text else None
+    return found
+
+
+def chat_choice(
+    tokenizer: Tokenizer, completion: CompletionOutput, index: int, shape: Shape
+) -> dict[str, Any]:
+    logprobs = None
+    if shape.logprobs is not None:
+        logprobs = shape.logprobs.chat(tokenizer, completion.logprobs or [])
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": completion.text,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": None,
+    }
+    calls = 0
+    if shape.tools is not None:
+        message["content"], found = shape.tools.read(completion.text)
+        calls = len(found)
+        if found:
+            message["tool_calls"] = found
+    if shape.prefix:
+        message["content"] = shape.prefix + (message["content"] or "")
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason(completion, calls),
+        "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids if shape.token_ids else None,
+    }
+
+
+def finish_reason(completion: CompletionOutput, calls: int) -> str | None:
+    return (
+        "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+    )
+
+
+def text_choice(
+    tokenizer: Tokenizer,
+    collector: Collector,
+    completion: CompletionOutput,
+    index: int,
+    shape: Shape,
+) -> dict[str, Any]:
+    text = completion.text
+    ids = completion.token_ids
+    found: list[Any] = list(completion.logprobs or [])
+    reason = completion.finish_reason
+    echoed = ""
+    if shape.prompt_only:
+        text = ""
+        ids = []
+        found = []
+        reason = "length"
+    prompt = collector.request.prompt if shape.echo else []
+    if shape.echo:
+        echoed = prompt_text(tokenizer, collector)
+        found = [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
+    logprobs = None
+    if shape.logprobs is not None:
+        offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(
+            prompt, len(echoed)
+        )
+        skip = collector.request.params.skip_special_tokens
+        offsets += Offsets(tokenizer, skip, at=len(echoed)).push(ids, len(text))
+        logprobs = shape.logprobs.completion(tokenizer, prompt + ids, found, offsets)
+    return {
+        "index": index,
+        "text": echoed + text,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": completion.stop_reason,
+        "prompt_logprobs": prompt_logprobs_of(collector) if shape.prompt_logprobs else None,
+        "token_ids": ids if shape.token_ids else None,
+        "prompt_token_ids": collector.request.prompt if shape.token_ids else None,
+    }
+
+
+# ---- chunks ---------------------------------------------------------------------------------------------
+
+
+class ChunkWriter:
+    """The chunks of one streamed reply."""
+
+    def __init__(self, envelope: Envelope, tokenizer: Tokenizer, shape: Shape):
+        self.shape = shape
+        self.tokenizer = tokenizer
+        # a chunk holds more than text and a reason
+        self._is_rich = shape.logprobs is not None or shape.token_ids or shape.usage == "all"
+        self._parsers = dict[int, ToolParser]()
+        kind = "chat.completion.chunk" if shape.chat else "text_completion"
+        self._head = b"data: " + encode(envelope.fields(kind))[:-1] + b',"choices":['
+        self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
+        self._offsets: dict[int, Offsets] = {}  # of each choice
+        self._sent = 0  # generated tokens in the chunks so far
+        self._opened: set[int] = set()  # choices whose prompt_token_ids were sent
+
+    def role(self, index: int, collector: Collector) -> bytes:
+        """The first chunk of a choice of a chat, and the second where the content begins with the last message."""
+        first = (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            % index
+        )
+        extra: dict[str, Any] = {}
+        if self.shape.token_ids:
+            extra["prompt_token_ids"] = collector.request.prompt
+        if self.shape.prompt_text:
+            extra["prompt_text"] = prompt_text(self.tokenizer, collector)
+        more = b"," + encode(extra)[1:-1] if extra else b""
+        tail = self._tail_of([collector])
+        chunks = self._head + first + b"]" + more + tail[1:]
+        if self.shape.prefix:
+            delta = {"content": self.shape.prefix}
+            chunks += self._rich(index, CompletionOutput(index, "", []), [collector], delta)
+        return chunks
+
+    def echo(self, index: int, collector: Collector) -> bytes:
+        """The first chunk of a choice that begins with its prompt."""
+        echoed = CompletionOutput(
+            index, prompt_text(self.tokenizer, collector), collector.request.prompt
+        )
+        if collector.prompt_logprobs is not None and self.shape.logprobs is not None:
+            found: list[Any] = list(collector.prompt_logprobs)
+            echoed.logprobs = found
+        self._offsets[index] = Offsets(
+            self.tokenizer, collector.prompt is not None, continuing=False
+        )
+        chunk = self.piece(index, echoed, [collector], echoed=True)
+        self._offsets[index] = Offsets(
+            self.tokenizer, collector.request.params.skip_special_tokens, at=len(echoed.text)
+        )
+        return chunk
+
+    def piece(
+        self,
+        index: int,
+        piece: CompletionOutput,
+        collectors: list[Collector],
+        echoed: bool = False,
+    ) -> bytes:
+        """`echoed`: the piece is the prompt."""
+        if not echoed:
+            self._sent += len(piece.token_ids)
+        if self.shape.tools is not None:
+            return self._with_calls(index, piece, collectors, self.shape.tools)
+        if self._is_rich:
+            delta = {"content": piece.text} if piece.text else {}
+            return self._rich(index, piece, collectors, delta, echoed)
+        if self.shape.chat:
+            delta_text = (
+                b'"delta":{"content":%b}' % encode(piece.text) if piece.text else b'"delta":{}'
+            )
+            body = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b' % (
+                index,
+                delta_text,
+                encode(piece.finish_reason),
+            )
+        else:
+            body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b' % (
+                index, encode(piece.text), encode(piece.finish_reason))  # fmt: skip
+        if piece.stop_reason is not None:
+            body += b',"stop_reason":' + encode(piece.stop_reason)
+        return self._head + body + b"}" + self._tail
+
+    def _with_calls(
+        self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse
+    ) -> bytes:
+        """A chunk for each new piece of text or of a call, and one for whatever else a piece brings. There may be none."""
+        if index not in self._parsers:
+            self._parsers[index] = tools.parser()
+        parser = self._parsers[index]
+        news = parser.push(piece.text)
+        if piece.finish_reason is not None:
+            news += parser.finish()
+        alone = CompletionOutput(index, "", [])
+        chunks = [
+            self._rich(
+                index,
+                alone,
+                collectors,
+                {"content": new} if isinstance(new, str) else _call_delta(new),
+            )
+            for new in news
+        ]
+        if piece.finish_reason is not None or self._is_rich:
+            last = replace(piece, finish_reason=finish_reason(piece, parser.calls))
+            chunks.append(self._rich(index, last, collectors, {}))
+        return b"".join(chunks)
+
+    def _rich(
+        self,
+        index: int,
+        piece: CompletionOutput,
+        collectors: list[Collector],
+        delta: dict[str, Any],
+        echoed: bool = False,
+    ) -> bytes:
+        choice: dict[str, Any] = {"index": index}
+        if self.shape.chat:
+            choice["delta"] = delta
+        else:
+            choice["text"] = piece.text
+        choice["logprobs"] = self._logprobs(index, piece, collectors)
+        choice["finish_reason"] = piece.finish_reason
+        if piece.stop_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self.shape.token_ids:
+            choice["token_ids"] = [] if echoed else piece.token_ids
+            if not self.shape.chat and index not in self._opened:
+                self._opened.add(index)
+                collector = collectors[0 if echoed else index // self.shape.n]
+                choice["prompt_token_ids"] = collector.request.prompt
+        return self._head + encode(choice) + self._tail_of(collectors)
+
+    def _logprobs(
+        self, index: int, piece: CompletionOutput, collectors: list[Collector]
+    ) -> dict[str, Any] | None:
+        layout = self.shape.logprobs
+        if piece.logprobs is None or layout is None:
+            return None
+        if self.shape.chat:
+            return layout.chat(self.tokenizer, piece.logprobs)
+        if index not in self._offsets:
+            self._offsets[index] = Offsets(
+                self.tokenizer, collectors[0].request.params.skip_special_tokens
+            )
+        offsets = self._offsets[index].push(
+            piece.token_ids, len(piece.text), piece.finish_reason is not None
+        )
+        return layout.completion(self.tokenizer, piece.token_ids, list(piece.logprobs), offsets)
+
+    def _tail_of(self, collectors: list[Collector]) -> bytes:
+        """The end of a chunk, with the usage so far where each chunk has it."""
+        if self.shape.usage != "all":
+            return self._tail
+        return b'],"usage":' + encode(usage_of(collectors, self._sent)) + b"}\n\n"
+
+    def end(
+        self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None
+    ) -> bytes:
+        """The last events. The usage comes before an error, because clients stop reading at an error."""
+        usage = b""
+        if self.shape.usage is not None:
+            usage = self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n"
+        return usage + (b"" if error is None else event(error)) + DONE
+
+
+def _call_delta(new: CallDelta) -> dict[str, Any]:
+    if new.name is None:
+        return {"tool_calls": [{"index": new.call, "function": {"arguments": new.arguments}}]}
+    return {"tool_calls": [{"index": new.call, **whole_call(new.name, new.arguments)}]}

@@ -1,0 +1,264 @@
+"""Checks the tools of a request, and decides which calls the model may or must make and how the
+server finds them in the reply."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from octavo.params import SamplingParams, StructuredOutputs
+from octavo.serve.api import structured_output
+from octavo.serve.api.api_errors import bad, unsupported
+from octavo.serve.api.prompt import check_template
+from octavo.serve.api.protocol import ChatRequest
+from octavo.serve.api.validate import ignore
+from octavo.serve.limits import Limits
+from octavo.text.chat import select_template
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_calls import CallDelta, ToolParser
+from octavo.text.tool_detect import detect_format, guess_format
+from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
+from octavo.text.tool_grammar import allows_free_text, call_grammar, has_grammar
+from octavo.text.tool_patterns import make_parser
+
+if TYPE_CHECKING:
+    from octavo.serve.front.front import Front
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request that the model may call or must call."""
+
+    tools: list[dict[str, Any]]  # for the chat template
+    format: ToolFormat
+    parallel: bool
+    grammar: str | None  # the grammar of the whole reply
+    shown: bool  # the parser needs special tokens in the text, because they are tags of the format
+    ignored: tuple[str, ...] = ()  # fields without effect
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        if self.shown:
+            params = replace(params, skip_special_tokens=False)
+        if self.grammar is not None:
+            if params.use_beam_search:
+                raise unsupported(
+                    "tools", "beam search follows no structure, and these calls have one"
+                )
+            params = replace(params, structured_outputs=StructuredOutputs(grammar=self.grammar))
+        return params
+
+    def note(self, headers: dict[str, str]) -> None:
+        """Add headers that name fields without effect and say that calls are not parsed."""
+        ignore(headers, *self.ignored)
+        if self.format is NO_FORMAT:
+            headers["x-tool-calls"] = "not-parsed"
+
+    def parser(self) -> ToolParser:
+        functions = [tool["function"] for tool in self.tools]
+        schemas = {function["name"]: function.get("parameters") for function in functions}
+        return make_parser(self.format, schemas, self.parallel)
+
+    def first_call(self) -> Callable[[str], bool]:
+        """Return a function that takes a text piece by piece and returns whether it contains a
+        complete call."""
+        parser = self.parser()
+
+        def over(text: str) -> bool:
+            parser.push(text)
+            return parser.over
+
+        return over
+
+    def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
+        """Return the content and the calls of a whole reply."""
+        parser = self.parser()
+        content: list[str] = []
+        calls: list[tuple[str, list[str]]] = []
+        for delta in parser.push(text) + parser.finish():
+            if not isinstance(delta, CallDelta):
+                content.append(delta)
+            elif delta.name is not None:
+                calls.append((delta.name, []))
+            else:
+                calls[delta.call][1].append(delta.arguments)
+        found = [whole_call(name, "".join(parts)) for name, parts in calls]
+        return "".join(content) or (None if calls else ""), found
+
+
+def whole_call(name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def read_tools(
+    front: Front, body: ChatRequest, answer: StructuredOutputs | None = None
+) -> ToolUse | None:
+    """Return the tools of a request, or None if the model may not call any. `answer` is the
+    structure of a reply without calls."""
+    if body.tools is None:
+        if body.tool_choice not in (None, "none"):
+            raise bad("tool_choice", "tool_choice is for requests with tools")
+        return None
+    tools = check_tools(body.tools, front.config.limits)
+    choice = check_choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
+    if choice == "none":
+        return None
+    check_template(front, body)
+    format = choose_format(front, body)
+    parallel = body.parallel_tool_calls is not False
+    forced = choice != "auto" or answer is not None
+    if forced and not has_grammar(format):
+        format = HERMES  # a grammar can force calls in any format
+    specials = special_tags(front.tokenizer, format)
+    grammar = None
+    ignored: tuple[str, ...] = ()
+    if isinstance(choice, tuple):
+        named = [tool for tool in tools if tool["function"]["name"] == choice[1]]
+        grammar = call_grammar(format, named, False, specials)
+    elif choice == "required":
+        grammar = call_grammar(format, tools, parallel, specials)
+    elif answer is not None:
+        schema = answer_schema(body, answer)
+        grammar = call_grammar(format, tools, parallel, specials, schema)
+    elif any(tool["function"].get("strict") for tool in tools):
+        if allows_free_text(format):
+            grammar = call_grammar(format, tools, parallel, specials, free=True)
+        else:
+            ignored = ("tools.function.strict",)
+    return ToolUse(tools, format, parallel, grammar, bool(specials), ignored)
+
+
+def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
+    """Return the format of the model's calls. A request's own template is never rendered here."""
+    setting = front.config.tool_parser
+    if setting != "auto":
+        return FORMATS.get(setting, NO_FORMAT)
+    if body.chat_template is not None:
+        return guess_format(body.chat_template)
+    return detect_format(select_template(front.tokenizer, tools=True), front.tokenizer)
+
+
+def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
+    """Return the JSON schema of an answer that may replace calls."""
+    if answer.json is not None:
+        schema = str(answer.json)
+        try:
+            json.loads(schema)
+        except ValueError as error:
+            raise bad(
+                structured_output.field(body), f"the JSON schema is not valid JSON: {error}"
+            ) from None
+        return schema
+    if answer.json_object:
+        return '{"type": "object"}'
+    raise bad(
+        structured_output.field(body),
+        "with tools, an answer can be held to JSON only: use response_format",
+    )
+
+
+@lru_cache(maxsize=16)
+def special_tags(tokenizer: Tokenizer, format: ToolFormat) -> dict[str, int]:
+    """Return the special tokens in the format's literal texts, with their ids."""
+    tokens = {tokenizer.token_str(id): id for id in tokenizer.special_ids}
+    return {
+        token: id for token, id in tokens.items() if any(token in text for text in format.texts)
+    }
+
+
+def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
+    if not 1 <= len(tools) <= limits.tools:
+        raise bad(
+            "tools",
+            f"tools has 1 to {limits.tools} entries, got {len(tools)}",
+            "param_out_of_range",
+        )
+    try:
+        size = len(json.dumps(tools, ensure_ascii=False))
+    except RecursionError:
+        raise bad("tools", "tools are nested too deeply") from None
+    if size > limits.tool_chars:
+        raise bad(
+            "tools",
+            f"tools may have at most {limits.tool_chars} characters as JSON, got {size}",
+            "param_out_of_range",
+        )
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        where = f"tools.{i}"
+        if tool.get("type") != "function":
+            raise bad(
+                f"{where}.type",
+                f"{where}.type must be function: this server has no tools of its own",
+            )
+        function = tool.get("function")
+        where = f"{where}.function"
+        if not isinstance(function, dict):
+            raise bad(where, f"{where} must be an object with name, description and parameters")
+        name = function.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise bad(f"{where}.name", f"{where}.name has 1 to 64 characters of A-Z a-z 0-9 _ -")
+        if name in names:
+            raise bad(f"{where}.name", f"there are two tools by the name of {name}")
+        names.add(name)
+        if not isinstance(function.get("description"), str | None):
+            raise bad(f"{where}.description", f"{where}.description must be a text")
+        if not isinstance(function.get("strict"), bool | None):
+            raise bad(f"{where}.strict", f"{where}.strict must be true or false")
+        check_parameters(function.get("parameters"), f"{where}.parameters")
+    return tools
+
+
+def check_parameters(schema: Any, where: str) -> None:
+    """Check the outer level of a schema. The rest is checked when a grammar is made of it, which
+    only forced calls need."""
+    if schema is None:
+        return
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise bad(
+            where,
+            f"{where} must be a JSON schema of an object: "
+            '{"type": "object", "properties": {...}}',
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(
+        isinstance(value, dict | bool) for value in properties.values()
+    ):
+        raise bad(
+            f"{where}.properties", f"{where}.properties must be an object of JSON schemas, by name"
+        )
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise bad(f"{where}.required", f"{where}.required must be a list of names")
+
+
+def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str | tuple[str, str]:
+    """ "none", "auto", "required", or ("named", the tool's name)."""
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str) and choice in ("none", "auto", "required"):
+        return choice
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if (
+        not isinstance(choice, dict)
+        or choice.get("type") != "function"
+        or not isinstance(function, dict)
+    ):
+        raise bad("tool_choice", f"tool_choice must be {CHOICES}")
+    if function.get("name") not in names:
+        some = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        raise bad(
+            "tool_choice.function.name", f"there is no such tool among those of the request: {some}"
+        )
+    return "named", function["name"]

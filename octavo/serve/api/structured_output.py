@@ -1,0 +1,162 @@
+"""What a client says its text must match, in the words of several APIs, as one StructuredOutputs. Compiles nothing.
+
+response_format       OpenAI's {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", "strict"}}, and how
+                      other servers' clients say it: a schema as `schema` or `value`; the types json, regex and grammar
+structured_outputs    vLLM's {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
+guided_json, ...      the same, as older clients of vLLM say it
+json_schema, ...      the same, as clients of llama.cpp, SGLang and TGI say it
+"""
+
+from __future__ import annotations
+
+import json
+from operator import attrgetter
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.params import KINDS, StructuredOutputs
+from octavo.serve.api.api_errors import bad, unsupported
+from octavo.serve.api.protocol import Common
+from octavo.serve.limits import Limits
+
+# Each field that asks for a structure, and the kind of it. None: the field's value says it.
+FIELDS: dict[str, str | None] = {
+    "response_format": None,
+    "structured_outputs": None,
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+OPTIONS = (
+    "disable_additional_properties",
+    "disable_any_whitespace",
+    "disable_fallback",
+    "whitespace_pattern",
+)
+TYPES = "text, json_object, json_schema, json, regex or grammar"
+
+_values = attrgetter(*FIELDS)
+_NONE = (None,) * len(FIELDS)
+
+
+def field(body: Common) -> str | None:
+    """The field that asks for a structure."""
+    return next(iter(fields(body)), None)
+
+
+def fields(body: Common) -> list[str]:
+    """The fields that ask for a structure."""
+    values = _values(body)
+    if values == _NONE:  # most requests
+        return []
+    return [name for name, value in zip(FIELDS, values, strict=True) if _asks(name, value)]
+
+
+def _asks(name: str, value: Any) -> bool:
+    return value is not None and not (name == "response_format" and value.get("type") == "text")
+
+
+def read(body: Common, limits: Limits) -> StructuredOutputs | None:
+    """Fields that ask for the same are one. Raises ApiError where they differ."""
+    found: StructuredOutputs | None = None
+    names = fields(body)
+    for name in names:
+        spec = _read(name, getattr(body, name), body.guided_whitespace_pattern, limits)
+        if found is not None and not _same(found, spec):
+            raise bad(
+                name, f"{name} and {names[0]} ask for different things: give one, or both the same"
+            )
+        found = found or spec
+    return found
+
+
+def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> StructuredOutputs:
+    most = limits.structure_bytes
+    if larger_than(value, most):
+        message = f"{name} has more than {most} characters, which is the limit: shorten it"
+        raise bad(name, message, "param_out_of_range")
+    kind = FIELDS[name]
+    if name == "structured_outputs":
+        given = {key: part for key, part in value.items() if part is not None}
+        for key in given:
+            if key not in KINDS and key not in OPTIONS:
+                raise unsupported(f"{name}.{key[:64]}", f"use one of {', '.join(KINDS)}")
+    elif kind is None or (name == "grammar" and isinstance(value, dict)):
+        given = _typed(name, value)
+    else:
+        given = {kind: value}
+    if whitespace is not None and ("json" in given or "json_object" in given):
+        given.setdefault("whitespace_pattern", whitespace)
+    try:
+        return StructuredOutputs(**given)
+    except InvalidRequest as error:
+        raise bad(name, str(error)) from None
+
+
+def larger_than(value: Any, most: int) -> bool:
+    """Whether a JSON value has more than so many characters, without counting those beyond."""
+    size = 0
+    waiting = [value]
+    while waiting and size <= most:
+        part = waiting.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, dict):
+            size += 2 + sum(map(len, part)) + 3 * len(part)
+            waiting += part.values() if size <= most else ()
+        elif isinstance(part, list):
+            size += 2 + len(part)
+            waiting += part if size <= most else ()
+        else:
+            size += 1
+    return size > most
+
+
+def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """A value with a `type`. `strict` changes nothing: a schema is always followed, and one that cannot be is refused."""
+    kind = value.get("type")
+    if kind == "regex":
+        return {"regex": _content(name, value, "regex", "value", "pattern")}
+    if kind == "grammar":
+        return {"grammar": _content(name, value, "grammar", "value")}
+    if kind == "json_object":
+        schema = value.get("schema") or value.get("value")
+        return {"json_object": True} if schema is None else {"json": schema}
+    if kind == "json":
+        return {"json": _content(name, value, "schema", "value")}
+    if kind != "json_schema":
+        raise bad(f"{name}.type", f"{name}.type must be {TYPES}, got {kind!r:.64}")
+    outer = value.get("json_schema", value.get("value"))
+    inner = outer.get("schema") if isinstance(outer, dict) else None
+    if not isinstance(inner, dict):
+        inner = value.get("schema")
+    if not isinstance(inner, dict):
+        raise bad(
+            f"{name}.json_schema.schema",
+            f"{name} needs a JSON schema in json_schema.schema: an object",
+        )
+    return {"json": inner}
+
+
+def _content(name: str, value: dict[str, Any], *keys: str) -> Any:
+    found = next((value[key] for key in keys if value.get(key) is not None), None)
+    if found is None:
+        raise bad(f"{name}.{keys[0]}", f"{name} of type {value['type']} needs {' or '.join(keys)}")
+    return found
+
+
+def _same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
+    """Whether two specs ask for the same. Schemas are compared as values, in the order of their keys."""
+    if one.key == other.key:
+        return True
+    if one.json is None or other.json is None or one.key[2:] != other.key[2:]:
+        return False
+    try:
+        return json.dumps(json.loads(str(one.json))) == json.dumps(json.loads(str(other.json)))
+    except (ValueError, RecursionError):
+        return False

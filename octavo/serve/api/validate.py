@@ -1,0 +1,365 @@
+"""Checks every request except for its prompt (prompt.py), whatever transport it came by. A request that passes can run.
+
+Cheap checks come first: a request that can be refused without its text being tokenised is. The engine checks again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from octavo.collect import Until
+from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
+from octavo.params import RepetitionDetectionParams, SamplingParams
+from octavo.serve.api import structured_output
+from octavo.serve.api.api_errors import ApiError, bad, prompt_too_long, unsupported
+from octavo.serve.api.protocol import (
+    Common,
+    RepetitionDetection,
+)
+from octavo.serve.api.request_fields import FIELDS, IGNORED, REFUSED
+from octavo.serve.channel.messages import Loaded
+from octavo.serve.limits import Limits
+from octavo.types import Request
+
+if TYPE_CHECKING:
+    from octavo.serve.front.front import Caller, Front
+
+UNBOUNDED = 2**63  # tokens: as many as fit; larger than any value that a client can send
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # have no effect in a beam search
+LABEL = re.compile(r"[A-Za-z0-9._-]+")
+# Fields whose names and meanings are SamplingParams' own.
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "skip_special_tokens",
+    "use_beam_search", "length_penalty", "early_stopping",
+)  # fmt: skip
+_sampling = attrgetter(*SAMPLING)
+
+
+@dataclass
+class Asked:
+    """A request, checked except for its prompt."""
+
+    params: SamplingParams
+    wanted: int | None  # the most tokens of the reply; None: as many as fit
+    timeout: float | None  # seconds
+    headers: dict[str, str]  # of the reply
+
+
+@dataclass
+class Prepared:
+    """A request that can run."""
+
+    requests: list[Request]
+    texts: list[str | None]  # of the prompts, where they were text
+    timeout: float | None  # seconds
+    headers: dict[str, str] = field(default_factory=dict)  # of the reply
+    structure: str | None = None  # the field that says what the text must match
+    until: Until | None = None  # ends a text by its content
+
+
+# ---- before the prompt ----------------------------------------------------------------------------------
+
+
+def check_model(front: Front, name: str | None) -> None:
+    names = front.config.names
+    if name is not None and name not in names:
+        here = " or ".join(map(repr, names))
+        raise ApiError(
+            404,
+            f"there is no model {name[:100]!r} here: this server has {here}",
+            "model_not_found",
+            "model",
+        )
+
+
+def check_fields(
+    front: Front, unknown: Mapping[str, Any], chat: bool | None = None
+) -> dict[str, str]:
+    """Judge fields that the route does not have: refuse those that would change the reply, and name the others in a header.
+    `chat`: whether text is generated for a chat, or for a prompt. None: the route generates nothing."""
+    ignored: list[str] = []
+    for name, given in unknown.items():
+        field = FIELDS.get(name)
+        if field is None and front.config.strict_params:
+            raise unsupported(
+                name[:64], "this server refuses what it does not know (--strict-params)"
+            )
+        if field is not None and chat is not None and given in field.neutral:
+            continue
+        status = IGNORED if field is None else field.chat if chat else field.completion
+        if field is not None and chat is not None and status != IGNORED:
+            raise unsupported(name, field.note if status == REFUSED else _elsewhere(name))
+        ignored.append(name)
+    if not ignored:
+        return {}
+    front.metrics.ignored.inc()
+    shown = [name for name in ignored if LABEL.fullmatch(name)][:20]
+    return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
+
+
+def _elsewhere(name: str) -> str:
+    """Why a route refuses a field that others honour."""
+    if name in ("max_tokens", "max_new_tokens"):
+        return "the length of the reply is called max_new_tokens on this route"
+    return "this route does not have it, but /v1/completions has"
+
+
+def sampling(front: Front, body: Common) -> SamplingParams:
+    """The parameters of a request, all but the length. The model's recommendation (generation_config.json) applies to fields
+    that the request leaves out. Ranges are SamplingParams' own where the API has no narrower ones."""
+    limits = front.config.limits
+    given = {
+        name: value
+        for name, value in zip(SAMPLING, _sampling(body), strict=True)
+        if value is not None
+    }
+    if body.use_beam_search and (name := structured_output.field(body)) is not None:
+        raise unsupported(name, "beam search follows no structure")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > limits.stops:
+        raise bad(
+            "stop",
+            f"stop may have at most {limits.stops} strings, got {len(stops)}",
+            "param_out_of_range",
+        )
+    if isinstance(body.stop, list) and not body.stop:
+        given.pop("stop")
+    for stop in stops:
+        if not stop or len(stop) > limits.stop_chars or "\0" in stop:
+            raise bad("stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL")
+    if not 0 <= (temperature := given.get("temperature", 1.0)) <= 2:
+        raise bad(
+            "temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range"
+        )
+    if given.get("top_p") == 0:
+        given["top_p"] = 1e-9  # the likeliest alone
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if len(given.get(name, ())) > (most := limits.token_ids):
+            raise bad(name, f"{name} may have at most {most} entries", "param_out_of_range")
+    if body.logit_bias is not None:
+        if len(body.logit_bias) > limits.logit_bias:
+            raise bad(
+                "logit_bias",
+                f"logit_bias may have at most {limits.logit_bias} entries",
+                "param_out_of_range",
+            )
+        given["logit_bias"] = body.logit_bias
+    if body.repetition_detection is not None:
+        given["repetition_detection"] = repetition_detection(body.repetition_detection)
+    # a beam search draws nothing
+    defaults = {} if body.use_beam_search else front.client.model.sampling
+    return SamplingParams(
+        **{**defaults, **given, "max_tokens": None},
+        structured_outputs=structured_output.read(body, limits),
+    )
+
+
+def repetition_detection(asked: RepetitionDetection) -> RepetitionDetectionParams:
+    return RepetitionDetectionParams(
+        max_pattern_size=asked.max_pattern_size or 0,
+        min_pattern_size=asked.min_pattern_size or 0,
+        min_count=asked.min_count or 0,
+    )
+
+
+def check_common(front: Front, caller: Caller, body: Common) -> float | None:
+    """Check the fields that have nothing to do with sampling. Returns the seconds that the request may take."""
+    limits = front.config.limits
+    check_model(front, body.model)
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
+        raise bad(
+            "cache_salt",
+            f"cache_salt has 1 to {limits.salt_chars} characters",
+            "param_out_of_range",
+        )
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
+        raise bad("priority", "priority must be a 32-bit integer", "param_out_of_range")
+    if caller.key is not None and (body.priority or 0) < 0:
+        raise bad("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
+                  "priority, which the server's operator sets", "param_out_of_range")  # fmt: skip
+    if body.request_id is not None and not (
+        len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)
+    ):
+        raise bad(
+            "request_id",
+            f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -",
+        )
+    timeout = caller.timeout if body.timeout is None else body.timeout
+    if timeout is not None and not (
+        math.isfinite(timeout) and 0 < timeout <= limits.timeout_seconds
+    ):
+        raise bad(
+            "timeout",
+            f"timeout must be in (0, {limits.timeout_seconds:g}] seconds",
+            "param_out_of_range",
+        )
+    return timeout
+
+
+def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
+    """Return the value if it is within the bounds. Without `most` the bound is what 64 bits hold, and the error does not mention
+    it unless the value exceeds it."""
+    if not least <= value <= most:
+        wanted = (
+            f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
+        )
+        raise bad(name, f"{name} must be {wanted}, got {value}", "param_out_of_range")
+    return value
+
+
+def reply_length(body: Common, names: tuple[str, ...], least: int = 1) -> int | None:
+    """The most tokens that a reply may have: the smallest of the bounds that the request gives. UNBOUNDED for -1 alone; None if it
+    gives none."""
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if not given:
+        return None
+    bounds = [check_count(n, v, least) for n, v in given.items() if v != -1]
+    return min(bounds, default=UNBOUNDED)
+
+
+def choices(
+    body: Common,
+    params: SamplingParams,
+    n: int,
+    prompts: int,
+    stream: bool,
+    limits: Limits,
+    headers: dict[str, str],
+) -> SamplingParams:
+    """Check how many sequences are computed for each prompt, and how many of them are the reply."""
+    check_count("n", n, 1, limits.n)
+    best_of = body.best_of or None  # OpenAI's may be 0
+    if best_of is not None:
+        check_count(
+            "best_of",
+            best_of,
+            n,
+            limits.beams if params.use_beam_search else max(limits.best_of, n),
+        )
+    if n != 1 or best_of is not None:  # a copy is slow: it is validated again
+        params = replace(params, n=n, best_of=best_of)
+    name = "use_beam_search" if params.use_beam_search else "best_of"
+    if params.ranked and stream:
+        raise unsupported(
+            name, "it cannot be streamed, because the best text is known only at the end"
+        )
+    if params.use_beam_search:
+        ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
+    elif params.width > 1 and params.greedy:
+        name = "n" if n > 1 else "best_of"
+        raise bad(
+            name,
+            f"{name} must be 1 at temperature 0: all choices would be the same",
+            "param_out_of_range",
+        )
+    if params.width * prompts > limits.sequences:
+        what = f"n (or best_of) x prompts may be at most {limits.sequences}, got {params.width * prompts}"
+        raise bad("n", what, "param_out_of_range")
+    return params
+
+
+def ignore(headers: dict[str, str], *names: str) -> None:
+    """Name fields that have no effect in the reply's header."""
+    if names:
+        headers["x-ignored-params"] = ", ".join(
+            filter(None, (headers.get("x-ignored-params"), *names))
+        )
+
+
+# ---- room for the reply ---------------------------------------------------------------------------------
+
+
+def fit(
+    prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]
+) -> int:
+    """How many tokens may be generated: what was asked for, or what the context and the pool leave."""
+    count = len(prompt)
+    if count >= model.max_model_len:
+        raise prompt_too_long(count, model.max_model_len, param)
+    if count >= model.longest:
+        pool = model.num_blocks * model.block_size
+        raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
+                  "kv_capacity_exceeded")  # fmt: skip
+    if model.kv_budget and count > model.kv_budget:
+        error = ContextLengthExceeded(
+            f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it"
+        )
+        raise bad(param, str(error), error.code)
+    room = model.longest - count
+    by_pool = model.longest < model.max_model_len and not model.kv_budget
+    if by_pool and (wanted is None or wanted > room):
+        headers["x-max-tokens"] = str(room)
+        headers["x-max-tokens-limit"] = "kv_pool"
+    if model.kv_budget and wanted is not None and wanted < UNBOUNDED:
+        return wanted
+    if wanted is not None and room < wanted < UNBOUNDED:
+        headers["x-max-tokens"] = str(room)
+    return min(wanted, room) if wanted is not None else room
+
+
+def build(
+    front: Front,
+    caller: Caller,
+    body: Common,
+    prompts: list[tuple[str | None, list[int]]],
+    asked: Asked,
+    param: str = "prompt",
+) -> Prepared:
+    """Requests for the engine, each with as much room as its prompt leaves. `param`: the field that holds the prompt."""
+    model = front.client.model
+    params = asked.params
+    headers = asked.headers
+    params.check_vocabulary(model.vocab_size)
+    if body.priority is not None and front.config.engine.scheduling_policy == "fcfs":
+        ignore(headers, "priority")
+    salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
+    # A higher priority of a key comes first, but a lower one of a request, as in vLLM.
+    priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
+    deadline = None if asked.timeout is None else caller.arrival + asked.timeout
+    requests: list[Request] = []
+    for _, ids in prompts:
+        room = fit(ids, asked.wanted, model, param, headers)
+        if params.min_tokens > room:
+            raise bad(
+                "min_tokens",
+                f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})",
+                "param_out_of_range",
+            )
+        if requests and room != params.max_tokens:  # prompts of other lengths leave other room
+            params = replace(params, max_tokens=room)
+        params.max_tokens = room
+        requests.append(
+            Request(
+                id="",
+                prompt=ids,
+                params=params,
+                arrival=caller.arrival,
+                cache_salt=salt,
+                priority=priority,
+                deadline=deadline,
+                tenant=caller.owner,
+            )
+        )
+    _check_prompt_logprobs(front, params, requests)
+    texts = [text for text, _ in prompts]
+    return Prepared(requests, texts, asked.timeout, headers, structured_output.field(body))
+
+
+def _check_prompt_logprobs(front: Front, params: SamplingParams, requests: list[Request]) -> None:
+    if params.prompt_logprobs is None:
+        return
+    entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
+    most = front.config.limits.logprob_entries
+    if entries > most:
+        raise bad(
+            "prompt_logprobs",
+            f"the reply would have {entries} prompt logprobs, but at most {most} are allowed: ask for fewer, or send "
+            "a shorter prompt",
+            "param_out_of_range",
+        )

@@ -1,0 +1,92 @@
+"""The HTTP application: which route is whose, and what stands before them all."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.serve.endpoints import completions, routes
+from octavo.serve.endpoints.guard import Guard
+from octavo.serve.endpoints.live_feed import WatchEndpoint
+from octavo.serve.endpoints.live_page import PAGE, send_page
+from octavo.serve.endpoints.websocket import WebSocketEndpoint
+from octavo.serve.front.front import Front
+from octavo.serve.http.exchange import Endpoint, Handler
+
+GET: dict[str, Handler] = {
+    "/v1/models": routes.models,
+    "/v1/models/{id:path}": routes.model,
+    "/tokenizer_info": routes.tokenizer_info,
+    "/v1/limits": routes.limits,
+    "/version": routes.version,
+    "/livez": routes.livez,
+    "/readyz": routes.readyz,
+    "/startupz": routes.startupz,
+    "/health": routes.readyz,
+    "/metrics": routes.metrics,
+    "/openapi.json": routes.description,
+    "/v1/dumps": routes.dumps,
+}
+POST: dict[str, Handler] = {
+    "/v1/chat/completions": completions.chat_completions,
+    "/v1/chat/completions/render": completions.render,
+    "/v1/completions": completions.completions,
+    "/generate": routes.generate,
+    "/batch_generate": routes.batch_generate,
+    "/tokenize": routes.tokenize,
+    "/detokenize": routes.detokenize,
+    "/v1/requests/{id}/cancel": routes.cancel,
+}
+
+
+async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404)
+
+
+class Table:
+    """Finds a route. Plain paths are looked up in a dictionary. Paths with parameters go to
+    starlette's router, which also answers when there is no such route. A slash at the end of a path
+    makes no difference."""
+
+    def __init__(self, front: Front):
+        routes = [
+            Route(path, Endpoint(front, handler), methods=["POST"])
+            for path, handler in POST.items()
+        ]
+        routes += [
+            Route(path, Endpoint(front, handler), methods=["GET"]) for path, handler in GET.items()
+        ]
+        routes += [Route(path, Endpoint(front, send_page), methods=["GET"]) for path in PAGE]
+        sockets = [
+            WebSocketRoute("/ws/generate", WebSocketEndpoint(front)),
+            WebSocketRoute("/ws/watch", WatchEndpoint(front)),
+        ]
+        self.router = Router([*routes, *sockets], redirect_slashes=False, default=not_found)
+        self.plain = {
+            (method, route.path): route
+            for route in routes
+            for method in route.methods or ()
+            if "{" not in route.path
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.endswith("/") and path != "/":
+            scope["path"] = path[:-1]  # the same route
+        route = self.plain.get((scope.get("method", ""), scope["path"]))
+        if route is None:
+            return await self.router(scope, receive, send)
+        scope["route"] = route  # for the log
+        await route.app(scope, receive, send)
+
+
+def application(front: Front) -> ASGIApp:
+    app: ASGIApp = Guard(Table(front), front)
+    if front.config.allowed_origins:
+        origins = list(front.config.allowed_origins)
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return app

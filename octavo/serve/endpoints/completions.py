@@ -1,0 +1,334 @@
+"""/v1/chat/completions and /v1/completions: the same flow, whole or streamed. The shapes are replies.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from octavo.collect import Collector
+from octavo.outputs import CompletionOutput
+from octavo.params import SamplingParams
+from octavo.serve.api import prompt, replies, validate
+from octavo.serve.api.api_errors import api_error, bad
+from octavo.serve.api.logprobs import Layout
+from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
+from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
+from octavo.serve.api.request_tools import read_tools
+from octavo.serve.api.validate import Asked, Prepared
+from octavo.serve.front.client import Call
+from octavo.serve.front.front import Caller, Front
+from octavo.serve.http.exchange import Exchange
+
+log = logging.getLogger(__name__)
+DEFAULT_TOKENS = 16  # of a completion
+COMPLETION_LENGTHS = ("max_tokens", "max_new_tokens")
+CHAT_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+
+
+def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Call:
+    """A call within the limits of the caller's key. Every transport generates through here."""
+    key = caller.key
+    if key is not None:
+        key.enter()
+    try:
+        return front.client.open(
+            caller.id,
+            prepared.requests,
+            prepared.texts,
+            follow=follow,
+            key=key,
+            timeout=prepared.timeout,
+            structure=prepared.structure,
+            until=prepared.until,
+        )
+    except BaseException:
+        if key is not None:
+            key.leave(0)
+        raise
+
+
+# ---- the two routes -------------------------------------------------------------------------------------
+
+
+async def chat_completions(exchange: Exchange) -> None:
+    body, unknown = await exchange.body(ChatRequest, generates=True)
+    prepared, shape = await prepare_chat(exchange.front, exchange.caller, body, unknown)
+    await answer(exchange, prepared, shape)
+
+
+async def completions(exchange: Exchange) -> None:
+    body, unknown = await exchange.body(CompletionRequest, generates=True)
+    prepared, shape = await prepare_completion(exchange.front, exchange.caller, body, unknown)
+    await answer(exchange, prepared, shape)
+
+
+async def render(exchange: Exchange) -> None:
+    """What a conversation becomes, without generating: for learners. A request that could not be answered is refused here
+    too, but for one whose prompt does not fit: that can be looked at."""
+    front = exchange.front
+    body, unknown = await exchange.body(ChatRequest)
+    asked, shape = read_chat(front, exchange.caller, body, unknown)
+    asked.params.check_vocabulary(front.client.model.vocab_size)
+    ids = await prompt.chat_ids(front, body, asked, shape.tools, context=sys.maxsize)
+    text = await front.text.decode(front.tokenizer, ids)
+    reply = {
+        "prompt": text,
+        "token_ids": ids,
+        "count": len(ids),
+        "max_model_len": front.client.model.max_model_len,
+    }
+    await exchange.reply(reply, asked.headers)
+
+
+# ---- before -----------------------------------------------------------------------------------------------
+
+
+def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
+    """Whether to stream, and where in the stream usage goes: None, "end", or "all" for each chunk."""
+    options = body.stream_options
+    if not options:
+        return bool(body.stream), None
+    if not body.stream:
+        raise bad("stream_options", "stream_options are for stream: true")
+    for name in STREAM_OPTIONS:
+        if not isinstance(options.get(name), bool | None):
+            raise bad(f"stream_options.{name}", f"stream_options.{name} must be true or false")
+    unknown = [name for name in options if name not in STREAM_OPTIONS]
+    names = [f"stream_options.{n[:64]}" for n in unknown if validate.LABEL.fullmatch(n)]
+    validate.ignore(headers, *names[:20])
+    if not options.get("include_usage"):
+        return True, None
+    return True, "all" if options.get("continuous_usage_stats") else "end"
+
+
+def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> SamplingParams:
+    if body.prompt_logprobs is None:
+        return params
+    if body.stream:
+        raise bad("prompt_logprobs", "prompt_logprobs are not streamed: use stream: false")
+    return replace(
+        params,
+        prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit),
+    )
+
+
+def _logprobs(
+    body: OpenAI, shape: Shape, params: SamplingParams, top: int | None
+) -> SamplingParams:
+    """`top`: how many of the likeliest tokens the reply shows. None: no logprobs."""
+    if top is None:
+        if body.logprob_token_ids:
+            raise bad("logprob_token_ids", "logprob_token_ids needs logprobs: set logprobs too")
+        return params
+    params = replace(params, logprobs=top, logprob_token_ids=body.logprob_token_ids)
+    shape.logprobs = Layout(top, params.logprob_token_ids, bool(body.return_tokens_as_token_ids))
+    return params
+
+
+def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
+    """What both kinds of replies have in common."""
+    shape = Shape(chat=chat, n=1 if body.n is None else body.n)
+    shape.stream, shape.usage = _stream(body, headers)
+    shape.prompt_logprobs = body.prompt_logprobs is not None
+    shape.token_ids = bool(body.return_token_ids)
+    return shape
+
+
+def read_chat(
+    front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
+) -> tuple[Asked, Shape]:
+    """The request except for its prompt, and what the reply should hold."""
+    limits = front.config.limits
+    headers = validate.check_fields(front, unknown, chat=True)
+    prompt.check_template_options(front, body, headers)
+    timeout = validate.check_common(front, caller, body)
+    params = validate.sampling(front, body)
+    shape = _shape(body, True, headers)
+    shape.prompt_text = bool(body.return_prompt_text)
+    shape.prefix = last_message(body) if body.echo else ""
+    params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
+    if body.top_logprobs and not body.logprobs:
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+    top = None
+    if body.logprobs:
+        top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
+    wanted = validate.reply_length(body, CHAT_LENGTHS)
+    if wanted is None:
+        wanted = default_length(front)
+    params = _prompt_logprobs(body, params, limits.top_logprobs)
+    params = _logprobs(body, shape, params, top)
+    _check_minimum(params, wanted)
+    shape.tools = read_tools(front, body, params.structured_outputs)
+    if shape.tools is not None:
+        params = shape.tools.sampling(params)
+        shape.tools.note(headers)
+    return Asked(params, wanted, timeout, headers), shape
+
+
+def last_message(body: ChatRequest) -> str:
+    """The text of the last message if it is the assistant's, which the reply then begins with."""
+    last = (body.messages or [{}])[-1]
+    if last.get("role") != "assistant":
+        return ""
+    content = last.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def default_length(front: Front) -> int | None:
+    """The longest reply to a chat that names no length: the model's recommendation, if it has one."""
+    length = front.client.model.sampling.get("max_tokens")
+    return None if length is None else int(length)
+
+
+async def prepare_chat(
+    front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
+) -> tuple[Prepared, Shape]:
+    asked, shape = read_chat(front, caller, body, unknown)
+    context = prompt.longest(front, body.truncate_prompt_tokens)
+    ids = await prompt.chat_ids(front, body, asked, shape.tools, context)
+    prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
+    if shape.tools is not None and shape.tools.grammar is not None:
+        prepared.structure = "tools"
+    if shape.tools is not None and not shape.tools.parallel:
+        prepared.until = shape.tools.first_call
+    return prepared, shape
+
+
+async def prepare_completion(
+    front: Front, caller: Caller, body: CompletionRequest, unknown: dict[str, Any]
+) -> tuple[Prepared, Shape]:
+    limits = front.config.limits
+    headers = validate.check_fields(front, unknown, chat=False)
+    timeout = validate.check_common(front, caller, body)
+    params = validate.sampling(front, body)
+    shape = _shape(body, False, headers)
+    shape.echo = bool(body.echo)
+    many = (
+        len(body.prompt)
+        if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
+        else 1
+    )
+    params = validate.choices(body, params, shape.n, many, shape.stream, limits, headers)
+    top = body.logprobs
+    if top is not None:
+        validate.check_count("logprobs", top, 0, limits.completion_logprobs)
+    wanted = validate.reply_length(body, COMPLETION_LENGTHS, least=0 if shape.echo else 1)
+    if wanted is None:
+        wanted = DEFAULT_TOKENS
+    shape.prompt_only = shape.echo and wanted == 0
+    params = _prompt_logprobs(body, params, limits.top_logprobs)
+    if shape.echo and top is not None:
+        params = replace(params, prompt_logprobs=max(top, params.prompt_logprobs or 0))
+    params = _logprobs(body, shape, params, top)
+    _check_minimum(params, wanted)
+    asked = Asked(params, max(wanted, 1), timeout, headers)
+    prompts = await prompt.completion_prompts(front, body, asked)
+    return validate.build(front, caller, body, prompts, asked), shape
+
+
+def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
+    if wanted is not None and params.min_tokens > wanted:
+        raise bad(
+            "min_tokens",
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({wanted})",
+            "param_out_of_range",
+        )
+
+
+# ---- after ------------------------------------------------------------------------------------------------
+
+
+async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
+    front = exchange.front
+    caller = exchange.caller
+    with open_call(front, caller, prepared, follow=shape.stream) as call:
+        exchange.watch(call)
+        if shape.stream:
+            await call.taken()  # what is refused is an HTTP error still, and no event
+            await stream(exchange, call, prepared, shape)
+        else:
+            await call.done()
+            reply = replies.whole(
+                envelope(front, caller, shape), front.tokenizer, call.collectors, shape
+            )
+            await exchange.reply(reply, prepared.headers)
+
+
+async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
+    """Headers go out at once, then pieces as they come; what goes wrong from here on is told in the stream."""
+    front = exchange.front
+    loop = asyncio.get_running_loop()
+    written = time.monotonic()
+    timer: asyncio.TimerHandle | None = None
+    quiet = front.config.keep_alive
+
+    def tick() -> None:
+        nonlocal timer
+        if time.monotonic() - written >= quiet:
+            call.wake()
+        timer = loop.call_later(quiet / 4, tick)
+
+    writer = ChunkWriter(envelope(front, exchange.caller, shape), front.tokenizer, shape)
+    await exchange.start_events(prepared.headers)
+    front.metrics.streams.inc()
+    tick()
+    opened: set[int] = set()
+    try:
+        async for pieces in call:
+            parts = []
+            for which, piece in pieces:
+                index = which * shape.n + piece.index
+                if index not in opened:
+                    opened.add(index)
+                    parts += opening(writer, index, call.collectors[which], shape)
+                if not shape.prompt_only:
+                    parts.append(writer.piece(index, piece, call.collectors))
+                elif piece.finish_reason is not None:
+                    parts.append(
+                        writer.piece(
+                            index,
+                            CompletionOutput(index, "", [], finish_reason="length"),
+                            call.collectors,
+                        )
+                    )
+            data = b"".join(parts) if pieces else replies.KEEP_ALIVE
+            if data:  # a piece that may yet become a call is held back
+                await exchange.write(data)
+                written = time.monotonic()
+        await exchange.write(
+            writer.end(call.collectors, 0 if shape.prompt_only else None), last=True
+        )
+    except Exception as e:
+        error = api_error(e)
+        if error.code != "client_gone":
+            front.metrics.rejections.labels(error.code or error.type).inc()
+        if error.status == 500 and error is not e:
+            log.exception("request %s failed in its stream", exchange.caller.id)
+        await exchange.write(
+            writer.end(call.collectors, 0 if shape.prompt_only else None, error.encode()), last=True
+        )
+    finally:
+        if timer is not None:
+            timer.cancel()
+        front.metrics.streams.dec()
+
+
+def envelope(front: Front, caller: Caller, shape: Shape) -> Envelope:
+    id = f"{'chatcmpl' if shape.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
+    return Envelope(id, front.config.name, front.fingerprint)
+
+
+def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape) -> list[bytes]:
+    """The chunks before the first piece of a choice: the role, or the prompt."""
+    if shape.chat:
+        return [writer.role(index, collector)]
+    return [writer.echo(index, collector)] if shape.echo else []

@@ -1,0 +1,480 @@
+"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's event loop.
+
+Generation takes the same path as over HTTP. In gRPC's protocol a unary call is a stream of one
+message each way, so every method here is a stream handler on bytes: the key is checked before the
+message is read, reading has a time limit, and a message that cannot be parsed gets our own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from octavo.collect import Collector
+from octavo.serve.api import validate
+from octavo.serve.api.api_errors import ApiError, api_error, bad, deadline_exceeded
+from octavo.serve.api.grpc_request import parse_message, read_message
+from octavo.serve.api.parse import INLINE
+from octavo.serve.api.protocol import BatchGenerateRequest, GenerateRequest
+from octavo.serve.api.validate import Prepared
+from octavo.serve.channel.jobs import ParseMessage
+from octavo.serve.endpoints.completions import open_call
+from octavo.serve.endpoints.routes import check_prompts, prepare_generate
+from octavo.serve.front.front import Caller, Front
+from octavo.serve.front.keys import network
+from octavo.serve.http.body import parse_in_worker
+from octavo.serve.http.exchange import client_gone
+from octavo.serve.limits import Limits
+from octavo.serve.proto import octavo_pb2 as pb
+
+log = logging.getLogger(__name__)
+T = TypeVar("T", bound=msgspec.Struct)
+Context = Any  # grpc.aio.ServicerContext, which has no types
+Method = Callable[[Caller, Context], Awaitable[None]]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,  # what clients of reflection try older versions on
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+NOT_IN_METADATA = ("connection", "www-authenticate")
+POLL = 0.05  # seconds between looks at the front's readiness
+MIN_PING_MS = 500  # half of what is documented, so that jitter does no harm
+IDLE_SECONDS = 300.0  # until a connection without calls is closed
+HEALTH_BYTES = 4096  # of a HealthRequest, which needs no key
+HEALTH_WATCHERS = 256  # they need no key, and each holds one of the calls that are allowed
+
+
+def options(limits: Limits) -> list[tuple[str, int]]:
+    return [
+        # With it, a second server on the port would silently take half of the clients.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.body_bytes),
+        # No compression: gRPC checks the size of a message before it decompresses it.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.max_metadata_size", limits.header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.header_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.server_handshake_timeout_ms", int(limits.header_seconds * 1000)),
+        # The server's own pings find clients that vanished without closing the connection.
+        ("grpc.keepalive_time_ms", int(limits.send_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", int(limits.send_seconds * 1000)),
+        # Clients may ping every second, with or without calls. gRPC's default is five minutes.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_MS),
+        # A client reconnects by itself when it makes its next call.
+        ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
+    ]
+
+
+class RpcServer:
+    def __init__(self, front: Front, address: str):
+        """`address`: host:port. Raises RuntimeError where it cannot be listened on."""
+        self.front = front
+        guard = CallGuard(front)
+        self.service = Service(front, guard)
+        self.health = Health(front, guard)
+        limits = front.config.limits
+        self._server = grpc.aio.server(
+            interceptors=[Gate(guard)],
+            options=options(limits),
+            maximum_concurrent_rpcs=limits.connections,
+        )
+        self._server.add_generic_rpc_handlers((self.service.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        reflection.enable_server_reflection(
+            (SERVICE, HEALTH, reflection.SERVICE_NAME), self._server
+        )
+        self.port: int = self._server.add_insecure_port(address)
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._following = asyncio.create_task(self.health.follow())
+
+    async def stop(self, grace: float) -> None:
+        """Tell watchers of the health first; open calls then have `grace` seconds."""
+        self._following.cancel()
+        self.health.close()
+        await self._server.stop(grace)
+
+
+# ---- before and after every method --------------------------------------------------------------------
+
+
+class CallGuard:
+    """Runs before and after every method: keys, limits, errors as a status, the request's id."""
+
+    def __init__(self, front: Front):
+        self.front = front
+        self._open: Counter[str] = Counter()  # calls, by address
+
+    @contextlib.contextmanager
+    def count(self, context: Context) -> Iterator[None]:
+        """Count a call while it is open. Raises if its address has too many."""
+        address = network(_address(context.peer()))
+        most = self.front.config.limits.connections_per_address
+        if self._open[address] >= most:
+            raise ApiError(
+                429,
+                f"an address may have {most} calls open at a time: wait for some of them to end",
+                "too_many_connections",
+                retry_after=1.0,
+            )
+        self._open[address] += 1
+        try:
+            yield
+        finally:
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
+
+    def wrap(
+        self, name: str, method: Method, needs_key: bool = True
+    ) -> Callable[[Any, Context], Awaitable[None]]:
+        async def run(_: Any, context: Context) -> None:
+            caller = Caller()
+            code = "OK"
+            request_id = ("x-request-id", caller.id)
+            context.set_trailing_metadata((request_id,))
+            try:
+                with self.count(context):
+                    self._check(caller, context, needs_key)
+                    await method(caller, context)
+            except asyncio.CancelledError:
+                code = "CANCELLED"  # by the client, or its deadline has passed
+                raise
+            except Exception as e:
+                error = api_error(e).forget()
+                if error.status == 500 and not isinstance(e, ApiError):
+                    log.exception("request %s failed", caller.id)
+                if error.code != "client_gone":
+                    self.front.metrics.rejections.labels(error.code or error.type).inc()
+                code = CODES[error.status].name
+                metadata = (request_id, *error_metadata(error))
+                await context.abort(CODES[error.status], error.message, metadata)
+            finally:
+                log.info(
+                    "%s gRPC %s %s %.1f ms%s",
+                    caller.id,
+                    name,
+                    code,
+                    (time.monotonic() - caller.arrival) * 1000,
+                    f" {caller.owner}" if caller.owner else "",
+                )
+
+        return run
+
+    def _check(self, caller: Caller, context: Context, needs_key: bool) -> None:
+        if needs_key:
+            caller.key = self.front.keys.check(_authorization(context), _address(context.peer()))
+        remaining = context.time_remaining()
+        if remaining is not None:
+            if remaining <= 0:
+                raise deadline_exceeded(0)
+            caller.timeout = min(remaining, self.front.config.limits.timeout_seconds)
+
+
+def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
+    found: list[tuple[str, str | bytes]] = [
+        (n, v) for n, v in error.headers.items() if n not in NOT_IN_METADATA
+    ]
+    if "retry-after-ms" in error.headers:
+        # what gRPC's own retries go by
+        found.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))
+    return [*found, ("octavo-error-bin", error.encode())]
+
+
+def _authorization(context: Context) -> str | None:
+    return next(
+        (value for name, value in context.invocation_metadata() or () if name == "authorization"),
+        None,
+    )
+
+
+def _address(peer: str) -> str:
+    """ipv4:127.0.0.1:123 or ipv6:[::1]:123, percent-encoded, without the port."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Denies by default what the service does not guard itself: everything but the health check,
+    unknown methods as well."""
+
+    def __init__(self, guard: CallGuard):
+        self.guard = guard
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is not None and details.method.startswith((f"/{SERVICE}/", f"/{HEALTH}/")):
+            return handler
+        if handler is None:
+            return grpc.stream_stream_rpc_method_handler(self.guard.wrap("-", unknown))
+
+        async def relay(requests: AsyncIterator[Any], context: Context) -> None:
+            async def method(caller: Caller, context: Context) -> None:
+                async for reply in handler.stream_stream(requests, context):
+                    await context.write(reply)
+
+            await self.guard.wrap(details.method, method)(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(
+            relay, handler.request_deserializer, handler.response_serializer
+        )
+
+
+async def unknown(caller: Caller, context: Context) -> None:
+    raise ApiError(
+        501,
+        "there is no such method: reflection lists what there is",
+        "unknown_method",
+        type="not_found_error",
+    )
+
+
+# ---- the service ----------------------------------------------------------------------------------------
+
+
+class Service:
+    def __init__(self, front: Front, guard: CallGuard):
+        self.front = front
+        self.guard = guard
+
+    def handlers(self) -> Any:
+        methods = {
+            "Generate": self.generate,
+            "BatchGenerate": self.batch,
+            "GenerateStream": self.stream,
+            "Health": self.health,
+        }
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(
+                self.guard.wrap(name, method, needs_key=name != "Health")
+            )
+            for name, method in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def generate(self, caller: Caller, context: Context) -> None:
+        prepared = await self._prepare_one(caller, context)
+        (reply,) = await self._whole(caller, prepared)
+        await self._end(caller, context, prepared, reply)
+
+    async def batch(self, caller: Caller, context: Context) -> None:
+        body, headers = await self._read(caller, context, BatchGenerateRequest)
+        prompts = check_prompts(self.front, body.prompts)
+        prepared = await prepare_generate(self.front, caller, body, prompts, headers)
+        replies = await self._whole(caller, prepared)
+        await self._end(caller, context, prepared, pb.BatchGenerateResponse(responses=replies))
+
+    async def stream(self, caller: Caller, context: Context) -> None:
+        prepared = await self._prepare_one(caller, context, stream=True)
+        with (
+            open_call(self.front, caller, prepared, follow=True) as call,
+            self.front.metrics.streams.track_inprogress(),
+        ):
+            # with it, it can be cancelled over HTTP
+            await context.send_initial_metadata((("x-request-id", caller.id),))
+            context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
+            count = 0
+            async for pieces in call:
+                for which, piece in pieces:
+                    count += len(piece.token_ids)
+                    reply = pb.GenerateStreamResponse(
+                        text=piece.text, tokens_generated=count, latency_ms=elapsed(caller)
+                    )
+                    if piece.finish_reason is not None:
+                        reply.finish_reason = piece.finish_reason
+                        reply.prompt_tokens, reply.cached_tokens = prompt_counts(
+                            call.collectors[which]
+                        )
+                    await self._write(context, reply)
+
+    async def health(self, caller: Caller, context: Context) -> None:
+        data = await self._receive(context)
+        if len(data) > HEALTH_BYTES:
+            raise bad(None, f"a HealthRequest may have at most {HEALTH_BYTES} bytes")
+        parse_message(data, pb.HealthRequest)
+        state: dict[str, Any] = self.front.client.state()
+        known = {name: state[name] for name in ("state", "phase", "elapsed_s")}
+        await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **known))
+
+    # ---- their parts -----------------------------------------------------------------------------
+
+    async def _prepare_one(
+        self, caller: Caller, context: Context, stream: bool = False
+    ) -> Prepared:
+        body, headers = await self._read(caller, context, GenerateRequest)
+        prompts = [body.prompt or ""]
+        return await prepare_generate(self.front, caller, body, prompts, headers, stream)
+
+    async def _whole(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
+        def reply(collector: Collector) -> pb.GenerateResponse:
+            (found,) = collector.best
+            prompt, cached = prompt_counts(collector)
+            return pb.GenerateResponse(
+                generated_text=found.text,
+                tokens_generated=len(found.token_ids),
+                latency_ms=elapsed(caller),
+                finish_reason=found.finish_reason,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+            )
+
+        with open_call(self.front, caller, prepared, follow=False) as call:
+            await call.done()
+            return [reply(collector) for collector in call.collectors]
+
+    async def _end(
+        self, caller: Caller, context: Context, prepared: Prepared, reply: Message
+    ) -> None:
+        context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
+        await self._write(context, reply)
+
+    async def _read(
+        self, caller: Caller, context: Context, kind: type[T]
+    ) -> tuple[T, dict[str, str]]:
+        """The call's one message as a `kind`, and headers about its unknown fields."""
+        front = self.front
+        front.check_admission(caller)
+        data = await self._receive(context)
+        limits = front.config.limits
+        with front.bodies.hold(_address(context.peer())) as held:
+            refusal = held.grow(len(data))
+            if refusal is not None:
+                raise refusal
+            if len(data) <= INLINE:
+                body, unknown = read_message(data, kind, limits)
+            else:
+                job = ParseMessage(kind.__name__)
+                body, unknown = await parse_in_worker(front.pool, job, data, kind)
+        return body, validate.check_fields(front, unknown)
+
+    async def _receive(self, context: Context) -> bytes:
+        seconds = self.front.config.limits.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                data = await context.read()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the message did not arrive within {seconds:g} s", "body_timeout"
+            ) from None
+        if data is grpc.aio.EOF:
+            raise bad(None, "the call has no message")
+        found: bytes = data
+        return found
+
+    async def _write(self, context: Context, reply: Message) -> None:
+        """Waits while the client is slow to read, but not for ever."""
+        try:
+            async with asyncio.timeout(self.front.config.limits.send_seconds):
+                await context.write(reply.SerializeToString())
+        except TimeoutError:
+            raise client_gone() from None
+
+
+def prompt_counts(collector: Collector) -> tuple[int, int]:
+    """Its tokens, and how many of them were cached."""
+    return len(collector.request.prompt), collector.cached
+
+
+def elapsed(caller: Caller) -> float:
+    """Milliseconds."""
+    return (time.monotonic() - caller.arrival) * 1000
+
+
+# ---- health ---------------------------------------------------------------------------------------------
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """The standard health check. It is open to all, as the probes are. (The one in grpc_health
+    forgets its watchers when one of them leaves.)"""
+
+    def __init__(self, front: Front, guard: CallGuard):
+        self.front = front
+        self.guard = guard
+        self._watchers = 0
+        self._told = front.client.ready
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def status(self, service: str) -> Any:
+        if service not in ("", SERVICE):
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        ready = self.front.client.ready and not self._closed
+        return (
+            health_pb2.HealthCheckResponse.SERVING
+            if ready
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+
+    async def Check(self, request: Any, context: Context) -> Any:
+        found = self.status(request.service)
+        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+        return health_pb2.HealthCheckResponse(status=found)
+
+    async def Watch(self, request: Any, context: Context) -> None:
+        if self._watchers >= HEALTH_WATCHERS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{HEALTH_WATCHERS} clients watch the health already: use Check",
+            )
+        self._watchers += 1
+        try:
+            with self.guard.count(context):
+                await self._watch(request, context)
+        except ApiError as error:
+            await context.abort(CODES[error.status], error.message)
+        finally:
+            self._watchers -= 1
+
+    async def _watch(self, request: Any, context: Context) -> None:
+        last = None
+        while True:
+            changed = self._changed
+            found = self.status(request.service)
+            if found != last:
+                await context.write(health_pb2.HealthCheckResponse(status=found))
+                last = found
+            if self._closed:
+                return
+            await changed.wait()
+
+    async def follow(self) -> None:
+        while True:
+            if self._told != self.front.client.ready:
+                self._told = self.front.client.ready
+                self._wake()
+            await asyncio.sleep(POLL)
+
+    def close(self) -> None:
+        """Not serving any more; watchers hear so, and are let go."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,175 @@
+"""/ws/watch: what the live page shows, five times a second, for as long as somebody watches.
+
+<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...}, "view": {...} or null}
+
+Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the
+latest when it is ready for one, and `gap` says how many it missed. `server` is what /readyz says.
+`model` is null until one is loaded. `numbers` are the front's counters, `heartbeat` and `view` the
+engine's (messages.py says what each field is); `view` is null while the engine has not answered.
+
+The front asks the engine (Look), and not again before it has answered. While nobody watches nothing
+is asked, kept or sent. Ids, lengths and states go out here, never a text or a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from octavo import __version__
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.channel.messages import Look
+from octavo.serve.front.front import Front
+from octavo.serve.front.keys import Bucket
+
+# what the server chooses of a browser's subprotocols, of which another may be a key
+PROTOCOL = "octavo-watch"
+INTERVAL = 0.2  # seconds
+FORBIDDEN = 4403  # a WebSocket's own 403
+POLICY_VIOLATION = 1008
+SHARE = 0.02  # of the engine's time, at most, goes into views
+MODEL = (
+    "architecture",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_batched_tokens",
+    "block_size",
+    "num_blocks",
+)
+_encode = msgspec.json.Encoder().encode
+
+
+class Watcher:
+    """One connection: the frame that it has not taken yet, and how many it missed."""
+
+    def __init__(self) -> None:
+        self.frame: bytes | None = None
+        self.gap = 0
+        self.offered = asyncio.Event()
+
+    def offer(self, frame: bytes) -> None:
+        self.gap += self.frame is not None
+        self.frame = frame
+        self.offered.set()
+
+    async def take(self) -> str:
+        await self.offered.wait()
+        self.offered.clear()
+        assert self.frame is not None
+        text = f'{{"gap":{self.gap},{self.frame[1:].decode()}'
+        self.frame = None
+        self.gap = 0
+        return text
+
+
+class WatchEndpoint:
+    def __init__(self, front: Front):
+        self.front = front
+        self.watchers: set[Watcher] = set()
+        self.asked = 0  # which engine process was asked and has not answered; 0: none
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = scope["octavo.caller"].key
+        if len(self.watchers) >= (most := self.front.config.limits.watchers):
+            raise ApiError(
+                429,
+                f"{most} others watch already: close one of the pages",
+                "too_many_watchers",
+                retry_after=5,
+            )
+        socket = WebSocket(scope, receive, send)
+        watcher = Watcher()
+        # it would see what other keys' requests do; a browser learns why from a code alone
+        if key is not None and not key.admin:
+            await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
+            await socket.close(FORBIDDEN, "only an administrator's key opens this")
+            return
+        self.watchers.add(watcher)
+        try:
+            await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._run())
+            sending = asyncio.create_task(self._send(socket, watcher))
+            listening = asyncio.create_task(self._listen(socket))
+            done, rest = await asyncio.wait(
+                {sending, listening}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in rest:
+                task.cancel()
+            for task in done:
+                task.result()
+        except (WebSocketDisconnect, RuntimeError, TimeoutError):
+            pass  # the watcher left, or it read nothing for too long and its connection is closed
+        finally:
+            self.watchers.discard(watcher)
+
+    async def _send(self, socket: WebSocket, watcher: Watcher) -> None:
+        while True:
+            text = await watcher.take()
+            async with asyncio.timeout(self.front.config.limits.send_seconds):
+                await socket.send_text(text)
+
+    async def _listen(self, socket: WebSocket) -> None:
+        """Wait until the watcher leaves. Its messages are ignored, and many of them end the
+        connection."""
+        messages = Bucket(self.front.config.limits.websocket_errors)
+        while (await socket.receive())["type"] != "websocket.disconnect":
+            messages.take()
+            if messages.wait() > 0:
+                await socket.close(POLICY_VIOLATION, "this connection takes no messages")
+                return
+
+    async def _run(self) -> None:
+        """While somebody watches: a frame, a look, a pause."""
+        client = self.front.client
+        supervisor = self.front.client.supervisor
+        client.view = None
+        self.asked = 0
+        while self.watchers:
+            seconds = 0.0 if client.view is None else client.view.seconds
+            if client.view is not None:
+                self.asked = 0
+            frame = _encode(self.frame())
+            for watcher in self.watchers:
+                watcher.offer(frame)
+            if supervisor.phase == "ready" and self.asked != supervisor.starts:
+                self.asked = supervisor.starts
+                supervisor.send(Look())
+            await asyncio.sleep(max(INTERVAL, seconds / SHARE))
+
+    def frame(self) -> dict[str, Any]:
+        client = self.front.client
+        metrics = self.front.metrics
+        config = self.front.config
+        loaded = client.model_info()
+        heartbeat = client.supervisor.heartbeat
+        (view, client.view) = (client.view, None)
+        return {
+            "time": time.monotonic(),
+            "server": {
+                **client.state(),
+                "name": config.name,
+                "version": __version__,
+                "starts": client.supervisor.starts,
+            },
+            "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
+            "numbers": {
+                "open": len(client.open_requests),
+                "queue": len(client.queue.waiting),
+                "ttft": [sum(metrics.ttft.counts), metrics.ttft.sum],  # how many, seconds in all
+                "itl": [sum(metrics.itl.counts), metrics.itl.sum],
+                "watchers": len(self.watchers),
+            },
+            "heartbeat": msgspec.structs.asdict(heartbeat),
+            "view": None
+            if view is None
+            else {name: getattr(view, name) for name in view.__struct_fields__},
+        }

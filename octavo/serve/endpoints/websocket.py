@@ -1,0 +1,188 @@
+"""/ws/generate: text as it is generated, over a WebSocket. One generation at a time, any number in
+a row.
+
+-> {"prompt": "...", "max_new_tokens": 64, ...}      as for /generate
+<- {"type": "text", "text": "..."}                   as it is generated
+<- {"type": "done", "id": "req_...", "finish_reason": "stop", "usage": {...}, "headers": {...}}
+                                                     headers: those that an HTTP reply has
+<- {"error": {...}}                                  instead of done
+-> {"type": "cancel"}                                ends the generation in progress
+
+A client sends JSON, in text or binary messages. A message that is wrong is answered with an error,
+and the connection stays open. A client that keeps sending such messages is disconnected with the
+code 1008: `websocket_errors` a minute are allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from octavo.serve.api import replies, validate
+from octavo.serve.api.api_errors import ApiError, api_error, bad, cancelled
+from octavo.serve.api.parse import Bytes, is_quick, parse
+from octavo.serve.api.protocol import GenerateRequest
+from octavo.serve.endpoints.completions import open_call
+from octavo.serve.endpoints.routes import prepare_generate
+from octavo.serve.front.body_memory import Held
+from octavo.serve.front.client import Call
+from octavo.serve.front.front import Caller, Front
+from octavo.serve.front.keys import Bucket
+from octavo.serve.http import body
+from octavo.serve.http.connections import Connection, ConnectionState
+from octavo.serve.http.exchange import client_gone
+
+POLICY_VIOLATION = 1008
+CANCEL_BYTES = 200  # a longer message does not cancel a generation that runs
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass
+class IncomingMessage:
+    data: Bytes
+    memory: Held | None  # counts the bytes
+
+    def free(self) -> None:
+        """Drop the bytes, and no longer count them."""
+        self.data = b""
+        self.memory = None
+
+    def is_cancel(self) -> bool:
+        if len(self.data) > CANCEL_BYTES:
+            return False
+        try:
+            return parse(self.data).get("type") == "cancel"
+        except ApiError:
+            return False
+
+
+class WebSocketEndpoint:
+    def __init__(self, front: Front):
+        self.front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        socket = WebSocket(scope, receive, send)
+        await socket.accept()
+        await Session(self.front, socket, scope["octavo.caller"]).run()
+
+
+class Session:
+    def __init__(self, front: Front, socket: WebSocket, caller: Caller):
+        self.front = front
+        self.socket = socket
+        self.caller = caller
+        self.connection: Connection = socket.scope["octavo.connection"]
+        # None: the client left
+        self.inbox: asyncio.Queue[IncomingMessage | None] = asyncio.Queue(maxsize=4)
+        self.call: Call | None = None
+        self.errors = Bucket(front.config.limits.websocket_errors)
+
+    async def run(self) -> None:
+        reader = asyncio.create_task(self._read())
+        try:
+            while (message := await self._next()) is not None:
+                try:
+                    await self._generate(message)
+                except Exception as e:
+                    error = api_error(e).forget()
+                    if error.code == "client_gone":
+                        return
+                    self.front.metrics.rejections.labels(error.code or error.type).inc()
+                    await self._send(error.encode())
+                    if error.status == 400 and not self._may_err():
+                        await self.socket.close(POLICY_VIOLATION, "too many invalid messages")
+                        return
+        finally:
+            reader.cancel()
+
+    async def _next(self) -> IncomingMessage | None:
+        """The next message. While none is there, a full server may close the connection."""
+        if self.inbox.empty():
+            self.connection.enter(ConnectionState.IDLE)
+        message = await self.inbox.get()
+        self.connection.enter(ConnectionState.BUSY)
+        return message
+
+    def _may_err(self) -> bool:
+        self.errors.take()
+        return self.errors.wait() == 0
+
+    async def _read(self) -> None:
+        """Listen while a generation runs, so that leaving and cancelling are noticed at once."""
+        try:
+            while True:
+                message = await self._message()
+                if self.call is not None and message.is_cancel():
+                    self.call.fail(cancelled())
+                else:
+                    await self.inbox.put(message)
+        except WebSocketDisconnect:
+            if self.call is not None:
+                self.call.fail(client_gone())
+            await self.inbox.put(None)
+
+    async def _message(self) -> IncomingMessage:
+        message = await self.socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        text = message.get("text")
+        data = message["bytes"] if text is None else text.encode()
+        return IncomingMessage(data, message["octavo.memory"])
+
+    async def _generate(self, message: IncomingMessage) -> None:
+        asked, unknown = await self._parse(message)
+        if unknown.pop("type", None) == "cancel":
+            self.errors.take()  # Nothing runs. This is no error, but it must not go on without end.
+            if self.errors.wait():
+                raise bad("type", "there is nothing to cancel")
+            return
+        if unknown.get("stream") is True:
+            del unknown["stream"]  # a WebSocket always streams
+        headers = validate.check_fields(self.front, unknown, chat=False)
+        if asked.prompt is None:
+            raise bad("prompt", "prompt must be a text")
+        caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
+        prepared = await prepare_generate(
+            self.front, caller, asked, [asked.prompt], headers, stream=True
+        )
+        with open_call(self.front, caller, prepared, follow=True) as self.call:
+            try:
+                reason = None
+                async for pieces in self.call:
+                    for _, piece in pieces:
+                        reason = piece.finish_reason or reason
+                        if piece.text:
+                            await self._send(b'{"type":"text","text":' + _encode(piece.text) + b"}")
+                usage = replies.usage_of(self.call.collectors)
+            finally:
+                self.call = None
+        done = {
+            "type": "done",
+            "id": caller.id,
+            "finish_reason": reason,
+            "usage": usage,
+            "headers": prepared.headers,
+        }
+        await self._send(_encode(done))
+
+    async def _parse(self, message: IncomingMessage) -> tuple[GenerateRequest, dict[str, Any]]:
+        """The request, and its unknown fields. The bytes of the message are then free."""
+        limits = self.front.config.limits
+        try:
+            if not is_quick(message.data):
+                self.front.check_admission(self.caller)
+            return await body.decode(self.front.pool, message.data, GenerateRequest, limits)
+        finally:
+            message.free()
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self.front.config.limits.send_seconds):
+                await self.socket.send_text(data.decode())
+        except (TimeoutError, WebSocketDisconnect, RuntimeError):
+            raise client_gone() from None

@@ -1,0 +1,493 @@
+"""The engine process: builds the model, then steps for ever. The front starts it; it serves one front and ends with it.
+
+    main thread    takes messages in, steps, sends news out; sleeps in the socket while there is nothing to do
+    guide threads  compile what structured output asks for (octavo/text/guide.py); the request is held meanwhile
+    heartbeat      sends a heartbeat to the front every quarter of a second, and what the socket had no room for
+
+The socket's own queue is the inbox, and sending never waits (sockets.py).
+Knows tokens and no text but what the tokenizer's place is. Installs no signal handlers but for dumping stacks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.core.engine import Engine
+from octavo.core.tier_index import TierIndex
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.params import SamplingParams
+from octavo.serve.channel.messages import (
+    Abort,
+    Add,
+    Failed,
+    Heartbeat,
+    Loaded,
+    Look,
+    News,
+    Phase,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    Stop,
+    Taken,
+    ToEngine,
+)
+from octavo.serve.channel.sockets import EngineLink
+from octavo.serve.engine.live_view import Viewer
+from octavo.serve.engine.step_reports import LongSteps, StepCounts
+from octavo.serve.process import die_with_parent
+from octavo.types import Guide, Output, Request
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.text.guide import Compilation, Guides
+
+log = logging.getLogger(__name__)
+HEARTBEAT_SECONDS = 0.25
+# operations a second, of a core and of a GPU, that the slowest reach
+SLOWEST = {"cpu": 5e9, "cuda": 5e13}
+# seconds between two looks at what is being compiled, while there is nothing else to do
+TICK = 0.002
+HOST_TIMES = ("plan", "launch", "wait", "commit")
+
+
+class DeviceLost(OctavoError):
+    """After an illegal access or a failed assertion on the device, this process can compute nothing
+    more."""
+
+
+class EngineLoop:
+    # Returns whether the device still computes. Called when a step has failed.
+    alive: Callable[[], bool] = staticmethod(lambda: True)
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: EngineLink,
+        guides: Guides | None = None,
+        check_interval: float = 0.0,
+        seconds_per_token: float = 0.0,
+    ):
+        """`check_interval`: seconds between two checks of the scheduler's invariants; 0: none.
+        `seconds_per_token`: what a token of a prompt takes on the slowest machine."""
+        self.engine = engine
+        self.link = link
+        self.guides = guides
+        self.check_interval = check_interval
+        self.checked = time.monotonic()
+        self.checks = 0
+        self.check_failures = 0
+        self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
+        # Requests that are not streamed: the tokens of each sequence after its first one.
+        self.whole: dict[str, dict[int, list[int]]] = {}
+        self.counts = StepCounts(engine.events)
+        self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
+        self.viewer: Viewer | None = None  # while a live page is open
+        # As the front last learnt them.
+        self.patience = 0.0
+        self.full = False
+        self.heartbeat = Heartbeat()
+        self._snapshot()
+
+    def run(self) -> None:
+        """Until the front says Shutdown."""
+        engine = self.engine
+        told = 0.0
+        while True:
+            rested = False
+            while (
+                message := self.link.receive(
+                    0.0 if not engine.idle else TICK if self.held else None
+                )
+            ) is not None:
+                rested = rested or engine.idle
+                if isinstance(message, Shutdown):
+                    return
+                self._take(message)
+            self._release()
+            outputs = engine.step()
+            if (
+                any(out.finish_reason == "error" and out.code is None for out in outputs)
+                and not self.alive()
+            ):
+                raise DeviceLost("the device computes no more")
+            self.send(outputs)
+            now = time.monotonic()
+            resting = engine.idle and not self.held
+            if self.check_interval and now - self.checked > self.check_interval:
+                self.checked = now
+                self._check()
+            if rested or resting or now - told > HEARTBEAT_SECONDS:
+                told = now
+                self._snapshot()
+                if rested or resting:
+                    self.link.send(self.heartbeat)
+
+    def _take(self, message: ToEngine) -> None:
+        engine = self.engine
+        if isinstance(message, Add):
+            spec = message.params.structured_outputs
+            if spec is None or self.guides is None:
+                self._add(message)
+            else:
+                self.held[message.id] = message, self.guides.start(spec)
+        elif isinstance(message, Abort):
+            untold = 0
+            for id in message.ids:
+                self.held.pop(id, None)
+                untold += sum(map(len, self.whole.pop(id, {}).values()))
+                engine.abort(id)
+            rests = engine.idle and not self.held
+            was = self.full
+            self.full = self.full and not rests
+            if untold or was != self.full:
+                self.link.send(News([], [], [], untold, self.patience, self.full))
+            if rests:
+                self._snapshot()
+                self.link.send(self.heartbeat)
+        elif isinstance(message, Look):
+            self._send_view()
+        elif isinstance(message, Stop):
+            engine.stop(message.id, message.index)
+
+    def _add(self, m: Add, guide: Guide | None = None) -> bool:
+        try:
+            request = Request(
+                m.id,
+                m.prompt,
+                m.params,
+                m.arrival,
+                m.salt,
+                m.priority,
+                m.deadline,
+                m.key,
+                guide,
+                m.submitted,
+            )
+            self.engine.add(request)
+        except InvalidRequest as error:
+            self.link.send(Refused(m.id, str(error), error.param, error.code))
+            return False
+        if m.whole:
+            self.whole[m.id] = {}
+        return True
+
+    def _release(self) -> None:
+        """Queue the held requests whose guide is there, and refuse those that will have none."""
+        for id, (message, work) in list(self.held.items()):
+            try:
+                guide = work.poll()
+            except InvalidRequest as error:
+                self.link.send(Refused(id, str(error), error.param, error.code))
+            else:
+                if guide is None:
+                    continue
+                if self._add(message, guide):
+                    self.link.send(Taken(id))
+            del self.held[id]
+
+    def send(self, outputs: list[Output]) -> None:
+        """Send the outputs of a step, and what else the front must know."""
+        started = self.counts.take_started()
+        self._close_idle_viewer()
+        if self.whole:
+            outputs = [output for output in outputs if self._is_due(output)]
+        before = (self.patience, self.full)
+        self.patience = self.long_steps.longest
+        self.full = self.engine.scheduler.saturated
+        # Steps of requests that were aborted: no other message would count them.
+        has_last_steps = self.counts.has_steps and self.engine.idle
+        if outputs or started or has_last_steps or (self.patience, self.full) != before:
+            steps = self.counts.take_step_tokens()
+            self.link.send(News(outputs, started, steps, patience=self.patience, full=self.full))
+
+    def _announce_long_step(self, seconds: float) -> None:
+        """A long step is about to be launched: the front must not take the engine for hung, nor a
+        request that starts with it for waiting."""
+        self.patience = max(seconds, self.patience)
+        started = self.counts.take_started()
+        self.link.send(News([], started, [], patience=self.patience, full=self.full))
+
+    def _send_view(self) -> None:
+        """A live page is open: send a heartbeat and a view."""
+        self._close_idle_viewer()
+        if self.viewer is None:
+            self.viewer = Viewer(self.engine, self.held)
+        started_at = time.perf_counter()
+        self._snapshot()
+        view = self.viewer.view()
+        view.seconds = time.perf_counter() - started_at
+        self.link.send(self.heartbeat)
+        self.link.send(view)
+
+    def _close_idle_viewer(self) -> None:
+        """Stop listening to events when no page has requested a view for a while."""
+        if self.viewer is not None and self.viewer.forgotten:
+            self.viewer.close()
+            self.viewer = None
+
+    def _is_due(self, output: Output) -> bool:
+        """Return whether an output is sent now. The tokens of a request that is not streamed are sent
+        with its end: a message for each token is most of what such a request costs."""
+        tokens_by_index = self.whole.get(output.request_id)
+        if tokens_by_index is None:
+            return True
+        if output.finish_reason is None:
+            if output.index in tokens_by_index:
+                tokens_by_index[output.index] += output.tokens
+                return False
+            tokens_by_index[output.index] = []
+            return True
+        output.tokens = tokens_by_index.pop(output.index, []) + output.tokens
+        if not tokens_by_index and output.request_id not in self.engine.scheduler.requests:
+            del self.whole[output.request_id]
+        return True
+
+    def _check(self) -> None:
+        """Check the scheduler's invariants. A violation is logged and counted, and the engine goes
+        on: the operator decides."""
+        scheduler = self.engine.scheduler
+        self.checks += 1
+        try:
+            scheduler.check()
+        except Exception as error:
+            self.check_failures += 1
+            self._snapshot()
+            dump = {
+                "event": "invariant_broken",
+                "error": f"{type(error).__name__}: {error}",
+                "scheduler": msgspec.structs.asdict(self.heartbeat),
+                "sequences": [
+                    dict(request=s.request.id, index=s.index, status=s.status.value, computed=s.computed, planned=s.planned,
+                         inflight=s.steps_in_flight, epoch=s.epoch, row=s.slot, published=s.published_blocks, table=s.block_table[:64])
+                    for s in list(scheduler.live.values())[:64]
+                ],
+            }  # fmt: skip
+            log.error("%s", json.dumps(dump))
+
+    def _snapshot(self) -> None:
+        """Build a new heartbeat from the counters and the scheduler's state."""
+        scheduler = self.engine.scheduler
+        pool = scheduler.pool
+        counters = scheduler.counters
+        num_free = len(pool.free_blocks)
+        used_and_hashed = {
+            block
+            for seq in scheduler.running
+            for block in seq.block_table
+            if pool.hashes[block] is not None
+        }
+        # The same number as pool.num_cached, which counts blocks one by one: 2 ms for 32K blocks.
+        num_cached = len(pool.hash_index) - len(used_and_hashed)
+        guides = self.guides
+        self.heartbeat = Heartbeat(
+            steps=counters.steps,
+            running=len(scheduler.decoding) + len(scheduler.prefilling),
+            waiting=len(scheduler.waiting),
+            blocks_used=pool.num_blocks - num_free,
+            blocks_cached=num_cached,
+            blocks_free=num_free - num_cached,
+            queried_tokens=counters.queried_tokens,
+            cached_tokens=counters.cached_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            copies=counters.copies,
+            prefill_tokens=self.counts.prefill_tokens,
+            decode_tokens=self.counts.decode_tokens,
+            seconds={name: getattr(self.engine.host_time, name) for name in HOST_TIMES},
+            recomputed_tokens=counters.recomputed_tokens,
+            tiers=tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
+            tier_misses=dict(counters.tiers.misses),
+            guides_compiled=guides.compiled if guides is not None else 0,
+            guides_cached=guides.hits if guides is not None else 0,
+            guide_seconds=guides.seconds if guides is not None else 0.0,
+            checks=self.checks,
+            check_failures=self.check_failures,
+            shrunk=counters.oom_steps,
+        )
+
+
+def tier_state(tiers: TierIndex) -> dict[str, float]:
+    """Counters, and how many slots of host memory are in which state."""
+    state: dict[str, float] = {
+        name: value for name, value in asdict(tiers.counters).items() if name != "misses"
+    }
+    cached = len(tiers.ready)
+    free = len(tiers.free_blocks)
+    return state | {
+        **{
+            f"{move}_bytes": state[f"{move}s"] * tiers.block_bytes
+            for move in ("store", "load", "save")
+        },
+        "fetch_bytes": tiers.counters.fetches * tiers.block_bytes,
+        "slots_cached": cached,
+        "slots_free": free,
+        "slots_busy": tiers.num_host_blocks - cached - free,
+    }
+
+
+class HeartbeatThread(threading.Thread):
+    """Sends the latest heartbeat while the main thread computes, loads or hangs."""
+
+    def __init__(self, link: EngineLink):
+        super().__init__(daemon=True, name="heartbeat")
+        self.link = link
+        self.loop: EngineLoop | None = None
+
+    def run(self) -> None:
+        while True:
+            due = time.monotonic() + HEARTBEAT_SECONDS
+            while (left := due - time.monotonic()) > 0:
+                if self.link.stuck.wait(left):
+                    self.link.push(due - time.monotonic())
+            self.link.send(self.loop.heartbeat if self.loop else Heartbeat())
+
+
+def build(start: Start, link: EngineLink) -> LLM:
+    link.send(Phase("importing"))
+    from octavo.llm import LLM
+
+    last = 0.0
+
+    def progress(fraction: float) -> None:
+        nonlocal last
+        if fraction >= 1:
+            link.send(Phase("allocating"))
+        elif fraction - last >= 0.01:
+            last = fraction
+            link.send(Phase("loading", fraction))
+
+    link.send(Phase("loading", 0.0))
+    llm = LLM.from_options(start.model, start.options, progress)
+    link.send(describe(llm, start.options.tokenizer))
+    return llm
+
+
+def describe(llm: LLM, tokenizer: str | None) -> Loaded:
+    """Describe the model to the front."""
+    metadata = llm.checkpoint.gguf_metadata if tokenizer is None else None
+    gguf = None
+    if metadata is not None:
+        gguf = {name: field for name, field in metadata.items() if name.startswith("tokenizer.")}
+    memory = llm.memory
+    return Loaded(
+        vocab_size=llm.config.vocab_size,
+        max_model_len=llm.schedule.max_model_len,
+        max_num_seqs=llm.schedule.max_num_seqs,
+        max_batched_tokens=llm.schedule.max_num_batched_tokens,
+        block_size=llm.cache.block_size,
+        num_blocks=llm.cache.num_blocks,
+        prefix_caching=llm.cache.prefix_caching,
+        dtype=str(llm.model_dtype).removeprefix("torch."),
+        device=str(llm.device),
+        architecture=llm.config.architecture,
+        memory={
+            "weights": memory.weights,
+            "activations": memory.activations,
+            "kv": memory.kv,
+            "kv_tokens": memory.kv_tokens,
+            "kv_host": memory.host,
+            "kv_disk": memory.disk,
+        },
+        tokenizer_directory=str(tokenizer or llm.checkpoint.directory) if gguf is None else None,
+        tokenizer_gguf=gguf,
+        kv_dtype=str(llm.runner.kv.view.dtype).removeprefix("torch."),
+        kv_budget=0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
+        sampling=llm.default_sampling,
+    )
+
+
+def canary(engine: Engine) -> None:
+    """Run one small request through the engine. An engine that cannot do this is not ready."""
+    with engine.rehearsal():
+        engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
+        while not engine.idle:
+            for output in engine.step():
+                if output.finish_reason == "error":
+                    raise OctavoError(f"the model loads but does not run: {output.error}")
+
+
+def slowest_token(llm: LLM) -> float:
+    """Seconds that a token of a prompt takes on the slowest machine that is of any use."""
+    import torch
+
+    from octavo.memory import parameter_count
+
+    cores = torch.get_num_threads() if llm.device.type == "cpu" else 1
+    return 4 * parameter_count(llm.model) / (SLOWEST[llm.device.type] * cores)
+
+
+def device_alive(llm: LLM) -> bool:
+    """An error on a GPU stays, and every later call reports it: then only a new process helps."""
+    if llm.device.type != "cuda":
+        return True
+    import torch
+
+    try:
+        torch.cuda.synchronize(llm.device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def main(end: str, stacks: int) -> int:
+    """`end`: the descriptor of our end of the link. `stacks`: that of a file, where SIGUSR1 writes all threads' stacks."""
+    die_with_parent()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
+    os.set_inheritable(int(end), False)
+    link = EngineLink(socket.socket(fileno=int(end)))
+    heartbeats = HeartbeatThread(link)
+    link.send(Phase("starting"))
+    start = link.receive(None)
+    if not isinstance(start, Start):
+        return 1
+    heartbeats.start()
+    try:
+        llm = build(start, link)
+        link.send(Phase("warming"))
+        canary(llm.engine)
+        llm.warm_up()
+    except OctavoError as error:
+        link.send(Failed(str(error)))
+        link.close()
+        return 2
+    loop = EngineLoop(
+        engine=llm.engine,
+        link=link,
+        guides=llm.guides,
+        check_interval=start.check_interval,
+        seconds_per_token=slowest_token(llm),
+    )
+    loop.alive = lambda: device_alive(llm)
+    heartbeats.loop = loop
+    gc.collect()
+    gc.freeze()  # what is here stays: walking it takes 50 ms and more, in the middle of a step
+    link.send(Ready())
+    try:
+        loop.run()
+    except DeviceLost as error:
+        log.critical("%s: this process ends, and another is started", error)
+        os._exit(3)  # nothing that touches the device would come to an end
+    llm.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,82 @@
+"""Bounds the memory that input takes before it is parsed: HTTP bodies, and messages of WebSockets and gRPC.
+
+with memory.hold(address) as held:
+    refusal = held.grow(size)           at every part that arrives; not None: refuse the request
+    ...                                 receive and parse the input
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.keys import network
+from octavo.serve.limits import Limits
+
+SMALL = 64 * 2**10  # bytes
+
+
+class BodyMemory:
+    """Counts the bytes of input from their arrival until they are parsed, in total and by client address. Input of at most SMALL
+    bytes is not counted, so that it is accepted whatever large input arrives."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.total = 0
+        self.by_address: Counter[str] = Counter()
+
+    def hold(self, address: str) -> Held:
+        return Held(self, network(address))
+
+
+class Held:
+    """The bytes of one body or message. They are counted until the `with` block ends or the object is freed."""
+
+    def __init__(self, memory: BodyMemory, address: str):
+        self.memory = memory
+        self.address = address
+        self.size = 0
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+    def grow(self, size: int) -> ApiError | None:
+        """Set the number of bytes. Returns an error if all input, or that of this address, would take too much memory."""
+        if size <= SMALL:
+            return None
+        memory = self.memory
+        limits = memory.limits
+        more = size - self.size
+        if memory.by_address[self.address] + more > limits.body_memory_per_address:
+            return out_of_memory("from this address")
+        if memory.total + more > limits.body_memory:
+            return out_of_memory("of all clients")
+        memory.by_address[self.address] += more
+        memory.total += more
+        self.size = size
+        return None
+
+    def release(self) -> None:
+        if self.size == 0:
+            return
+        memory = self.memory
+        memory.total -= self.size
+        memory.by_address[self.address] -= self.size
+        if not memory.by_address[self.address]:
+            del memory.by_address[self.address]
+        self.size = 0
+
+
+def out_of_memory(whose: str) -> ApiError:
+    return ApiError(
+        503,
+        f"the unfinished requests {whose} take too much memory: send fewer large requests at a time",
+        "body_memory_exceeded",
+        retry_after=1.0,
+    )

@@ -1,0 +1,115 @@
+"""What the front's parts share, and who is calling. No HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+
+from octavo import __version__
+from octavo.serve.api.api_errors import not_ready
+from octavo.serve.channel.jobs import Setup
+from octavo.serve.channel.messages import Loaded
+from octavo.serve.front.body_memory import BodyMemory
+from octavo.serve.front.client import EngineClient
+from octavo.serve.front.keys import Key, Keys
+from octavo.serve.front.metrics import Metrics
+from octavo.serve.front.tokenize import Texts
+from octavo.serve.front.trials import Trials
+from octavo.serve.front.worker_pool import WorkerPool
+from octavo.serve.serve_config import ServeConfig
+from octavo.serve.workers.handlers import Context
+from octavo.text.tokenizer import Tokenizer
+
+
+class Front:
+    def __init__(self, config: ServeConfig):
+        self.config = config
+        self.keys = Keys.read(config.keys_file, config.limits)
+        self.metrics = Metrics(config.metrics_prefix, config.name)
+        self.client = EngineClient(config, self.metrics)
+        self.metrics.source.client = self.client
+        self.pool = WorkerPool(config.text_workers, config.limits.text_seconds)
+        self.client.trials = Trials(self.pool, config.limits.structure_seconds)
+        self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
+        self.bodies = BodyMemory(config.limits)
+        self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
+        self.created = int(time.time())
+        self._fingerprint: tuple[Loaded | None, str] = (None, "")
+
+    @property
+    def idle(self) -> bool:
+        """The engine has nothing to do."""
+        return not self.client.open_requests
+
+    @property
+    def fingerprint(self) -> str:
+        """system_fingerprint: replies with the same one were computed by the same version with the same settings."""
+        loaded = self.client.model
+        if self._fingerprint[0] is not loaded:
+            engine = asdict(self.config.engine)
+            settings = [self.config.model, engine, loaded.dtype, loaded.kv_dtype]
+            text = json.dumps([*settings, loaded.device, loaded.architecture], sort_keys=True)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+            self._fingerprint = loaded, f"octavo-{__version__}-{digest}"
+        return self._fingerprint[1]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.client.tokenizer is None:
+            raise not_ready(self.client.supervisor.phase, self.client.supervisor.restarting)
+        return self.client.tokenizer
+
+    @property
+    def context(self) -> Context:
+        """What jobs need to know, for those that the event loop does itself."""
+        model = self.client.model
+        return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
+
+    def check_admission(self, caller: Caller) -> None:
+        """Refuse a generation that would be refused whatever it asks for, before its body is received or parsed: the engine is
+        not ready, the queue is full, or the key is at one of its limits."""
+        if caller.key is not None:
+            caller.key.check()
+        self.client.check_admission(caller.priority)
+
+
+def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:
+    """The first message to the worker processes."""
+    return Setup(
+        tokenizer_directory=loaded.tokenizer_directory,
+        tokenizer_gguf=loaded.tokenizer_gguf,
+        chat_template=config.chat_template,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        limits=config.limits,
+    )
+
+
+def new_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
+@dataclass
+class Caller:
+    """Who asks, since when."""
+
+    id: str = field(default_factory=new_id)  # ours; the client's own is only a label
+    arrival: float = field(default_factory=time.monotonic)
+    key: Key | None = None
+    timeout: float | None = None  # from a header
+
+    @property
+    def owner(self) -> str:
+        return self.key.name if self.key else ""
+
+    @property
+    def salt(self) -> str:
+        """Holders of different keys never share cached blocks."""
+        return self.key.salt if self.key else ""
+
+    @property
+    def priority(self) -> int:
+        return self.key.priority if self.key else 0

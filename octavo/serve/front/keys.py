@@ -1,0 +1,222 @@
+"""API keys, from one TOML file: each has a name, a priority and limits.
+
+    [[keys]]
+    name = "alice"
+    key = "a long random text"      # or sha256 = "..." of it, so that the file holds no secret
+    priority = 1                    # higher comes sooner (--policy priority), and a full queue makes way for it; default 0
+    requests_per_minute = 60        # limits are optional
+    tokens_per_minute = 100000      # of prompts and replies
+    max_concurrency = 8
+    admin = true                    # may see the engine's dumps
+
+Only digests are kept. Every one is compared each time, in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.errors import OctavoError
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.limits import Limits
+
+MINUTE = 60.0
+MIN_LENGTH = 16
+MAX_ADDRESSES = 10_000  # remembered for failed logins
+SPACE = " \t"  # around a header's value, as HTTP defines it
+
+
+class KeysError(OctavoError):
+    """The file of keys cannot be used."""
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    key: str | None = None
+    sha256: str | None = None
+    priority: int = 0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int | None = None
+    admin: bool = False
+
+
+class Bucket:
+    """A token bucket: `per_minute` tokens flow in, and it holds `burst` of them, as many by
+    default. `level` is what is left. It may go into debt, which then has to be waited for."""
+
+    def __init__(self, per_minute: int, burst: int | None = None):
+        self.per_minute = per_minute
+        self.burst = per_minute if burst is None else burst
+        self.level = float(self.burst)
+        self.last = time.monotonic()
+
+    def wait(self) -> float:
+        """Seconds until something is left; 0: now."""
+        now = time.monotonic()
+        self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.burst)
+        self.last = now
+        return max(0.0, (1 - self.level) * MINUTE / self.per_minute) if self.level < 1 else 0.0
+
+    def take(self, amount: float = 1.0) -> None:
+        self.level -= amount
+
+
+class Key:
+    def __init__(self, entry: Entry, digest: bytes):
+        self.name = entry.name
+        self.priority = entry.priority
+        self.admin = entry.admin
+        self.digest = digest
+        self.salt = hashlib.sha256(b"octavo salt" + digest).hexdigest()[:16]
+        self.requests = Bucket(entry.requests_per_minute) if entry.requests_per_minute else None
+        self.tokens = Bucket(entry.tokens_per_minute) if entry.tokens_per_minute else None
+        self.max_concurrency = entry.max_concurrency
+        self.open = 0
+
+    def check(self) -> None:
+        """Raise if the key allows no further request now."""
+        if self.max_concurrency is not None and self.open >= self.max_concurrency:
+            raise limited(f"{self.max_concurrency} requests at a time", 1.0)
+        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
+            if bucket is not None and (wait := bucket.wait()):
+                raise limited(f"{bucket.per_minute} {what} a minute", wait)
+
+    def enter(self) -> None:
+        """Count a request that begins. Raises if the key allows no further one."""
+        self.check()
+        if self.requests is not None:
+            self.requests.take()
+        self.open += 1
+
+    def leave(self, tokens: int) -> None:
+        self.open -= 1
+        if self.tokens is not None:
+            self.tokens.wait()
+            self.tokens.take(tokens)
+
+
+def network(address: str) -> str:
+    """What counts as one address: with IPv6, a network of 64 bits, because a client usually has all
+    of its addresses."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def limited(what: str, wait: float) -> ApiError:
+    return ApiError(
+        429, f"this key allows {what}: try again later", "rate_limit_exceeded", retry_after=wait
+    )
+
+
+class Keys:
+    """`found` empty: everybody may do everything."""
+
+    def __init__(self, found: list[Key], limits: Limits):
+        self.found = found
+        self.limits = limits
+        self._failed: dict[str, Bucket] = {}
+
+    @classmethod
+    def read(cls, file: str | None, limits: Limits) -> Keys:
+        if file is None:
+            return cls([], limits)
+        try:
+            value = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+            entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
+        except (OSError, ValueError) as error:
+            raise KeysError(f"cannot use the keys in {file}: {error}") from None
+        return cls(_distinct([_key(entry, file) for entry in entries], file), limits)
+
+    def check(self, header: str | None, address: str) -> Key | None:
+        """The key in an Authorization header. Raises 401, or 429 after many wrong keys from one
+        address. A valid key is never refused: many users may share an address, and one of them may
+        send wrong keys."""
+        if not self.found:
+            return None
+        scheme, _, key = (header or "").strip(SPACE).partition(" ")
+        digest = hashlib.sha256(key.strip(SPACE).encode("utf-8", "surrogateescape")).digest()
+        match: Key | None = None
+        for one in self.found:  # every key is compared, whichever matches
+            if hmac.compare_digest(one.digest, digest):
+                match = one
+        if match is not None and scheme.lower() == "bearer":
+            return match
+        if not header:
+            raise ApiError(
+                401, "an API key is needed: send Authorization: Bearer KEY", "invalid_api_key"
+            )
+        self._count_failure(network(address))
+        raise ApiError(401, "the API key is not valid", "invalid_api_key")
+
+    def _count_failure(self, address: str) -> None:
+        """Raises if the address has sent too many wrong keys of late."""
+        if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
+            self._failed.pop(next(iter(self._failed)))
+        failed = self._failed.setdefault(address, Bucket(self.limits.failed_logins))
+        wait = failed.wait()
+        if wait > 0:
+            raise ApiError(
+                429,
+                "too many wrong API keys came from this address: try again later, with a valid key",
+                "too_many_failures",
+                retry_after=wait,
+            )
+        failed.take()
+
+
+def _distinct(keys: list[Key], file: str) -> list[Key]:
+    if not keys:
+        raise KeysError(f"{file} has no [[keys]]: with it, nobody could use the server")
+    if len({key.name for key in keys}) < len(keys):
+        raise KeysError(f"{file} has two keys of one name")
+    names: dict[bytes, str] = {}
+    for key in keys:
+        if (other := names.setdefault(key.digest, key.name)) != key.name:
+            raise KeysError(
+                f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?"
+            )
+    return keys
+
+
+def _key(entry: Entry, file: str) -> Key:
+    where = f"{file}: the key named {entry.name!r}"
+    if not re.fullmatch(r"[\w.-]{1,64}", entry.name):
+        raise KeysError(f"{file}: a name has 1 to 64 letters, digits, . _ -, not {entry.name!r}")
+    if (entry.key is None) == (entry.sha256 is None):
+        raise KeysError(f"{where} needs either key or sha256")
+    limits: dict[str, Any] = {
+        n: getattr(entry, n)
+        for n in ("requests_per_minute", "tokens_per_minute", "max_concurrency")
+    }
+    if any(value is not None and value < 1 for value in limits.values()):
+        raise KeysError(f"{where} has a limit below 1")
+    if entry.sha256 is not None:
+        if not re.fullmatch("[0-9a-f]{64}", entry.sha256):
+            raise KeysError(f"{where}: sha256 has 64 hexadecimal digits")
+        return Key(entry, bytes.fromhex(entry.sha256))
+    assert entry.key is not None
+    if (
+        len(entry.key) < MIN_LENGTH
+        or not entry.key.isascii()
+        or not entry.key.isprintable()
+        or " " in entry.key
+    ):
+        raise KeysError(
+            f"{where} must have at least {MIN_LENGTH} printable ASCII characters and no spaces"
+        )
+    return Key(entry, hashlib.sha256(entry.key.encode()).digest())

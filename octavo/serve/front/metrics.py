@@ -1,0 +1,471 @@
+"""What Prometheus reads at /metrics. Names and labels are vLLM's under our prefix (or its own: --metrics-prefix vllm), and
+the three of the classic inference server. Times are on the monotonic clock, from arrival, before tokenisation.
+
+The engine's counters start at zero with each engine process; Prometheus knows how to read that. No label is made of
+anything a client sends, so their number is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector as Source
+
+from octavo.collect import Collector
+from octavo.serve.channel.messages import Loaded
+from octavo.types import Output
+
+if TYPE_CHECKING:
+    from octavo.serve.front.client import Call, EngineClient
+
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+PER_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+)
+LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
+
+HOST_BLOCKS = {
+    "cached": "KV blocks in host memory that a prompt can reuse.",
+    "busy": "KV blocks in host memory that a copy is filling.",
+    "free": "KV blocks in host memory that hold nothing.",
+}
+TIERS = {
+    "stores": "KV blocks copied from the device to host memory.",
+    "store_bytes": "Bytes of KV copied from the device to host memory.",
+    "loads": "KV blocks copied from host memory to the device.",
+    "load_bytes": "Bytes of KV copied from host memory to the device.",
+    "load_seconds": "Device time spent copying KV from host memory to the device, in seconds.",
+    "saves": "KV blocks written to disk.",
+    "save_bytes": "Bytes of KV written to disk.",
+    "fetches": "KV blocks requested from disk.",
+    "fetch_bytes": "Bytes of KV requested from disk.",
+    "fetch_seconds": "Time the disk took to answer KV reads, summed over blocks, in seconds.",
+    "evictions": "KV blocks evicted from host memory to make room.",
+    "dropped": "KV blocks evicted from the device that no lower tier had room for.",
+    "refused": "Prompts recomputed because loading their KV would have taken longer.",
+}
+
+
+class Tally(Source):
+    """A histogram for what happens once a token: the library's, with its locks, takes ten times as long to count one."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
+        self.name = name
+        self.text = text
+        self.labels = labels
+        self.bounds = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.text, labels=list(self.labels))
+        family.add_metric(
+            list(self.labels.values()),
+            list(zip(names, accumulate(self.counts), strict=True)),
+            self.sum,
+        )
+        yield family
+
+
+class Sum(Source):
+    """A counter, for the same reason."""
+
+    def __init__(self, name: str, text: str, labels: dict[str, str]):
+        self.name = name
+        self.text = text
+        self.labels = labels
+        self.value = 0
+
+    def inc(self, count: int = 1) -> None:
+        self.value += count
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self.name, self.text, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), self.value)
+        yield family
+
+
+class EngineSource(Source):
+    """Gauges and counters from the engine's latest heartbeat, computed at each scrape."""
+
+    def __init__(self, prefix: str, model: str):
+        self.prefix = prefix
+        self.model = model
+        self.client: EngineClient | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self.client is None:
+            return
+        client = self.client
+        heartbeat = self.client.supervisor.heartbeat
+        loaded = self.client.supervisor.loaded
+        blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
+        gauges = {
+            "num_requests_running": (heartbeat.running, "Sequences that are running."),
+            "num_requests_waiting": (
+                len(client.queue.waiting),
+                "Requests in the queue, waiting for their first step.",
+            ),
+            "num_tokens_waiting": (
+                client.queue.tokens,
+                "Prompt tokens of the requests in the queue.",
+            ),
+            "num_requests_open": (
+                len(client.open_requests),
+                "Requests that the API server has sent to the engine and that are not finished.",
+            ),
+            "kv_cache_usage_perc": (
+                heartbeat.blocks_used / blocks if blocks else 0.0,
+                "Fraction of KV blocks in use, from 0 to 1.",
+            ),
+            "kv_blocks_used": (heartbeat.blocks_used, "KV blocks held by running sequences."),
+            "kv_blocks_cached": (
+                heartbeat.blocks_cached,
+                "KV blocks that no sequence holds and that a prompt can reuse.",
+            ),
+            "kv_blocks_free": (heartbeat.blocks_free, "KV blocks that hold nothing."),
+            "kv_blocks_total": (
+                loaded.num_blocks if loaded else 0,
+                "All KV blocks on the device: used, cached and free.",
+            ),
+            "engine_recovery_seconds": (
+                client.supervisor.recovery,
+                "Time from the last engine failure until the engine was ready again, in seconds.",
+            ),
+            "engine_ready": (
+                float(client.ready),
+                "1 while the server accepts requests, otherwise 0.",
+            ),
+        }
+        counters: dict[str, tuple[float, str]] = {
+            "prefix_cache_queries": (
+                heartbeat.queried_tokens,
+                "Prompt tokens looked up in the prefix cache.",
+            ),
+            "prefix_cache_hits": (
+                heartbeat.cached_tokens,
+                "Prompt tokens found in the prefix cache.",
+            ),
+            "num_preemptions": (heartbeat.preemptions, "Preemptions of running sequences."),
+            "recomputed_tokens": (
+                heartbeat.recomputed_tokens,
+                "Tokens computed again after a preemption.",
+            ),
+            "engine_steps": (heartbeat.steps, "Steps that the engine has run."),
+            "engine_steps_shrunk": (
+                heartbeat.shrunk,
+                "Steps that ran out of device memory and were retried with fewer tokens.",
+            ),
+            "engine_starts": (
+                client.supervisor.starts,
+                "Engine processes started, restarts included.",
+            ),
+            "prefill_tokens": (heartbeat.prefill_tokens, "Tokens computed in prefill."),
+            "decode_tokens": (heartbeat.decode_tokens, "Tokens computed in decode."),
+            "kv_block_copies": (
+                heartbeat.copies,
+                "KV blocks copied before a write (copy-on-write).",
+            ),
+            "structured_output_compilations": (
+                heartbeat.guides_compiled,
+                "Structured output specifications compiled.",
+            ),
+            "structured_output_compile_seconds": (
+                heartbeat.guide_seconds,
+                "Time spent compiling structured output specifications, in seconds.",
+            ),
+            "structured_output_cache_hits": (
+                heartbeat.guides_cached,
+                "Structured output specifications found in the compilation cache.",
+            ),
+        }
+        # dashboards ask for them, with and without speculation
+        drafts = ("drafts", "draft_tokens", "accepted_tokens")
+        counters |= {
+            f"spec_decode_num_{name}": (
+                0,
+                "Always 0: this server does not use speculative decoding.",
+            )
+            for name in drafts
+        }
+        counters |= {
+            "invariant_checks": (
+                heartbeat.checks,
+                "Consistency checks of the scheduler state (see --check-interval).",
+            ),
+            "invariant_failures": (
+                heartbeat.check_failures,
+                "Consistency checks of the scheduler state that failed; the log has the details.",
+            ),
+        }
+        if heartbeat.tiers:
+            gauges |= {
+                f"kv_host_slots_{state}": (heartbeat.tiers[f"slots_{state}"], text)
+                for state, text in HOST_BLOCKS.items()
+            }
+            counters |= {
+                f"kv_tier_{name}": (heartbeat.tiers[name], text) for name, text in TIERS.items()
+            }
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+            gauge.add_metric([self.model], value)
+            yield gauge
+        counters |= {
+            f"engine_{part}_seconds": (s, f"Time of the step loop in {part}.")
+            for part, s in heartbeat.seconds.items()
+        }
+        for name, (value, text) in counters.items():
+            counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+            counter.add_metric([self.model], value)
+            yield counter
+        if heartbeat.tiers:
+            yield self._labelled(
+                "kv_disk_misses",
+                "KV blocks that the disk tier failed to read or write, by reason.",
+                "reason",
+                heartbeat.tier_misses,
+            )
+            hits = {tier: heartbeat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
+            yield self._labelled(
+                "prefix_cache_tier_hits",
+                "Prompt tokens found in a lower KV tier, by tier.",
+                "tier",
+                hits,
+            )
+
+    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
+        for key, value in values.items():
+            counter.add_metric([self.model, key], value)
+        return counter
+
+
+class Metrics:
+    def __init__(self, prefix: str, model: str):
+        self.registry = registry = CollectorRegistry()
+        # request -> sequence -> when its latest token came
+        self._last: dict[str, dict[int, float]] = {}
+        self._begun: dict[str, float] = {}
+        self.source = EngineSource(prefix, model)
+        registry.register(self.source)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+            registry.register(
+                tally := Tally(f"{prefix}:{name}", text, buckets, {"model_name": model})
+            )
+            return tally
+
+        def counter(name: str, text: str, labels: dict[str, str]) -> Sum:
+            registry.register(found := Sum(name, text, labels))
+            return found
+
+        mine = {"model_name": model}
+
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "Time from arrival to the first token, in seconds.", TTFT
+        )
+        self.itl = histogram(
+            "inter_token_latency_seconds",
+            "Time between two tokens of a sequence, in seconds.",
+            PER_TOKEN,
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of a request after the first token, in seconds.",
+            PER_TOKEN,
+        )
+        self.e2e = histogram(
+            "e2e_request_latency_seconds",
+            "Time from arrival to the last token, in seconds.",
+            LATENCY,
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds",
+            "Time from arrival to the first step, in seconds.",
+            LATENCY,
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds",
+            "Time from the first step to the first token, in seconds.",
+            LATENCY,
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds",
+            "Time from the first token to the last token, in seconds.",
+            LATENCY,
+        )
+        self.iteration = histogram(
+            "iteration_tokens_total", "Tokens computed in one step.", ITERATION
+        )
+        self.prompt_tokens = counter(
+            f"{prefix}:prompt_tokens", "Prompt tokens of admitted requests.", mine
+        )
+        self.cached_tokens = counter(
+            f"{prefix}:prompt_tokens_cached",
+            "Prompt tokens of admitted requests found in the prefix cache.",
+            mine,
+        )
+        self.generated = counter(f"{prefix}:generation_tokens", "Tokens generated.", mine)
+        labels = ["model_name", "finished_reason"]
+        success = Counter(
+            f"{prefix}:request_success",
+            "Finished sequences by finish reason; a request has n sequences.",
+            labels,
+            registry=registry,
+        )
+        self.success = {
+            reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
+        }
+        self.rejections = Counter(
+            f"{prefix}:rejections", "Refused requests, by reason.", ["reason"], registry=registry
+        )
+        self.ignored = Counter(
+            f"{prefix}:ignored_params",
+            "Requests that contained fields without effect.",
+            registry=registry,
+        )
+        self.lag = Gauge(
+            f"{prefix}:event_loop_lag_seconds",
+            "Longest delay of the API server's event loop in the last two seconds, in seconds.",
+            registry=registry,
+        )
+        self.streams = Gauge(
+            f"{prefix}:open_streams", "Replies that are being streamed.", registry=registry
+        )
+        self.cache_info = Gauge(f"{prefix}:cache_config_info", "Configuration of the KV cache, in labels; the value is always 1.", ["block_size", "num_gpu_blocks",
+                                "enable_prefix_caching", "cache_dtype"], registry=registry)  # fmt: skip
+        self.classic_requests = counter("inference_requests", "Requests finished.", {})
+        self.classic_tokens = counter("inference_tokens_generated", "Tokens generated.", {})
+        self.classic_latency = Tally(
+            "inference_request_latency_seconds",
+            "Time from arrival to the end of the reply, in seconds.",
+            CLASSIC,
+            {},
+        )
+        registry.register(self.classic_latency)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # ---- what happens ----------------------------------------------------------------------------
+
+    def loaded(self, model: Loaded | None) -> None:
+        if model is not None:
+            self.cache_info.clear()
+            self.cache_info.labels(
+                model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype
+            ).set(1)
+
+    def begun(self, collector: Collector, at: float) -> None:
+        self._begun[collector.request.id] = at
+        self.queue_time.observe(max(at - collector.request.arrival, 0.0))
+        self.prompt_tokens.inc(len(collector.request.prompt))
+
+    def tokens(self, collector: Collector, out: Output, now: float) -> None:
+        """An output, before the collector has taken it."""
+        id = out.request_id
+        count = len(out.tokens)
+        last = self._last.get(id)
+        if last is None:
+            last = self._last[id] = {}
+        if not last and count:
+            self.ttft.observe(now - collector.request.arrival)
+            self.prefill_time.observe(now - self._begun.get(id, now))
+            self.cached_tokens.inc(out.cached_tokens)
+        elif out.index in last:
+            for _ in range(count):  # what comes at once took as long each
+                self.itl.observe((now - last[out.index]) / count)
+        if count:
+            last[out.index] = now
+
+    def generated_tokens(self, count: int) -> None:
+        self.generated.inc(count)
+        self.classic_tokens.inc(count)
+
+    def ended(self, call: Call) -> None:
+        now = time.monotonic()
+        # What could never run is counted among what was refused.
+        refused = (
+            call.error
+            and call.error.status == 400
+            and not any(c.request.id in self._begun for c in call.collectors)
+        )
+        for collector in call.collectors:
+            id = collector.request.id
+            times = collector.metrics
+            self._last.pop(id, None)
+            self._begun.pop(id, None)
+            if refused:
+                continue
+            # 499: the client left, or cancelled
+            reason = "error" if call.error and call.error.status != 499 else "abort"
+            for completion in collector.outputs:
+                self.success[completion.finish_reason or reason].inc()
+            if (
+                collector.finished
+                and times.first_token_time is not None
+                and times.finished_time is not None
+            ):
+                generating = times.finished_time - times.first_token_time
+                self.e2e.observe(times.finished_time - times.arrival_time)
+                self.decode_time.observe(generating)
+                count = max(len(c.token_ids) for c in collector.outputs)
+                # whose tokens come all at once
+                if count > 1 and not collector.request.params.use_beam_search:
+                    self.per_token.observe(generating / (count - 1))
+        if not refused:
+            self.classic_requests.inc()
+            self.classic_latency.observe(now - call.arrival)

@@ -1,0 +1,307 @@
+"""A few worker processes for input that must not hold up the event loop, crash the server or fill its memory.
+
+    pool = WorkerPool(count=2, seconds=10.0)
+    pool.start(setup)                                the first message to each worker process
+    result = await pool.run(job, list[int])          raises ApiError
+
+Each worker process runs one job at a time. One that takes too long is killed; one that crashes, is killed or holds too much
+memory is replaced. Only the job that it ran fails. Jobs wait in a bounded queue until a worker process is idle. Heavy jobs never
+occupy the last worker process, so that a few of them do not hold up everybody else.
+
+This module knows processes, time and order. worker.py knows what a job does. Messages are msgpack (jobs.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from octavo.serve.api.api_errors import ApiError, draining
+from octavo.serve.channel.jobs import Done, Failed, Refused, decode_reply, encode
+from octavo.serve.channel.sockets import Pipe, frames
+
+log = logging.getLogger(__name__)
+WORKER = (sys.executable, "-m", "octavo.serve.workers.worker")
+# One heap for the whole process, and large blocks go back to the system as soon as they are freed. The tokenizer starts no
+# threads of its own: the pool has as many processes as it may use cores.
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+START_SECONDS = 60.0  # for a worker process to become ready
+FIRST_BACKOFF = 0.1
+LAST_BACKOFF = 10.0
+MOST_QUEUED = 256  # jobs
+QUEUE_SECONDS = 30.0  # that a job may wait for a worker process
+
+
+@dataclass(eq=False)
+class Task:
+    """A job, and the future of its reply. The timer limits how long it waits, then how long it runs."""
+
+    job: msgspec.Struct
+    payload: bytes | bytearray
+    seconds: float
+    heavy: bool
+    value: asyncio.Future[msgspec.Raw]
+    timer: asyncio.TimerHandle | None = None
+
+    def fail(self, error: Exception) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.value.done():
+            self.value.set_exception(error)
+
+
+class Worker:
+    """One worker process, and the front's end of the socket to it."""
+
+    def __init__(self, end: socket.socket, process: asyncio.subprocess.Process):
+        self.pipe = Pipe(end)
+        self.number = end.fileno()
+        self.process = process
+        self.ready = False  # its setup is complete
+        self.task: Task | None = None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+
+class WorkerPool:
+    def __init__(self, count: int, seconds: float, command: Sequence[str] = WORKER):
+        """`seconds`: how long a job may run, unless `run` says otherwise."""
+        self.count = count
+        self.seconds = seconds
+        self.command = command
+        self.replaced: Counter[str] = Counter()  # worker processes, by reason
+        self._setup: msgspec.Struct | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._queue: list[Task] = []
+        self._closed = False
+
+    # ---- what others ask -------------------------------------------------------------------------
+
+    def start(self, setup: msgspec.Struct) -> None:
+        """Start the worker processes; does not wait for them. With another setup than before, start them again."""
+        if setup == self._setup:
+            return
+        self._setup = setup
+        for worker in self._workers:
+            worker.kill()
+        while len(self._keepers) < self.count:
+            self._keepers.append(asyncio.create_task(self._keep()))
+
+    async def run(
+        self,
+        job: msgspec.Struct,
+        kind: Any,
+        *,
+        payload: bytes | bytearray = b"",
+        heavy: bool = False,
+        seconds: float | None = None,
+    ) -> Any:
+        """The job's result, of type `kind`. `payload` is sent behind the job and becomes its `data`, without copying. Raises ApiError: the worker's own, 408 after `seconds`, 400 if the job ends its
+        worker process, 503 if too many jobs wait. Mark a job as heavy when the client can make it slow on purpose."""
+        if self._closed:
+            raise draining()
+        if len(self._queue) >= MOST_QUEUED:
+            raise busy()
+        loop = asyncio.get_running_loop()
+        task = Task(job, payload, seconds or self.seconds, heavy, loop.create_future())
+        self._queue.append(task)
+        self._dispatch()
+        if task.timer is None:
+            task.timer = loop.call_later(QUEUE_SECONDS, self._waited, task)
+        try:
+            value = await task.value
+        finally:
+            if task in self._queue:  # the caller was cancelled
+                self._queue.remove(task)
+        return decoder(kind).decode(value)
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._queue:
+            task.fail(draining())
+        self._queue.clear()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    # ---- a process's life ------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Keep one worker process running."""
+        backoff = FIRST_BACKOFF
+        while True:
+            ready = False
+            try:
+                ready = await self._live()
+            except OSError as error:
+                log.error("a worker process cannot be started: %s", error.strerror)
+            if ready:
+                backoff = FIRST_BACKOFF
+                continue
+            log.error(
+                "a worker process ended before it was ready; the next starts in %g s", backoff
+            )
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def _live(self) -> bool:
+        """One worker process, from its start to its end. Returns whether it became ready."""
+        mine, theirs = socket.socketpair()
+        with mine:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command,
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    env={**os.environ, **ENVIRONMENT},
+                )
+            worker = Worker(mine, process)
+            self._workers.add(worker)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(worker.number, self._readable, worker)
+            assert self._setup is not None
+            try:
+                ready = loop.create_future()
+                self._begin(worker, Task(self._setup, b"", START_SECONDS, False, ready))
+                await process.wait()
+                while not worker.pipe.closed and self._readable(worker):
+                    pass  # its last reply may still have been in the socket
+            finally:
+                worker.kill()
+                self._lost(worker)
+                await process.wait()
+        return worker.ready
+
+    def _lost(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.number)
+        loop.remove_writer(worker.number)
+        self._workers.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if worker.task is None or not worker.ready:
+            return
+        if not self._closed and not worker.task.value.done():
+            self.replaced["crash"] += 1
+            log.error("a worker process ended during a job (exit %s)", worker.process.returncode)
+        worker.task.fail(draining() if self._closed else crashed())
+
+    # ---- jobs ------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Give jobs to idle workers, the oldest first."""
+        while self._idle and (task := self._next()) is not None:
+            self._begin(self._idle.pop(), task)
+
+    def _next(self) -> Task | None:
+        heavy = sum(1 for worker in self._workers if worker.task is not None and worker.task.heavy)
+        room = heavy < max(1, self.count - 1)
+        for index, task in enumerate(self._queue):
+            if room or not task.heavy:
+                return self._queue.pop(index)
+        return None
+
+    def _begin(self, worker: Worker, task: Task) -> None:
+        loop = asyncio.get_running_loop()
+        worker.task = task
+        if task.timer is not None:
+            task.timer.cancel()
+        task.timer = loop.call_later(task.seconds, self._late, worker, task)
+        if not worker.pipe.send(*frames(encode(task.job), task.payload)):
+            loop.add_writer(worker.number, self._writable, worker)
+
+    def _writable(self, worker: Worker) -> None:
+        if worker.pipe.send():
+            asyncio.get_running_loop().remove_writer(worker.number)
+
+    def _readable(self, worker: Worker) -> bool:
+        """Whether there was something to read."""
+        found = worker.pipe.receive()
+        for data in found or ():
+            self._replied(worker, data)
+        if worker.pipe.closed:
+            asyncio.get_running_loop().remove_reader(worker.number)
+            worker.kill()
+        return found is not None
+
+    def _replied(self, worker: Worker, data: bytes | bytearray) -> None:
+        task = worker.task
+        assert task is not None and task.timer is not None
+        worker.task = None
+        task.timer.cancel()
+        reply = decode_reply(data)
+        if not worker.ready and not isinstance(reply, Done):
+            log.error("a worker process cannot be set up: %s", reply)
+            worker.kill()
+            return
+        worker.ready = True
+        if reply.retire:
+            self.replaced["memory"] += 1
+            worker.kill()
+        else:
+            self._idle.append(worker)
+        settle(task, reply)
+        self._dispatch()
+
+    def _late(self, worker: Worker, task: Task) -> None:
+        log.error("a job has taken %g s: its worker process is killed and replaced", task.seconds)
+        self.replaced["timeout"] += 1
+        task.fail(ApiError(408, "this input took too long to read: shorten it", "text_timeout"))
+        worker.kill()
+
+    def _waited(self, task: Task) -> None:
+        if task in self._queue:
+            self._queue.remove(task)
+            task.fail(busy())
+
+
+def settle(task: Task, reply: Done | Refused | Failed) -> None:
+    if isinstance(reply, Refused):
+        task.fail(ApiError(reply.status, reply.message, reply.code, reply.param))
+    elif isinstance(reply, Failed):
+        task.fail(RuntimeError(f"in a worker process:\n{reply.traceback}"))
+    elif not task.value.done():
+        task.value.set_result(reply.value)
+
+
+@functools.cache
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def busy() -> ApiError:
+    return ApiError(
+        503,
+        "too many long inputs are waiting to be read: try again soon",
+        "text_workers_busy",
+        retry_after=1.0,
+    )
+
+
+def crashed() -> ApiError:
+    return ApiError(
+        400,
+        "this input ended the process that read it: shorten or simplify it",
+        "text_worker_crashed",
+    )

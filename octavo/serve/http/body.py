@@ -1,0 +1,142 @@
+"""Reads the bytes of a request's body: refused as early as possible, within a time limit and a memory limit.
+
+with memory.hold(address) as held:             the bytes count until the block is left
+    data = await read(headers, receive, there, limits, held)
+    request, unknown = await decode(pool, data, kind, limits)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.api.parse import Bytes, is_quick, read_request
+from octavo.serve.channel.jobs import Parse, ParseMessage
+from octavo.serve.front.body_memory import Held
+from octavo.serve.front.worker_pool import WorkerPool
+from octavo.serve.limits import Limits
+
+T = TypeVar("T", bound=msgspec.Struct)
+# seconds during which the rest of a refused body is read and thrown away, so that the client reads the refusal
+PATIENCE = 0.5
+HEAVY = 256 * 2**10  # bytes: a larger body is a heavy job
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------
+
+
+async def read(
+    headers: Mapping[bytes, bytes],
+    receive: Receive,
+    there: bytes | None,
+    limits: Limits,
+    held: Held,
+) -> Bytes:
+    """The body. `there`: all of it, if it has already arrived."""
+    check_headers(headers)
+    if there is None:
+        return await _receive_all(headers, receive, limits, held)
+    if len(there) > limits.body_bytes:
+        raise too_large(limits)
+    if (refusal := held.grow(len(there))) is not None:
+        raise refusal
+    return there
+
+
+def check_headers(headers: Mapping[bytes, bytes]) -> None:
+    content = headers.get(b"content-type", b"")
+    if (
+        content != b"application/json"
+        and content.partition(b";")[0].strip().lower() != b"application/json"
+    ):
+        raise ApiError(
+            415,
+            "the body must be JSON: send the header Content-Type: application/json",
+            "unsupported_media_type",
+        )
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        raise ApiError(
+            415, "compressed bodies are not taken: send the JSON as it is", "unsupported_media_type"
+        )
+
+
+def too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")
+
+
+async def _receive_all(
+    headers: Mapping[bytes, bytes], receive: Receive, limits: Limits, held: Held
+) -> bytearray:
+    length = headers.get(b"content-length", b"0")
+    stream = _stream(receive)
+    if not length.isdigit() or int(length) > limits.body_bytes:
+        if b"expect" not in headers:
+            await _discard(stream, 8 * limits.body_bytes)
+        raise too_large(limits)
+    # One block that grows in place: many small ones would leave holes in the heap.
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in stream:
+                size = len(data) + len(part)
+                refusal = too_large(limits) if size > limits.body_bytes else held.grow(size)
+                if refusal is not None:
+                    data.clear()
+                    held.release()
+                    await _discard(stream, 8 * limits.body_bytes)
+                    raise refusal
+                data += part
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout"
+        ) from None
+    return data
+
+
+async def _stream(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(499, "the client left", "client_gone")
+        more = message["more_body"]
+        yield message["body"]
+
+
+async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for part in stream:
+                most -= len(part)
+                if most < 0:
+                    return
+    except (TimeoutError, ApiError):
+        return
+
+
+# ---- the request ----------------------------------------------------------------------------------------
+
+
+async def decode(
+    pool: WorkerPool, data: Bytes, kind: type[T], limits: Limits
+) -> tuple[T, dict[str, Any]]:
+    """See parse.read_request."""
+    if is_quick(data):
+        return read_request(data, kind, limits)
+    return await parse_in_worker(pool, Parse(kind.__name__), data, kind)
+
+
+async def parse_in_worker(
+    pool: WorkerPool, job: Parse | ParseMessage, data: Bytes, kind: type[T]
+) -> tuple[T, dict[str, Any]]:
+    """What a worker process makes of the data: a `kind`, and its unknown fields."""
+    result: Any = tuple[kind, dict[str, Any]]  # type: ignore[valid-type]
+    found: tuple[T, dict[str, Any]] = await pool.run(
+        job, result, payload=data, heavy=len(data) > HEAVY
+    )
+    return found

@@ -1,0 +1,506 @@
+"""One HTTP/1.1 connection: bytes in, ASGI requests, bytes out.
+
+A connection answers one request at a time, in order. Whatever arrives behind the request in
+progress is held unparsed, and beyond `HELD` bytes it is not read at all. So nothing that a client
+sends can disturb a response that is under way: bytes that are no HTTP, headers that are too large
+and half a request are answered when their turn comes. httptools parses; at most `SLICE` bytes in
+one go (see turn_queue.py).
+
+A client may close its own direction and still wait for the reply (see peer_probe.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import unquote
+
+import httptools
+import uvicorn
+from starlette.types import ASGIApp, Scope
+from uvicorn.server import ServerState
+
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.body_memory import BodyMemory
+from octavo.serve.http.connections import Connection, ConnectionState, ConnectionTable
+from octavo.serve.http.http_request import HttpRequest, error_response
+from octavo.serve.http.peer_probe import PeerProbe
+from octavo.serve.http.turn_queue import TurnQueue
+from octavo.serve.http.websocket_protocol import WebSocketProtocol
+from octavo.serve.limits import Limits
+
+SLICE = 4096  # bytes that are parsed in one go
+HELD = 64 * 2**10  # bytes that may wait, unparsed or as a body, before reading stops
+LINGER_SECONDS = 1.0  # after a refusal, the client has so long to read it
+
+
+@dataclass
+class ServerContext:
+    """What all connections share."""
+
+    app: ASGIApp
+    limits: Limits
+    table: ConnectionTable
+    bodies: BodyMemory
+    turns: TurnQueue
+    uvicorn: uvicorn.Config  # for WebSockets
+    state: ServerState
+
+
+class HttpProtocol(asyncio.Protocol):
+    transport: asyncio.Transport
+    queued = False  # for TurnQueue
+    write_paused = False
+
+    def __init__(self, context: ServerContext, connection: Connection):
+        self.context = context
+        self.connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._held = b""  # input that is not parsed yet, from `_position` on
+        self._position = 0
+        self._active: HttpRequest | None = (
+            None  # it is being answered, or its body is being received
+        )
+        self._pipeline: deque[tuple[HttpRequest, Scope]] = deque()  # parsed with it, and next
+        self._refusal: ApiError | None = None  # the last response of this connection
+        self._ended = False  # nothing more is written or parsed
+        self._last = False  # no request is read after this one
+        self._eof = False
+        self._reading = True
+        self._awaits_head = True  # the deadline is for the head of a request
+        self._writable: asyncio.Event | None = None  # while `write_paused`
+        self._peer_probe: PeerProbe | None = None
+        self._left_to_discard = 0
+        self._client: tuple[str, int] | None = None
+        self._server: tuple[str, int] | None = None
+        # of the request that is being parsed
+        self._parsed: HttpRequest | None = None
+        self._body_left = 0  # bytes that its Content-Length announces
+        self._in_head = False
+        self._head_bytes = 0
+        self._trailer_bytes = 0
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    # ---- asyncio's callbacks ---------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._client = address(transport.get_extra_info("peername"))
+        self._server = address(transport.get_extra_info("sockname"))
+        self.connection.owner = self
+        self.context.state.connections.add(self)  # type: ignore[arg-type]
+        self.connection.deadline = time.monotonic() + self.context.limits.header_seconds
+        if self.connection not in self.context.table.connections:
+            self.transport.abort()  # its place was given to another one
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.context.state.connections.discard(self)
+        self.context.table.remove(self.connection)
+        self._ended = True
+        self.resume_writing()
+        if self._peer_probe is not None:
+            self._peer_probe.stop()
+        if self._active is not None:
+            self._active.disconnect()
+        self._pipeline.clear()
+        # Without reference cycles, the memory is free at once.
+        self.connection.owner = None
+        self._active = None
+        self._parsed = None
+        del self._parser
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended:
+            self._discard(data)
+            return
+        if self._held:
+            self._held = self._held[self._position :] + data
+            self._position = 0
+        else:
+            self._held = data
+        if self.queued:
+            self._update_reading()  # else libuv reads a socket up to 32 times in one turn
+        elif self.parse_some():
+            self.context.turns.add(self)
+
+    def eof_received(self) -> bool:
+        """Returns True to keep the connection open for what is still to be written."""
+        self._eof = True
+        if self._ended or not (self._held or self._active):
+            return False
+        if self._active is not None and not self._held and not self._active.complete:
+            return False  # the rest of the body will never come
+        self._watch_peer()
+        return True
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        self._writable = asyncio.Event()
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._writable is not None:
+            self._writable.set()
+
+    async def drained(self) -> None:
+        assert self._writable is not None
+        await self._writable.wait()
+
+    # ---- called by the server --------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """The server is about to end: answer what is in progress, and close."""
+        self._last = True
+        self._pipeline.clear()
+        if self._active is None:
+            self.transport.close()
+        else:
+            self._active.keep_alive = False
+
+    def evict(self) -> None:
+        self.transport.abort()
+
+    def deadline_passed(self) -> None:
+        if self._ended:
+            if self.connection.unread() > 0:
+                self.connection.deadline = time.monotonic() + LINGER_SECONDS
+            else:
+                self.transport.abort()
+        elif self._awaits_head and (self._in_head or self._head_bytes):
+            self._refuse(
+                ApiError(408, "the request's headers did not arrive in time", "header_timeout")
+            )
+        else:
+            self.transport.close()
+
+    # ---- input -----------------------------------------------------------------------------------
+
+    def parse_some(self) -> bool:
+        """Parse one slice of the input if it is its turn. Returns True if another can be parsed
+        now."""
+        if not self._must_wait():
+            data = self._take_slice()
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._upgrade(data[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                if not self._last:
+                    self._refuse(invalid_http())
+            if self.transport.get_protocol() is not self:
+                return False  # it belongs to a WebSocket now
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > self.context.limits.header_bytes:
+                    self._refuse(headers_too_large())
+            self._update_state()
+        self._update_reading()
+        return not self._must_wait()
+
+    def _take_slice(self) -> bytes:
+        size = max(SLICE, min(self._body_left, HELD))
+        if len(self._held) - self._position <= size:
+            data = self._held[self._position :] if self._position else self._held
+            self._held = b""
+            self._position = 0
+        else:
+            data = self._held[self._position : self._position + size]
+            self._position += size
+        return data
+
+    def _must_wait(self) -> bool:
+        """Nothing may be parsed now."""
+        if self._ended or self._refusal is not None or not self._held:
+            return True
+        active = self._active
+        if active is None:
+            return self._last
+        return active.complete or active.buffered > HELD or bool(self._pipeline)
+
+    def _update_state(self) -> None:
+        if self._ended:
+            return
+        if self._active is None:
+            if not self._awaits_head:
+                self._awaits_head = True
+                self.connection.deadline = time.monotonic() + self.context.limits.header_seconds
+            if self._eof and not self._held:
+                self.transport.close()
+            return
+        self._awaits_head = False
+        self.connection.deadline = float("inf")
+        state = ConnectionState.BUSY if self._active.complete else ConnectionState.RECEIVING
+        if self.connection.state is not state:
+            self.connection.enter(state)
+        if state is ConnectionState.RECEIVING and self._eof and not self._held:
+            self.transport.close()
+
+    def _update_reading(self) -> None:
+        """Read on while little is held: a client that leaves is noticed only by reading."""
+        reading = len(self._held) - self._position <= HELD and not self._eof
+        if reading == self._reading:
+            return
+        self._reading = reading
+        if reading:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+            self._watch_peer()
+
+    def _watch_peer(self) -> None:
+        if self._peer_probe is None:
+            self._peer_probe = PeerProbe(self)
+        self._peer_probe.start()
+
+    def needs_probe(self) -> bool:
+        return self._active is not None and (self._eof or not self._reading)
+
+    def probe(self) -> None:
+        if self._active is not None:
+            self._active.probe()
+
+    def body_taken(self) -> None:
+        """The application has received a part of the body: there is room for more."""
+        if self._held:
+            self.context.turns.add(self)
+
+    # ---- httptools' callbacks --------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._trailer_bytes = 0
+        self._url = b""
+        self._headers = []
+        self._parsed = None
+        self._body_left = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            self._headers.append((name.lower(), value))
+            return
+        self._trailer_bytes += len(name) + len(value)  # fields behind a body, which are ignored
+        if self._trailer_bytes > self.context.limits.header_bytes:
+            self._refuse(headers_too_large())
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        if self._refusal is not None or self._last:
+            return
+        error = self._head_error()
+        if error is not None:
+            self._refuse(error)
+            return
+        if self._parser.should_upgrade():
+            return  # HttpParserUpgrade follows
+        try:
+            scope = self._scope()
+        except (httptools.HttpParserError, UnicodeDecodeError):
+            self._refuse(invalid_http())
+            return
+        http_1_0 = scope["http_version"] == "1.0"
+        keep_alive = not http_1_0 and self._parser.should_keep_alive()
+        request = HttpRequest(self, scope["method"], http_1_0, keep_alive)
+        request.expects_continue = self._has_header(b"expect", b"100-continue")
+        scope["octavo.request"] = request
+        self._parsed = request
+        self._body_left = int(dict(self._headers).get(b"content-length", 0))
+        if self._active is None:
+            self._start(request, scope)
+        else:
+            self._pipeline.append((request, scope))
+
+    def on_body(self, body: bytes) -> None:
+        if self._parsed is not None:
+            self._body_left -= len(body)
+            self._parsed.add_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._parsed is not None:
+            self._parsed.end_body()
+            self._last = self._last or not self._parsed.keep_alive
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _head_error(self) -> ApiError | None:
+        """What is wrong with the head of a request, whatever its route."""
+        limits = self.context.limits
+        size = len(self._url) + sum(len(name) + len(value) for name, value in self._headers)
+        if size > limits.header_bytes or len(self._headers) > limits.headers:
+            return headers_too_large()
+        version = self._parser.get_http_version()
+        names = [name for name, _ in self._headers]
+        if version not in ("1.0", "1.1") or names.count(b"host") > 1:
+            return invalid_http()
+        method = self._parser.get_method()
+        if method == b"CONNECT" or (
+            method != b"GET" and self._has_header(b"upgrade", b"websocket")
+        ):
+            return invalid_http()
+        if b"transfer-encoding" in names:
+            encodings = [value for name, value in self._headers if name == b"transfer-encoding"]
+            if version == "1.0" or [value.strip().lower() for value in encodings] != [b"chunked"]:
+                return ApiError(
+                    400,
+                    "this transfer encoding is not supported: send a Content-Length, or chunked",
+                    "unsupported_transfer_encoding",
+                )
+        if self.connection.refused and not self.context.table.retry(self.connection):
+            return ApiError(
+                503,
+                "the server has too many open connections: try again later",
+                "too_many_connections",
+                retry_after=1.0,
+            )
+        return None
+
+    def _scope(self) -> Scope:
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self._parser.get_http_version(),
+            "server": self._server,
+            "client": self._client,
+            "scheme": "http",
+            "method": self._parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+            "state": {},
+            "octavo.connection": self.connection,
+        }
+
+    def _start(self, request: HttpRequest, scope: Scope) -> None:
+        self._active = request
+        task = self._loop.create_task(request.run(self.context.app, scope))
+        self.context.state.tasks.add(task)
+        task.add_done_callback(self.context.state.tasks.discard)
+
+    def response_done(self, request: HttpRequest) -> None:
+        self._active = None
+        if self._ended:
+            return
+        if not request.keep_alive:
+            self._end(linger=not request.complete or bool(self._held))
+        elif self._pipeline:
+            self._start(*self._pipeline.popleft())
+            self._update_state()
+        elif self._refusal is not None:
+            self._write_refusal(self._refusal)
+        elif self._eof and not self._held:
+            self.transport.close()
+        else:
+            self._await_request()
+
+    def _await_request(self) -> None:
+        limits = self.context.limits
+        self._awaits_head = self._in_head
+        seconds = limits.header_seconds if self._in_head else limits.idle_seconds
+        self.connection.deadline = time.monotonic() + seconds
+        self.connection.enter(ConnectionState.IDLE)
+        if self._held:
+            self.context.turns.add(self)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def _refuse(self, error: ApiError) -> None:
+        """Make `error` the connection's last response, behind those that are still to be
+        written."""
+        if self._refusal is not None or self._ended:
+            return
+        self._refusal = error
+        self._held = b""
+        self._position = 0
+        active = self._active
+        if self._pipeline and not self._pipeline[-1][0].complete:
+            self._pipeline.pop()  # this request is the one that is wrong
+        elif active is not None and not (active.complete or active.response_started):
+            active.disconnect()
+            self._active = None
+        if self._active is None:
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: ApiError) -> None:
+        self.transport.write(error_response(error))
+        self._end(linger=True)
+
+    def _end(self, linger: bool) -> None:
+        """Close the connection once all is written. If the client may still be sending, read for a
+        while: a socket that is closed with unread input resets the connection, and the client may
+        never see the response."""
+        self._ended = True
+        self._held = b""
+        self._position = 0
+        if not linger or self._eof:
+            self.transport.close()
+            return
+        self._left_to_discard = self.context.limits.body_bytes
+        self.transport.write_eof()
+        self.connection.enter(ConnectionState.SILENT)
+        self.connection.deadline = time.monotonic() + LINGER_SECONDS
+        self._update_reading()
+
+    def _discard(self, data: bytes) -> None:
+        self._left_to_discard -= len(data)
+        if self._left_to_discard < 0:
+            self.transport.pause_reading()  # until the deadline
+
+    # ---- other protocols -------------------------------------------------------------------------
+
+    def _has_header(self, name: bytes, value: bytes) -> bool:
+        return any(
+            found == name and given.strip().lower() == value for found, given in self._headers
+        )
+
+    def _upgrade(self, rest: bytes) -> None:
+        """The request asks for another protocol. WebSocket is spoken; an offer of any other, such
+        as HTTP/2 by Java's client, is ignored: the request is parsed again without it."""
+        if self._refusal is not None:
+            return
+        websocket = self._has_header(b"upgrade", b"websocket")
+        if websocket and self._active is not None:
+            self._refuse(invalid_http())
+            return
+        method = self._parser.get_method()
+        version = self._parser.get_http_version().encode()
+        dropped = () if websocket else (b"upgrade", b"http2-settings")
+        lines = [b"%b: %b\r\n" % header for header in self._headers if header[0] not in dropped]
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(lines))
+        rest += self._held[self._position :]
+        self._position = 0
+        if not websocket:
+            self._parser = httptools.HttpRequestParser(self)
+            self._held = head + rest
+            return
+        self._held = b""
+        self.context.state.connections.discard(self)
+        protocol = WebSocketProtocol(self.context, self.connection)
+        protocol.connection_made(self.transport)
+        self.transport.set_protocol(protocol)
+        protocol.open(head, rest)
+
+
+def address(found: Any) -> tuple[str, int] | None:
+    """Host and port of what a socket calls its address."""
+    return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
+
+
+def invalid_http() -> ApiError:
+    return ApiError(400, "this is not a valid HTTP/1.1 request", "invalid_http")
+
+
+def headers_too_large() -> ApiError:
+    return ApiError(431, "the request's headers are too large or too many", "headers_too_large")

@@ -1,0 +1,227 @@
+"""One HTTP request and its response, as the ASGI application sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.front import new_id
+
+if TYPE_CHECKING:
+    from octavo.serve.http.http_protocol import HttpProtocol
+
+log = logging.getLogger(__name__)
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTROL_CHARACTER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+WITHOUT_BODY = (204, 304)
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> bytes:
+    """A whole response with an error, after which the connection is closed."""
+    body = error.encode()
+    request_id = new_id()
+    found = {
+        **error.headers,
+        **(headers or {}),
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        "x-request-id": request_id,
+        "x-octavo-request-id": request_id,
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in found.items())
+    return STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body
+
+
+class HttpRequest:
+    """One request and its response. `receive` and `send` are ASGI's."""
+
+    def __init__(self, protocol: HttpProtocol, method: str, http_1_0: bool, keep_alive: bool):
+        self.protocol = protocol
+        self.arrival = time.monotonic()
+        self.keep_alive = keep_alive
+        self.complete = False  # the whole body has arrived
+        self.disconnected = False
+        self.expects_continue = False
+        self.response_started = False
+        self.response_complete = False
+        # What may be written into the response at any time without changing it, such as a comment
+        # of an event stream.
+        self.heartbeat = b""
+        self._head_only = method == "HEAD"
+        self._http_1_0 = http_1_0
+        self._body = bytearray()
+        self._end_received = False  # the application has received the end of the body
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
+        self._head = b""  # of the response: it is written together with the first part of the body
+        self._chunked = False
+        self._remaining: int | None = None  # bytes of the response's body; None: not announced
+
+    # ---- for the application ---------------------------------------------------------------------
+
+    def whole_body(self) -> bytes | None:
+        """The request's body if all of it has arrived. None: receive it in parts. Most bodies
+        arrive with their heads, and receiving them costs more than reading them."""
+        if not self.complete or self.disconnected:
+            return None
+        data = bytes(self._body)
+        self._body.clear()
+        self._end_received = True
+        return data
+
+    @property
+    def write_paused(self) -> bool:
+        """The client reads slowly, and `send` would wait for it."""
+        return self.protocol.write_paused
+
+    def abort(self) -> None:
+        self.protocol.transport.abort()
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` when the client leaves, or now if it has left. A task that listens would
+        cost ten times as much."""
+        self._on_disconnect = callback
+        if self.disconnected and callback is not None:
+            callback()
+
+    async def receive(self) -> Message:
+        if self.expects_continue and not self.response_started:
+            self.expects_continue = False
+            self.protocol.transport.write(CONTINUE)
+        while not (self._body or self._finished() or (self.complete and not self._end_received)):
+            await self._wait()
+        if self._finished():
+            return {"type": "http.disconnect"}
+        data = bytes(self._body)
+        self._body.clear()
+        self._end_received = self.complete
+        self.protocol.body_taken()
+        return {"type": "http.request", "body": data, "more_body": not self.complete}
+
+    async def send(self, message: Message) -> None:
+        if self.protocol.write_paused and not self.disconnected:
+            await self.protocol.drained()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start" and not self.response_started:
+            self._start(message["status"], message["headers"])
+        elif message["type"] == "http.response.body" and not self.response_complete:
+            self._write(message.get("body", b""), last=not message.get("more_body", False))
+        else:
+            raise RuntimeError(f"the ASGI message {message['type']} is out of order")
+
+    # ---- for the connection ----------------------------------------------------------------------
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            log.exception("the application failed on a request")
+        if not (self.response_complete or self.disconnected):
+            self.protocol.transport.abort()
+
+    @property
+    def buffered(self) -> int:
+        return len(self._body)
+
+    def add_body(self, data: bytes) -> None:
+        if not self.response_complete:
+            self._body += data
+            self._wake()
+
+    def end_body(self) -> None:
+        self.complete = True
+        self._wake()
+
+    def disconnect(self) -> None:
+        if not self._finished():
+            self.disconnected = True
+            self._wake()
+            if self._on_disconnect is not None:
+                self._on_disconnect()
+
+    def probe(self) -> None:
+        """Write something that a client ignores, and that makes the system of one that has left
+        reset the connection."""
+        if not self.response_started:
+            if not self._http_1_0:
+                self.protocol.transport.write(CONTINUE)
+        elif self.heartbeat and not self.protocol.write_paused:
+            self._write(self.heartbeat, last=False)
+
+    def _finished(self) -> bool:
+        return self.disconnected or self.response_complete
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.response_started = True
+        if not self.complete:
+            self.keep_alive = False  # the rest of the request is not read
+        lines = [STATUS_LINE[status]]
+        closes = False
+        for name, value in (*self.protocol.context.state.default_headers, *headers):
+            if CONTROL_CHARACTER.search(value):
+                raise ValueError(f"the header {name!r} has a control character")
+            if name == b"content-length":
+                self._remaining = int(value)
+            elif name == b"connection" and value == b"close":
+                closes = True
+            lines += (name, b": ", value, b"\r\n")
+        without_body = self._head_only or status in WITHOUT_BODY
+        if without_body:
+            self._remaining = 0
+        elif self._remaining is None:
+            # A client of HTTP/1.0 knows no chunks: the end of the connection is the end of the
+            # body.
+            self._chunked = not self._http_1_0
+            self.keep_alive = self.keep_alive and self._chunked
+        if self._chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        self.keep_alive = self.keep_alive and not closes
+        if not self.keep_alive and not closes:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        if self._remaining is None:  # a stream: its first part may take a while
+            self.protocol.transport.write(self._head)
+            self._head = b""
+
+    def _write(self, data: bytes, last: bool) -> None:
+        if self._head_only:
+            data = b""
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            if last:
+                data += b"0\r\n\r\n"
+        elif self._remaining is not None:
+            self._remaining -= len(data)
+            if self._remaining < 0 or (last and self._remaining > 0):
+                raise RuntimeError("the body's length is not the content-length")
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        if data:
+            self.protocol.transport.write(data)
+        if last:
+            self.response_complete = True
+            self._wake()
+            self.protocol.response_done(self)

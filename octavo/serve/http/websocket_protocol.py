@@ -1,0 +1,309 @@
+"""One WebSocket connection: uvicorn's protocol with bounds on what a client may make the event loop
+do.
+
+uvicorn parses everything that was read in one go, in Python, at some 20 microseconds for each
+frame. Here input is fed to it frame by frame, a few frames in each turn (see turn_queue.py), and
+not while a message waits for the application. Frames that carry little or nothing (pings, pongs and
+small fragments) are limited to `websocket_small_frames` a minute: beyond that the connection is
+closed with the code 1008. The bytes of a message are counted until it is parsed (see body_memory.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
+
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.body_memory import Held
+from octavo.serve.front.keys import Bucket
+from octavo.serve.http.connections import Connection, ConnectionState
+from octavo.serve.http.http_request import error_response
+
+if TYPE_CHECKING:
+    from octavo.serve.http.http_protocol import ServerContext
+
+FRAMES = 16  # frames, or parts of frames, that are parsed in one go
+PART = 64 * 2**10  # bytes of a frame that are parsed in one go
+HELD = 64 * 2**10  # bytes that may wait unparsed before reading stops
+SMALL = 1024  # bytes: a fragment below this size is a small frame
+BURST = 128  # small frames that may arrive at once
+UNREAD = 2**20  # bytes that may wait for the client to read them while it sends more
+LINGER_SECONDS = 1.0  # the client has so long to read why the connection is closed
+FIN = 0x80
+MASK = 0x80
+OPCODE = 0x0F
+MASK_BYTES = 4
+EXTENDED = 127  # eight bytes of length follow
+CONTINUATION = 0
+CLOSE = 8  # this opcode and those above it are control frames
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    queued = False  # for TurnQueue
+
+    def __init__(self, context: ServerContext, connection: Connection):
+        super().__init__(context.uvicorn, context.state, {})
+        self.context = context
+        self.connection = connection
+        self._held = bytearray()
+        self._payload_left = 0  # bytes of the frame that is being parsed
+        self._small_frames = Bucket(context.limits.websocket_small_frames, BURST)
+        # the first byte and the mask of a large frame that is being split
+        self._fragment_head: tuple[int, bytes] | None = None
+        self._in_message = False  # the frame that is being parsed is part of a message
+        self._message_bytes = 0
+        self._memory: Held | None = None  # counts the bytes of the message
+        self._reading = True
+        self._failed = False
+
+    def open(self, head: bytes, rest: bytes) -> None:
+        """Begin with the head of the request that asked for a WebSocket, and the bytes behind
+        it."""
+        self.connection.owner = self
+        self.connection.deadline = math.inf
+        self.connection.enter(ConnectionState.BUSY)
+        super().data_received(head)
+        if rest:
+            self.data_received(rest)
+
+    def handle_connect(self, event: Request) -> None:
+        if self.conn.accept(event).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            self._refuse_handshake()
+            return
+        super().handle_connect(event)
+        self.scope["octavo.connection"] = self.connection  # type: ignore[typeddict-unknown-key]
+
+    def _refuse_handshake(self) -> None:
+        error = ApiError(
+            400,
+            "this is not a valid WebSocket handshake: check the Sec-WebSocket headers",
+            "invalid_http",
+        )
+        self._failed = True
+        self.handshake_complete = True
+        self.close_sent = True
+        self.transport.write(error_response(error, {"sec-websocket-version": "13"}))
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._failed = True
+        self._held.clear()
+        self.frames = []
+        self.conn.reader.discard()
+        self._memory = None
+        self.context.table.remove(self.connection)
+        self.connection.owner = None
+        super().connection_lost(exc)
+
+    # ---- input -----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._failed:
+            return
+        if self.transport.get_write_buffer_size() > UNREAD:
+            self.transport.abort()  # it sends pings and does not read the pongs
+            return
+        self._held += data
+        if self.queued:
+            self._update_reading()  # else libuv reads a socket up to 32 times in one turn
+        elif self.parse_some():
+            self.context.turns.add(self)
+
+    def parse_some(self) -> bool:
+        for _ in range(FRAMES):
+            piece = b"" if self._must_wait() else self._next_piece()
+            if not piece:
+                break
+            super().data_received(piece)
+        self._update_reading()
+        return bool(piece) and not self._must_wait()
+
+    def _must_wait(self) -> bool:
+        """A message waits for the application, or there is nothing to parse. Reading goes on, so
+        that a client that leaves is noticed."""
+        return self._failed or self.read_paused or not self._held or not self.handshake_complete
+
+    def _next_piece(self) -> bytes:
+        """One frame, or a part of a large one. Nothing if not enough of it has arrived."""
+        if self._payload_left == 0:
+            head = self._frame_head()
+            if head is None or not self._begin_frame(*head):
+                return b""
+        available = min(len(self._held), self._payload_left, PART)
+        if self._fragment_head is not None and available < self._payload_left:
+            available -= available % MASK_BYTES  # the mask begins anew with each fragment
+            if available < SMALL:
+                return b""
+        piece = bytes(self._held[:available])
+        del self._held[:available]
+        self._payload_left -= available
+        if self._in_message and not self._count(available):
+            return b""
+        return piece if self._fragment_head is None else self._fragment(piece)
+
+    def _begin_frame(self, head_size: int, length: int) -> bool:
+        """Prepare for the frame whose head was read. Returns False if the head is not complete.
+
+        A large frame is passed to the parser as several fragments: the parser would copy the whole
+        of it twice in one go. A frame that the parser will refuse is passed on as it is."""
+        masked = bool(self._held[1] & MASK)
+        valid = masked and self._message_bytes + length <= self.context.limits.body_bytes
+        self._fragment_head = None
+        self._payload_left = head_size + length
+        if not (self._in_message and valid and length > PART):
+            return True
+        if len(self._held) < head_size:
+            self._payload_left = 0
+            return False
+        self._fragment_head = self._held[0], bytes(self._held[head_size - MASK_BYTES : head_size])
+        del self._held[:head_size]
+        self._payload_left = length
+        return True
+
+    def _fragment(self, payload: bytes) -> bytes:
+        """A part of a large frame as a frame of its own."""
+        assert self._fragment_head is not None
+        first, mask = self._fragment_head
+        self._fragment_head = first & FIN | CONTINUATION, mask
+        if self._payload_left > 0:
+            first &= ~FIN
+        return bytes([first, MASK | EXTENDED]) + len(payload).to_bytes(8, "big") + mask + payload
+
+    def handle_cont(self, event: Frame) -> None:
+        """Collect a message in one block, which grows in place."""
+        if not isinstance(self.frames[0], bytearray):
+            self.frames = [bytearray(self.frames[0])]  # type: ignore[list-item]
+        self.frames[0] += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
+
+    def _count(self, size: int) -> bool:
+        """Count so many further bytes of the message. Returns False if the connection is closed because of them."""
+        if self._memory is None:
+            client = self.scope["client"]
+            self._memory = self.context.bodies.hold(client[0] if client else "")
+        self._message_bytes += size
+        refusal = self._memory.grow(self._message_bytes)
+        if refusal is not None:
+            self.fail(CloseCode.TRY_AGAIN_LATER, refusal.message)
+        return refusal is None
+
+    def _frame_head(self) -> tuple[int, int] | None:
+        """The sizes of a frame's head and payload. None: it is not complete, or one small frame too
+        many."""
+        held = self._held
+        if len(held) < 2:
+            return None
+        length = held[1] & 0x7F
+        extended = {126: 2, 127: 8}.get(length, 0)
+        if len(held) < 2 + extended:
+            return None
+        if extended:
+            length = int.from_bytes(held[2 : 2 + extended], "big")
+        opcode = held[0] & OPCODE
+        fragment = opcode == CONTINUATION or not held[0] & FIN
+        if opcode > CLOSE or (fragment and length < SMALL) or self.close_sent:
+            if self._small_frames.wait() > 0:
+                self.fail(CloseCode.POLICY_VIOLATION, "too many pings, pongs or small fragments")
+                return None
+            self._small_frames.take()
+        self._in_message = opcode < CLOSE
+        if opcode < CLOSE and self.connection.deadline == math.inf:
+            # the first frame of a message, which has to be complete in time
+            self.connection.deadline = time.monotonic() + self.context.limits.body_seconds
+        return 2 + extended + (4 if held[1] & MASK else 0), length
+
+    def send_receive_event_to_app(self) -> None:
+        """Pass on a complete message, and parse no more until the application has received it."""
+        self.connection.deadline = math.inf
+        data = self.frames[0]
+        self.frames = []
+        memory = self._memory
+        self._memory = None
+        self._message_bytes = 0
+        if self.close_sent:
+            return
+        message: Any = {"type": "websocket.receive", "octavo.memory": memory}
+        # A large text is passed on as bytes: decoding takes milliseconds, and the parser checks UTF-8.
+        if self.curr_msg_data_type == "text" and len(data) <= PART:
+            try:
+                message["text"] = data.decode()
+            except UnicodeDecodeError:
+                self.fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
+                return
+        else:
+            message["bytes"] = data
+        self.queue.put_nowait(message)
+        self.read_paused = True
+
+    async def receive(self) -> Any:
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self.proceed()
+        return message
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "websocket.close":
+            self.read_paused = False  # messages are no longer received: parse up to the close frame
+        await super().send(message)
+        if message["type"] in ("websocket.accept", "websocket.close"):
+            self.proceed()
+        elif message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # it was refused: without this uvicorn logs an error
+
+    def proceed(self) -> None:
+        """Parse what is held, and read on."""
+        if self._held:
+            self.context.turns.add(self)
+        self._update_reading()
+
+    def _update_reading(self) -> None:
+        reading = len(self._held) <= HELD and not self._failed
+        if reading == self._reading:
+            return
+        self._reading = reading
+        if reading:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def fail(self, code: int, reason: str) -> None:
+        """Close the connection for something that the client did."""
+        if not self._failed and self.handshake_complete:
+            self.conn.fail(code, reason)
+            self.handle_parser_exception()
+
+    def handle_parser_exception(self) -> None:
+        """Write the close frame, and leave the client a moment to read it. uvicorn closes at once:
+        the system then resets the connection if the client has sent more, and the frame is lost."""
+        self._failed = True
+        self._held.clear()
+        close = self.conn.close_sent
+        code = close.code if close is not None else CloseCode.ABNORMAL_CLOSURE
+        reason = close.reason if close is not None else ""
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.stop_keepalive()
+        self._update_reading()
+        self.connection.enter(ConnectionState.SILENT)
+        self.connection.deadline = math.inf
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def evict(self) -> None:
+        self.fail(CloseCode.TRY_AGAIN_LATER, "the server needs this idle connection for others")
+        self.transport.close()
+
+    def deadline_passed(self) -> None:
+        self.fail(CloseCode.POLICY_VIOLATION, "the message was not complete in time")

@@ -1,0 +1,284 @@
+"""What worker processes do: one function for each job in jobs.py. They may be slow, take much memory or crash.
+
+Each takes a Context and a job, and returns a result that msgspec can encode. Raise ApiError or InvalidRequest for what is the
+client's fault. Imports no torch: a worker process starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+from octavo.serve.api import prompt, protocol
+from octavo.serve.api.api_errors import bad, prompt_too_long
+from octavo.serve.api.parse import count_values, read_request
+from octavo.serve.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from octavo.serve.channel.jobs import (
+    Compile,
+    Decode,
+    Detokenize,
+    Detokenized,
+    Encode,
+    EncodeChat,
+    Encoded,
+    Parse,
+    ParseMessage,
+    Setup,
+    Tokenize,
+    pack,
+    unpack,
+)
+from octavo.serve.limits import Limits
+from octavo.text.chat import render_marked, select_template
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.text.vocabulary import Vocabulary
+
+T = TypeVar("T", bound=msgspec.Struct)
+SLICE = 64 * 2**10  # characters
+
+
+@dataclass
+class Context:
+    """What the jobs need to know."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    limits: Limits
+
+    @classmethod
+    def read(cls, setup: Setup) -> Context:
+        if setup.tokenizer_gguf is not None:
+            tokenizer = Tokenizer.from_gguf(setup.tokenizer_gguf)
+        else:
+            assert setup.tokenizer_directory is not None
+            tokenizer = Tokenizer.from_directory(setup.tokenizer_directory)
+        if setup.chat_template is not None:
+            tokenizer.chat_templates = {"default": setup.chat_template}
+        return cls(tokenizer, setup.vocab_size, setup.max_model_len, setup.limits)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """llguidance's view of the tokenizer. Which token ends a text does not matter to a trial."""
+        from octavo.text.vocabulary import make_vocabulary
+
+        end_ids = tuple(sorted(self.tokenizer.end_ids)) or (0,)
+        return make_vocabulary(self.tokenizer, self.vocab_size, end_ids)
+
+
+# ---- bodies -----------------------------------------------------------------------------------------
+
+
+def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, Any]]:
+    """A request that is small enough for the event loop to decode."""
+    kind: type[msgspec.Struct] = getattr(protocol, job.kind)
+    request, unknown = read_request(job.data, kind, context.limits)
+    check_texts(context, request)
+    if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
+        request.prompt = packed_prompts(context, request)
+    if isinstance(request, protocol.OpenAI):
+        request.metadata = None  # it has no effect, and may be large
+    check_values(context, request)
+    return request, unknown
+
+
+def parse_message(context: Context, job: ParseMessage) -> tuple[msgspec.Struct, dict[str, Any]]:
+    """The same for a gRPC message."""
+    from octavo.serve.api.grpc_request import read_message
+
+    kind: type[msgspec.Struct] = getattr(protocol, job.kind)
+    request, unknown = read_message(job.data, kind, context.limits)
+    check_texts(context, request)
+    check_values(context, request)
+    return request, unknown
+
+
+def check_values(context: Context, request: msgspec.Struct) -> None:
+    """Refuse a request of too many values for the event loop."""
+    left = context.limits.values
+    for name in request.__struct_fields__:
+        left -= count_values(getattr(request, name), left)
+        if left < 0:
+            raise bad(
+                name,
+                f"the request holds more than {context.limits.values} values up to {name}: leave some out",
+                "param_out_of_range",
+            )
+
+
+def check_texts(context: Context, request: msgspec.Struct) -> None:
+    """Refuse texts that cannot fit, so that they do not travel back."""
+    if isinstance(request, TokenizeRequest) or getattr(request, "truncate_prompt_tokens", None):
+        return
+    for name in ("prompt", "prompts"):
+        given = getattr(request, name, None)
+        for text in given if isinstance(given, list) else [given]:
+            if isinstance(text, str):
+                prompt.check_size(context.tokenizer, len(text), context.max_model_len, name)
+
+
+def packed_prompts(context: Context, request: CompletionRequest) -> list[Any]:
+    """The prompts, with token ids checked and packed."""
+    limits = context.limits
+    prompts = prompt.prompt_list(request.prompt, limits)
+    total = 0
+    for index, given in enumerate(prompts):
+        if not isinstance(given, list):
+            continue
+        if request.truncate_prompt_tokens is None and len(given) >= context.max_model_len:
+            raise prompt_too_long(len(given), context.max_model_len)
+        total += len(given)
+        check_total(total, limits)
+        ids = prompt.check_ids(given, context.vocab_size, "prompt")
+        prompts[index] = pack(ids)
+    return prompts
+
+
+def check_total(count: int, limits: Limits) -> None:
+    if count > limits.prompt_tokens:
+        raise bad(
+            "prompt",
+            f"the prompts of one request may have {limits.prompt_tokens} tokens in all: send fewer at a time",
+            "param_out_of_range",
+        )
+
+
+# ---- text to tokens ---------------------------------------------------------------------------------
+
+
+def encode_texts(context: Context, job: Encode) -> list[Encoded]:
+    found: list[Encoded] = []
+    total = 0
+    for text in job.texts:
+        check_length(context.tokenizer, text, job)
+        ids = context.tokenizer.encode(text, job.add_special_tokens, job.parse_special)
+        found.append(kept(ids, job))
+        total += len(found[-1].ids) // 4
+        check_total(total, context.limits)
+    return found
+
+
+def encode_messages(context: Context, job: EncodeChat) -> Encoded:
+    tokenizer = context.tokenizer
+    with blaming(job.template):
+        template = select_template(tokenizer, job.template, job.tools is not None)
+        text, mark = render_marked(tokenizer, template, job.messages, job.tools, **job.options)
+    check_length(tokenizer, text, job)
+    if mark is None:
+        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+    else:
+        ids = tokenizer.encode_marked(text, mark)
+    if job.add_special_tokens:
+        ids = tokenizer.with_special_tokens(ids)
+    return kept(ids, job)
+
+
+@contextmanager
+def blaming(template: str | None) -> Iterator[None]:
+    """Whatever a client's own template raises is an error of the client's."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        about = error.param if isinstance(error, InvalidRequest) else None
+        if template is None or about not in (None, "messages"):
+            raise
+        raise bad("chat_template", str(error)[:500], "chat_template_error") from None
+
+
+def check_length(tokenizer: Tokenizer, text: str, job: Encode | EncodeChat) -> None:
+    """Refuse a text that is far too long without tokenising all of it: it is tokenised slice by slice until there are twice as
+    many tokens as fit. Cutting a text into slices changes its number of tokens by a few for each slice."""
+    if job.keep is not None or len(text) <= 8 * job.context:
+        return
+    count = 0
+    for start in range(0, len(text), SLICE):
+        count += len(tokenizer.encode(text[start : start + SLICE], add_special_tokens=False))
+        if count > 2 * job.context:
+            raise prompt_too_long(f"more than {job.context}", job.context, param_of(job))
+
+
+def kept(ids: list[int], job: Encode | EncodeChat) -> Encoded:
+    if job.keep is not None:
+        return Encoded(pack(prompt.cut(ids, job.keep, job.keep_first)), len(ids))
+    if len(ids) >= job.context:
+        raise prompt_too_long(len(ids), job.context, param_of(job))
+    return Encoded(pack(ids), len(ids))
+
+
+def param_of(job: Encode | EncodeChat) -> str:
+    return "prompt" if isinstance(job, Encode) else "messages"
+
+
+def tokenize(context: Context, job: Tokenize) -> bytes:
+    if isinstance(job.what, Encode):
+        (encoded,) = encode_texts(context, job.what)
+    else:
+        encoded = encode_messages(context, job.what)
+    return tokenize_reply(context, unpack(encoded.ids), job.token_strs)
+
+
+def tokenize_reply(context: Context, ids: list[int], token_strs: bool) -> bytes:
+    strings = [context.tokenizer.token_str(id) for id in ids] if token_strs else None
+    reply = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": context.max_model_len,
+        "token_strs": strings,
+    }
+    return msgspec.json.encode(reply)
+
+
+# ---- tokens to text ---------------------------------------------------------------------------------
+
+
+def detokenize(context: Context, job: Detokenize) -> Detokenized:
+    request, unknown = read_request(job.data, DetokenizeRequest, context.limits)
+    if request.tokens is None:
+        raise bad("tokens", "tokens must be a list of token ids")
+    if len(request.tokens) > context.limits.prompt_tokens:
+        raise bad(
+            "tokens",
+            f"tokens may have at most {context.limits.prompt_tokens} token ids, got {len(request.tokens)}",
+            "param_out_of_range",
+        )
+    if request.tokens:
+        prompt.check_ids(request.tokens, context.vocab_size, "tokens")
+    text = context.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return Detokenized(request.model, unknown, msgspec.json.encode({"prompt": text}))
+
+
+def decode_ids(context: Context, job: Decode) -> str:
+    return context.tokenizer.decode(unpack(job.ids), skip_special_tokens=False)
+
+
+# ---- structured output ------------------------------------------------------------------------------
+
+
+def compile_guide(context: Context, job: Compile) -> None:
+    from octavo.text.trial import try_spec
+
+    try_spec(context.vocabulary, job.spec)
+
+
+HANDLERS: dict[type[msgspec.Struct], Callable[[Context, Any], Any]] = {
+    Parse: parse_body,
+    ParseMessage: parse_message,
+    Encode: encode_texts,
+    EncodeChat: encode_messages,
+    Tokenize: tokenize,
+    Detokenize: detokenize,
+    Decode: decode_ids,
+    Compile: compile_guide,
+}

@@ -1,0 +1,152 @@
+"""A worker process: runs one job at a time, with its memory limited. The front starts it and may kill it at any time.
+
+Blocks on its socket between jobs and ends when the front closes it. Imports no torch, so that it starts quickly. Never writes
+to the log: what a client sent could be in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+from octavo.serve.api.api_errors import ApiError, api_error
+from octavo.serve.channel.jobs import (
+    Detokenize,
+    Done,
+    Failed,
+    Parse,
+    ParseMessage,
+    Refused,
+    Reply,
+    decode_job,
+    decode_setup,
+    encode,
+)
+from octavo.serve.channel.sockets import LENGTH, frame
+from octavo.serve.process import die_with_parent
+from octavo.serve.workers.handlers import HANDLERS, Context
+
+RETAINED = 64 * 2**20  # bytes above its size at the start that a process may keep between jobs
+PAGE = resource.getpagesize()
+
+
+# ---- one job ----------------------------------------------------------------------------------------
+
+
+def answer(context: Context, data: bytes, payload: bytes) -> Reply:
+    """The reply to a job, whatever happens in it."""
+    try:
+        job = decode_job(data)
+        if isinstance(job, Parse | ParseMessage | Detokenize):
+            job.data = payload
+        return Done(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
+    except MemoryError:
+        return Refused(
+            400,
+            f"this input needs more than {context.limits.text_memory} bytes of memory to read: "
+            "shorten or simplify it",
+            "text_memory_exceeded",
+            retire=True,
+        )
+    except (ApiError, InvalidRequest) as error:
+        found = api_error(error)
+        return Refused(found.status, found.message, found.code, found.param)
+    except BaseException as error:  # a panic in native code is not an Exception
+        return Failed(shown(error))
+
+
+def shown(error: BaseException) -> str:
+    """Where it was raised and its type. Its message may quote the client."""
+    places = traceback.extract_tb(error.__traceback__)
+    lines = [f"{Path(place.filename).name}:{place.lineno} in {place.name}" for place in places]
+    return "\n".join([*lines, type(error).__name__])
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Memory:
+    """Limits the address space of this process, and tells when it keeps too much of it."""
+
+    base: int  # bytes resident at the start
+
+    @classmethod
+    def limited(cls, allowance: int) -> Memory:
+        """From now on allocations beyond the present size and the allowance fail."""
+        size, resident = memory_used()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if size:
+            with suppress(ValueError, OSError):  # the system already sets a lower limit
+                resource.setrlimit(resource.RLIMIT_AS, (size + allowance, hard))
+        return cls(resident)
+
+    def exceeded(self) -> bool:
+        """Whether memory stays far above what it was at the start, though it was asked back."""
+        if memory_used()[1] - self.base < RETAINED:
+            return False
+        gc.collect()
+        with suppress(AttributeError, OSError):  # glibc alone has it
+            ctypes.CDLL(None).malloc_trim(0)
+        return memory_used()[1] - self.base >= RETAINED
+
+
+def memory_used() -> tuple[int, int]:
+    """Bytes of address space, and bytes resident. Elsewhere than on Linux both are unknown: 0."""
+    try:
+        size, resident = Path("/proc/self/statm").read_text().split()[:2]
+    except OSError:
+        return 0, 0
+    return int(size) * PAGE, int(resident) * PAGE
+
+
+# ---- the process ------------------------------------------------------------------------------------
+
+
+def receive(stream: BinaryIO) -> tuple[bytes, bytes] | None:
+    """The next job and its payload. None: the front has closed the socket."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    job = stream.read(LENGTH.unpack(head)[0])
+    (size,) = LENGTH.unpack(stream.read(LENGTH.size))
+    return job, stream.read(size)
+
+
+def main(number: int) -> int:
+    """`number`: the descriptor of this process's end of the socket."""
+    die_with_parent()
+    os.set_inheritable(number, False)
+    with socket.socket(fileno=number) as end, end.makefile("rb") as stream:
+        found = receive(stream)
+        if found is None:
+            return 0
+        context = Context.read(decode_setup(found[0]))
+        with suppress(InvalidRequest):  # a trial raises it again
+            _ = context.vocabulary
+        gc.collect()
+        gc.disable()  # a job may build millions of objects, and none of them are cycles
+        memory = Memory.limited(context.limits.text_memory)
+        end.sendall(frame(encode(Done(msgspec.Raw(encode(None))))))
+        while (found := receive(stream)) is not None:
+            reply = answer(context, *found)
+            del found
+            reply.retire = reply.retire or memory.exceeded()
+            end.sendall(frame(encode(reply)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
