@@ -102,7 +102,7 @@ class Matrix(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """`model(batch, kv) -> hidden [T, hidden]`, then `model.logits(hidden[rows]) -> [R, vocab]`."""
+    """A model: `model(batch, kv) -> hidden [T, hidden]`, `model.logits(hidden) -> [T, vocab]`."""
 
     # The embedding's name in a checkpoint. If config.tied is set, it is the output head too.
     tied_weight: str | None = None
@@ -147,6 +147,11 @@ class CausalLM(nn.Module):
         set, only the rows batch.logit_indices are returned.
         """
         raise NotImplementedError
+
+    def forward_with_logits(self, batch: ForwardBatch, kv: KV) -> tuple[Tensor, Tensor]:
+        """Compute the hidden states as forward() does, and the logits of all of them."""
+        hidden = self(batch, kv)
+        return hidden, self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab]"""

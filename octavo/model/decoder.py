@@ -11,7 +11,7 @@ Each residual is added by the matrix product before it. The decoder must not kno
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,24 +191,26 @@ class Decoder(CausalLM):
         )
         self.register_buffer("local_rope", local_rope, persistent=False)
         self.fused: Fused | None = None  # computes all layers in one call, if the backend can
-        # The hidden states that the last fused call returned, and their logits.
-        self.fused_logits: tuple[Tensor, Tensor] | None = None
 
     def forward(self, batch: ForwardBatch, kv_cache: KV) -> Tensor:
+        hidden, _ = self._run_layers(batch, kv_cache)
+        return hidden
+
+    def forward_with_logits(self, batch: ForwardBatch, kv_cache: KV) -> tuple[Tensor, Tensor]:
+        hidden, fused_logits = self._run_layers(batch, kv_cache)
+        return hidden, self.logits(hidden) if fused_logits is None else fused_logits
+
+    def _run_layers(self, batch: ForwardBatch, kv_cache: KV) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states, and their logits if the fused call has computed them too."""
         hidden = self.embed(batch.ids)
         if self.fused is not None and (done := self.fused(hidden, batch, kv_cache)) is not None:
-            if isinstance(done, Tensor):
-                return done
-            self.fused_logits = done
-            return done[0]
+            return (done, None) if isinstance(done, Tensor) else done
         for layer_index, layer in enumerate(self.layers):
             last = batch.last if layer_index == len(self.layers) - 1 else None
             hidden = layer(hidden, batch, kv_cache[:, layer_index], self.table(layer_index), last)
-        return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps)
+        return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps), None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self.fused_logits is not None and self.fused_logits[0] is hidden:
-            return self.fused_logits[1]
         return self.ops.logits(hidden, (self.head or self.embed).weight)
 
     def weight_map(self) -> dict[str, Slot]:
@@ -274,25 +276,8 @@ class Decoder(CausalLM):
             architecture for architecture in hf_config["architectures"] if architecture in DEFAULTS
         )
         fields = Fields(hf_config, DEFAULTS[architecture])
-        hidden_size = fields.whole("hidden_size")
-        num_heads = fields.whole("num_attention_heads")
+        heads = head_sizes(fields)
         num_layers = fields.whole("num_hidden_layers", maximum=MAX_LAYERS)
-        num_kv_heads = fields.whole("num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            raise ModelError(
-                f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
-                f"num_key_value_heads ({num_kv_heads})"
-            )
-        if fields["head_dim"] is None and hidden_size % num_heads:
-            raise ModelError(
-                f"config.json: num_attention_heads ({num_heads}) must divide hidden_size "
-                f"({hidden_size}), or head_dim be given"
-            )
-        head_dim = fields.whole("head_dim", hidden_size // num_heads)
-        if head_dim % 2:
-            raise ModelError(
-                f"config.json: head_dim ({head_dim}) must be even for rotary embedding"
-            )
         refuse_fields(fields, architecture)
         is_gemma = architecture == "Gemma3ForCausalLM"
         has_bias = fields.flag("attention_bias")
@@ -307,11 +292,11 @@ class Decoder(CausalLM):
         return ModelConfig(
             architecture=architecture,
             vocab_size=fields.whole("vocab_size"),
-            hidden_size=hidden_size,
+            hidden_size=heads.hidden_size,
             num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
             intermediate_size=fields.whole("intermediate_size"),
             max_position=max_position,
             norm_eps=fields.real("rms_norm_eps", 1e-6),
@@ -327,13 +312,41 @@ class Decoder(CausalLM):
             qk_norm=is_gemma or architecture == "Qwen3ForCausalLM",
             post_norms=is_gemma,
             norm_offset=1.0 if is_gemma else 0.0,
-            embed_scale=hidden_size**0.5 if is_gemma else 1.0,
+            embed_scale=heads.hidden_size**0.5 if is_gemma else 1.0,
             attention_scale=fields.real("query_pre_attn_scalar") ** -0.5 if is_gemma else None,
             windows=windows(architecture, fields, num_layers),
             eos_ids=fields.token_ids("eos_token_id"),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
             **rope_configs,
         )
+
+
+class HeadSizes(NamedTuple):
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def head_sizes(fields: Fields) -> HeadSizes:
+    """Read the sizes of the attention heads, and check that they fit together."""
+    hidden_size = fields.whole("hidden_size")
+    num_heads = fields.whole("num_attention_heads")
+    num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
+            f"num_key_value_heads ({num_kv_heads})"
+        )
+    if fields["head_dim"] is None and hidden_size % num_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads ({num_heads}) must divide hidden_size "
+            f"({hidden_size}), or head_dim be given"
+        )
+    head_dim = fields.whole("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim ({head_dim}) must be even for rotary embedding")
+    return HeadSizes(hidden_size, num_heads, num_kv_heads, head_dim)
 
 
 def norm_slot(weight: Tensor, config: ModelConfig) -> Slot:

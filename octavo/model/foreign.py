@@ -78,22 +78,8 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> S
     weight_format = scheme.format
     outputs, inputs = _size(scheme, parts, description)
 
-    def read() -> tuple[Tensor, Tensor, Tensor | None]:
-        tensors = {part_name: part.read() for part_name, part in parts.items()}
-        dtypes = {part_name: tensor.dtype for part_name, tensor in tensors.items()}
-        if any(
-            dtype.is_floating_point != ("scale" in part_name)
-            or (part_name in PACKED and dtype != torch.int32)
-            for part_name, dtype in dtypes.items()
-        ):
-            listing = ", ".join(f"{part_name} {dtype}" for part_name, dtype in dtypes.items())
-            raise CheckpointError(
-                f"{description} must have codes of int32 and scales of floats, not {listing}"
-            )
-        return scheme.read(tensors)
-
     def codes() -> QuantWeight:
-        packed, scale, zeros = read()
+        packed, scale, zeros = _read_parts(scheme, parts, description)
         half_scale = scale.half()
         if not torch.equal(half_scale.to(scale.dtype), scale):
             raise CheckpointError(
@@ -117,7 +103,7 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> S
         return QuantWeight(weight_format, inputs, packed, half_scale, None)
 
     def read_values() -> Tensor:
-        packed, scale, zeros = read()
+        packed, scale, zeros = _read_parts(scheme, parts, description)
         codes_weight = QuantWeight(
             WeightFormat(4, weight_format.group_size), inputs, packed, scale, None
         )
@@ -135,6 +121,24 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> S
         weight_format,
         codes,
     )
+
+
+def _read_parts(
+    scheme: Scheme, parts: dict[str, StoredTensor], description: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Read the parts of a weight, check their dtypes, and convert them to codes, scale, zeros."""
+    tensors = {part_name: part.read() for part_name, part in parts.items()}
+    dtypes = {part_name: tensor.dtype for part_name, tensor in tensors.items()}
+    if any(
+        dtype.is_floating_point != ("scale" in part_name)
+        or (part_name in PACKED and dtype != torch.int32)
+        for part_name, dtype in dtypes.items()
+    ):
+        listing = ", ".join(f"{part_name} {dtype}" for part_name, dtype in dtypes.items())
+        raise CheckpointError(
+            f"{description} must have codes of int32 and scales of floats, not {listing}"
+        )
+    return scheme.read(tensors)
 
 
 def _size(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> tuple[int, int]:

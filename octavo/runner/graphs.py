@@ -138,7 +138,7 @@ class StepGraphs:
             logit_indices=slots,  # unused: every token has logits
             spans=[Span(index, 1, self.max_len) for index in range(len(slots))],
         )
-        logits = self.model.logits(self.model(batch, self.kv.view))
+        _, logits = self.model.forward_with_logits(batch, self.kv.view)
         forward = ForwardResult(slots, logits, seq_lens)
         return forward._replace(tokens=choose(forward, state, self.model.ops))
 
@@ -192,10 +192,10 @@ class StepGraphs:
         batch = gather(layout, num_items, state, self.kv.block_size, spans)
         all_items = torch.arange(num_items, device=layout.device)
         batch.last = last_tokens(batch, all_items, spans)
-        hidden = self.model(batch, self.kv.view)
+        _, logits = self.model.forward_with_logits(batch, self.kv.view)
         state.computed[batch.slots.long()] = batch.seq_lens
         state.computed[state.padding_slot :].zero_()
-        forward = ForwardResult(batch.slots, self.model.logits(hidden), batch.seq_lens)
+        forward = ForwardResult(batch.slots, logits, batch.seq_lens)
         return forward._replace(tokens=choose(forward, state, self.model.ops, is_sampled))
 
     # ---- capture -----------------------------------------------------------------------------------

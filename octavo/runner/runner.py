@@ -306,15 +306,18 @@ class Runner:
         slots = batch.slots[sampled]
         lengths = batch.seq_lens[sampled]
         state.computed[batch.slots.long()] = batch.seq_lens
-        hidden = self.model(batch, self.kv.view)
         prompt_logprobs: list[PromptLogprobs] = []
-        if wants_prompt_logprobs:
-            prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-            # Otherwise the model has returned only these: batch.last, or all tokens are sampled.
-            hidden = hidden[batch.logit_indices]
-        if not staged.sampled:
-            return StepHandle(items, prompt_logprobs=prompt_logprobs)
-        forward = ForwardResult(slots, self.model.logits(hidden), lengths)
+        if staged.sampled and not wants_prompt_logprobs:
+            # The model returns only the sampled tokens: batch.last, or all tokens are sampled.
+            _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        else:
+            hidden = self.model(batch, self.kv.view)
+            if wants_prompt_logprobs:
+                prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
+            if not staged.sampled:
+                return StepHandle(items, prompt_logprobs=prompt_logprobs)
+            logits = self.model.logits(hidden[batch.logit_indices])
+        forward = ForwardResult(slots, logits, lengths)
         handle = self._sample(plan, staged.sampled, forward, prompt_logprobs)
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)

@@ -109,20 +109,18 @@ def stepped(
         slack=9,
     )
     model.fused = fused
-    hidden = model(batch, kv)
-    return hidden, model.logits(hidden), kv
+    hidden, logits = model.forward_with_logits(batch, kv)
+    return hidden, logits, kv
 
 
 def compare(model: Any, fused: Any, lengths: list[int], block: int) -> None:
     """Of the kernel with the ops."""
-    model.fused_logits = None
     want, wanted, kept = stepped(model, lengths, block, None)
-    assert model.fused_logits is None
     (got, logits, written), (again, repeated, _) = (
         stepped(model, lengths, block, fused) for _ in range(2)
     )
     assert fused.kernels[len(lengths), block] is not None
-    assert (model.fused_logits is None) == (model.config.vocab_size % 8 != 0)
+    assert (fused.vocab == 0) == (model.config.vocab_size % 8 != 0)
     assert torch.equal(got, again) and torch.equal(logits, repeated), (
         f"{lengths}: another result the second time"
     )
@@ -194,16 +192,16 @@ def test_replayed_from_a_graph() -> None:
     )
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
-        first = model(batch, kv)
-        want, logits = first.clone(), model.logits(first).clone()
+        want, want_logits = (tensor.clone() for tensor in model.forward_with_logits(batch, kv))
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            got = model(batch, kv)
+            got, got_logits = model.forward_with_logits(batch, kv)
         for _ in range(3):
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(got, want) and torch.equal(model.logits(got), logits)
-            got.zero_(), model.logits(got).zero_()
+            assert torch.equal(got, want) and torch.equal(got_logits, want_logits)
+            got.zero_()
+            got_logits.zero_()
 
 
 @pytest.mark.gpu
@@ -214,13 +212,13 @@ def test_short_sequences_get_the_same_alone_and_in_company() -> None:
     kv = empty_kv(model.config, tables, 64, "cuda", torch.bfloat16).normal_()
     chunks = [([7 * i + 3], length - 1) for i, length in enumerate(lengths)]
     with torch.inference_mode():
-        everybody = model(make_batch(chunks, tables, 64, "cuda"), kv.clone())
-        logits = model.logits(everybody)
+        batch = make_batch(chunks, tables, 64, "cuda")
+        everybody, logits = model.forward_with_logits(batch, kv.clone())
         for i, chunk in enumerate(chunks):
-            alone = model(make_batch([chunk], [tables[i]], 64, "cuda"), kv.clone())
-            assert torch.equal(alone[0], everybody[i]) and torch.equal(
-                model.logits(alone)[0], logits[i]
-            )
+            single = make_batch([chunk], [tables[i]], 64, "cuda")
+            alone, alone_logits = model.forward_with_logits(single, kv.clone())
+            assert torch.equal(alone[0], everybody[i])
+            assert torch.equal(alone_logits[0], logits[i])
 
 
 @pytest.mark.gpu
