@@ -100,9 +100,8 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/cli/doctor.py": {"patience"},
     "octavo/cli/progress.py": {"said"},
     "octavo/cli/remote_backend.py": {"said"},
-    "octavo/serve/front/queue_bound.py": {"told"},
     "octavo/serve/http/body.py": {"patience"},
-    "octavo/serve/front/client.py": {"acquit", "guilty", "news", "suspects", "told", "untold"},
+    "octavo/serve/front/client.py": {"news", "untold"},
     "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "told", "untold"},
     "octavo/serve/channel/sockets.py": {"said", "told"},
     "octavo/serve/front/loop_watchdog.py": {"beat"},
@@ -111,7 +110,6 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/serve/endpoints/grpc_service.py": {"told"},
     "octavo/serve/server.py": {"tell"},
     "octavo/serve/front/supervisor.py": {"news", "patience", "told"},
-    "octavo/serve/front/quarantine.py": {"acquit", "guilty", "suspects"},
     "octavo/serve/endpoints/live_feed.py": {"look"},
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.serve.channel.messages import News
-from octavo.serve.front.client import ENDS, OUTPUTS, EngineClient
+from octavo.serve.front.client import FINISHED_PER_TURN, OUTPUTS_PER_TURN, EngineClient
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.serve_config import ServeConfig
 from octavo.types import Output
@@ -28,7 +28,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Any:
         if out.tokens[0] == 3:
             raise RuntimeError("a mistake in the front")
 
-    monkeypatch.setattr(found, "_output", look)
+    monkeypatch.setattr(found, "_process_output", look)
     return found
 
 
@@ -40,7 +40,7 @@ def test_a_few_a_turn_and_in_order_whatever_one_of_them_does(client: Any) -> Non
         assert client.seen == [0, 1, 2, 3]
         client.receive(News(outputs(20, 10), []))
         await asyncio.sleep(0)
-        assert client.seen == list(range(4 + OUTPUTS)), "no sooner because more came"
+        assert client.seen == list(range(4 + OUTPUTS_PER_TURN)), "no sooner because more came"
         await asyncio.sleep(0.01)
         assert client.seen == list(range(30))
 
@@ -51,7 +51,7 @@ def test_replies_that_end_with_one_step_are_ended_few_at_a_time(client: Any) -> 
     async def run() -> None:
         ends = [Output(f"r{i}", 0, [i], finish_reason="length") for i in range(10, 15)]
         client.receive(News([*outputs(20, 3), *ends], []))
-        assert client.seen == [20, 21, 22, 10, 11] and ENDS == 2
+        assert client.seen == [20, 21, 22, 10, 11] and FINISHED_PER_TURN == 2
         await asyncio.sleep(0)
         assert client.seen[5:] == [12, 13]
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def test_replies_that_end_with_one_step_are_ended_few_at_a_time(client: Any) -> 
 def test_what_an_engine_said_before_its_end_counts(client: Any) -> None:
     async def run() -> None:
         client.receive(News(outputs(10, 20), []))
-        client.lost()
+        client.engine_lost()
         assert client.seen == list(range(10, 30))
 
     asyncio.run(run())
@@ -80,7 +80,7 @@ def test_all_hear_of_the_engine_s_end_whatever_its_last_words_do(client: Any) ->
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         client.calls = {"a": Open(), "b": Open()}
         client._outputs.extend(outputs(0, 6))
-        client.lost()
+        client.engine_lost()
         assert client.seen == list(range(6)), "the fourth was a mistake"
         assert all(call.error.code == "engine_restarting" for call in client.calls.values())
 

@@ -36,16 +36,7 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) ->
     if key is not None:
         key.enter()
     try:
-        return front.client.open(
-            caller.id,
-            prepared.requests,
-            prepared.texts,
-            follow=follow,
-            key=key,
-            timeout=prepared.timeout,
-            structure=prepared.structure,
-            until=prepared.until,
-        )
+        return front.client.open(caller.id, prepared, follow=follow, key=key)
     except BaseException:
         if key is not None:
             key.leave(0)
@@ -253,10 +244,10 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     with open_call(front, caller, prepared, follow=shape.stream) as call:
         exchange.watch(call)
         if shape.stream:
-            await call.taken()  # what is refused is an HTTP error still, and no event
+            await call.wait_accepted()  # what is refused is an HTTP error still, and no event
             await stream(exchange, call, prepared, shape)
         else:
-            await call.done()
+            await call.wait_finished()
             reply = replies.whole(
                 envelope(front, caller, shape), front.tokenizer, call.collectors, shape
             )

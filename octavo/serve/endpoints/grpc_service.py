@@ -344,7 +344,7 @@ class Service:
             )
 
         with open_call(self.front, caller, prepared, follow=False) as call:
-            await call.done()
+            await call.wait_finished()
             return [reply(collector) for collector in call.collectors]
 
     async def _end(

@@ -1,12 +1,14 @@
-"""The front's view of the engine: requests out, text in. One Call is one client's request, of one or several prompts.
+"""The front's client of the engine: it sends requests and receives tokens, which it turns into text.
 
-    call = engine.open(requests, ...)          raises ApiError: the queue is full, the engine is not ready
-    with call:                                 leaving it ends what is unfinished, within a step
-        await call.taken()                     nothing in it will be refused any more
-        async for pieces in call: ...          (which prompt, what is new), as it comes
-        await call.done()                      or all at once: then read call.collectors
+    call = client.open(call_id, prepared, ...)  raises ApiError if the queue is full or the engine
+                                                is not ready
+    with call:                                  leaving the block aborts unfinished requests
+        await call.wait_accepted()              after this no request of the call is refused
+        async for pieces in call: ...           (index of the prompt, new text), as it is generated
+        await call.wait_finished()              or wait for all, then read call.collectors
 
-Every transport uses this and nothing below it.
+A Call is the request of one client, with one or several prompts. Every transport uses this module
+and nothing below it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple
 
-from octavo.collect import Collector, Until, made_later
+from octavo.collect import Collector, made_later
 from octavo.errors import DeviceOutOfMemory, NotANumber
 from octavo.outputs import CompletionOutput
 from octavo.serve.api import api_errors
 from octavo.serve.api.api_errors import ApiError, api_error
+from octavo.serve.api.validate import Prepared
 from octavo.serve.channel.messages import (
     Abort,
     Add,
@@ -40,7 +43,7 @@ from octavo.serve.channel.messages import (
 )
 from octavo.serve.front.keys import Key
 from octavo.serve.front.metrics import Metrics
-from octavo.serve.front.quarantine import Suspects, fingerprint
+from octavo.serve.front.quarantine import Quarantine, fingerprint
 from octavo.serve.front.queue_bound import Queue
 from octavo.serve.front.supervisor import Supervisor
 from octavo.serve.front.trials import Trials
@@ -51,61 +54,71 @@ from octavo.types import Output, Request
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
-    """Whose a request is."""
+# Python's garbage collector runs after this many new objects. With its default of 700 it ran at
+# every third request and took a tenth of the time of a request.
+GC_THRESHOLD = 20_000
+# The most outputs that one turn of the event loop processes, and how many of them may end a reply.
+OUTPUTS_PER_TURN = 8
+FINISHED_PER_TURN = 2
+# Finished calls that are remembered, so that they can be distinguished from unknown calls.
+REMEMBERED_CALLS = 1024
+
+Piece = tuple[int, CompletionOutput]  # the index of the prompt, and its new text
+
+
+class OpenRequest(NamedTuple):
+    """A request that the engine has not finished, and the call that it belongs to."""
 
     call: Call
-    which: int  # of the call's prompts
+    prompt_index: int
 
     @property
     def request(self) -> Request:
-        return self.call.requests[self.which]
+        return self.call.requests[self.prompt_index]
 
     def __str__(self) -> str:
-        collector = self.call.collectors[self.which]
-        waiting = collector.request.id in self.call.client.queue.waiting
-        counts = [len(o.token_ids) for o in collector.outputs]
-        return f"{collector.request.id}: {len(collector.request.prompt)} prompt tokens, {'waits' if waiting else f'has {counts}'}"
-
-
-Piece = tuple[int, CompletionOutput]  # which of the call's prompts, what is new of it
-# More objects at a time than before by so many let the garbage collector look through the new ones. With Python's own 700 that
-# was at every third request, a tenth of what one costs.
-OBJECTS = 20_000
-# looked at in a turn, and how many of those may be a reply's last
-OUTPUTS = 8
-ENDS = 2
-REMEMBERED = 1024  # ended calls that can still be told from unknown ones
+        collector = self.call.collectors[self.prompt_index]
+        request = collector.request
+        state = "waits"
+        if request.id not in self.call.client.queue.waiting:
+            counts = [len(output.token_ids) for output in collector.outputs]
+            state = f"has {counts}"
+        return f"{request.id}: {len(request.prompt)} prompt tokens, {state}"
 
 
 class Call:
-    """A client's request on its way. Not made by hand: see EngineClient.open."""
+    """The request of a client while it is in progress. EngineClient.open creates it."""
 
     def __init__(
         self,
         client: EngineClient,
-        id: str,
-        requests: list[Request],
-        texts: list[str | None],
-        until: Until | None,
+        call_id: str,
+        prepared: Prepared,
         follow: bool,
         key: Key | None,
     ):
         self.client = client
-        self.id = id
-        self.requests = requests
-        self.texts = texts
-        self.until = until
+        self.id = call_id
+        self.requests = prepared.requests
+        self.texts = prepared.texts
+        self.until = prepared.until
+        # The field of the client's request that contains the spec of structured output.
+        self.structure = prepared.structure
         self.key = key
-        self.owner, self.priority = (key.name, key.priority) if key is not None else ("", 0)
+        self.owner = ""
+        self.priority = 0
+        if key is not None:
+            self.owner = key.name
+            self.priority = key.priority
         self.error: ApiError | None = None
-        self.structure: str | None = None  # the client's field that said what the text must match
-        self.compiling = {r.id for r in requests if r.params.structured_outputs is not None}
-        self.unfinished = len(requests)
-        self.arrival = requests[0].arrival
+        self.compiling = {
+            request.id for request in self.requests if request.params.structured_outputs is not None
+        }
+        self.unfinished = len(self.requests)
+        self.arrival = self.requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
-        self.told = False  # the engine has been
-        self.trial: asyncio.Task[None] | None = None  # of its structured output, while it is tried
+        self.sent = False  # whether the engine has received the requests
+        self.trial: asyncio.Task[None] | None = None  # the trial compilation of its spec
         self.follow = follow
         self._closed = False
         self._pieces: list[Piece] = []
@@ -113,18 +126,27 @@ class Call:
 
     @cached_property
     def collectors(self) -> list[Collector]:
-        """Of each prompt. Made when first asked for, which is when the engine has been told."""
+        """One collector for each prompt. They are created after the requests have been sent."""
         tokenizer = self.client.tokenizer
-        found = [
-            Collector(r, text, tokenizer, self.until)
-            for r, text in zip(self.requests, self.texts, strict=True)
+        collectors = [
+            Collector(request, text, tokenizer, self.until)
+            for request, text in zip(self.requests, self.texts, strict=True)
         ]
         if self.follow:
-            for collector in found:
+            for collector in collectors:
                 collector.pieces = []
-        return found
+        return collectors
 
-    # ---- the reader's side -----------------------------------------------------------------------
+    @property
+    def token_count(self) -> int:
+        """Tokens of all prompts and of all replies so far."""
+        count = 0
+        for collector in self.collectors:
+            count += len(collector.request.prompt)
+            count += sum(len(output.token_ids) for output in collector.outputs)
+        return count
+
+    # ---- methods for the transport ---------------------------------------------------------------
 
     def __enter__(self) -> Call:
         return self
@@ -141,7 +163,8 @@ class Call:
         return self
 
     async def __anext__(self) -> list[Piece]:
-        """What is new; empty if `wake` was called. Raises the call's error after the last piece before it."""
+        """Return the new pieces; none if `wake` was called. The error of a call is raised after the
+        pieces that came before it."""
         if not self._pieces:
             if self.error is not None:
                 raise self.error
@@ -154,16 +177,16 @@ class Call:
             raise self.error
         return pieces
 
-    async def taken(self) -> None:
-        """The engine has been told, and what the text must match been compiled, if it must match something. Raises the call's
-        error."""
-        while (self.compiling or not self.told) and self.error is None:
+    async def wait_accepted(self) -> None:
+        """Wait until the engine has received the requests and compiled their spec of structured
+        output. Raises the error of the call."""
+        while (self.compiling or not self.sent) and self.error is None:
             await self._wait()
         if self.error is not None:
             raise self.error
 
-    async def done(self) -> None:
-        """All prompts are answered. Raises the call's error."""
+    async def wait_finished(self) -> None:
+        """Wait until all prompts are answered. Raises the error of the call."""
         while self.unfinished and self.error is None:
             await self._wait()
         if self.error is not None:
@@ -177,19 +200,15 @@ class Call:
             self._waiter = None
 
     def close(self) -> None:
-        """Nobody listens any more. What is unfinished is aborted."""
-        if not self._closed:
-            self._closed = True
-            self.client.forget(self)
-            if self.key is not None:
-                self.key.leave(
-                    sum(
-                        len(c.request.prompt) + sum(len(o.token_ids) for o in c.outputs)
-                        for c in self.collectors
-                    )
-                )
+        """Abort what is unfinished. The transport reads nothing more from the call."""
+        if self._closed:
+            return
+        self._closed = True
+        self.client.forget(self)
+        if self.key is not None:
+            self.key.leave(self.token_count)
 
-    # ---- the engine's side -----------------------------------------------------------------------
+    # ---- methods for EngineClient ----------------------------------------------------------------
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -201,49 +220,58 @@ class Call:
             self.client.abandon(self)
             self.wake()
 
-    def take(self, which: int, out: Output) -> int | None:
-        """Fold in one output. Returns the index of a sequence whose text is over, which the engine does not know."""
-        collector = self.collectors[which]
-        if collector.outputs[out.index].finish_reason is not None:
-            return None  # its text was over; the engine had not heard of it yet
-        if out.finish_reason in ("error", "abort"):
-            if out.code == DeviceOutOfMemory.code:
-                self.fail(api_errors.out_of_memory())
-            elif out.code == NotANumber.code and out.error is not None:
-                self.fail(api_errors.not_a_number(out.error))
-            elif out.code is not None and out.error is not None:
-                self.fail(ApiError(400, out.error, out.code, self.structure))
-            else:
-                self.fail(api_errors.step_failed())
+    def add_output(self, prompt_index: int, output: Output) -> int | None:
+        """Add an output of the engine. Returns the index of a sequence that a stop string has ended,
+        because the engine does not know stop strings."""
+        collector = self.collectors[prompt_index]
+        if collector.outputs[output.index].finish_reason is not None:
+            # The engine generated this output before it received the Stop message.
             return None
-        stop = collector.take(out)
+        if output.finish_reason in ("error", "abort"):
+            self.fail(self._engine_error(output))
+            return None
+        stopped = collector.take(output)
         if self.follow and collector.pieces:
-            self._pieces += [(which, piece) for piece in collector.pieces]
+            self._pieces += [(prompt_index, piece) for piece in collector.pieces]
             collector.pieces.clear()
         if collector.finished:
             self.unfinished -= 1
         if self.follow or not self.unfinished:
             self.wake()
-        return out.index if stop else None
+        return output.index if stopped else None
+
+    def _engine_error(self, output: Output) -> ApiError:
+        """The error for a client whose request the engine has ended."""
+        if output.code == DeviceOutOfMemory.code:
+            return api_errors.out_of_memory()
+        if output.code is None or output.error is None:
+            return api_errors.step_failed()
+        if output.code == NotANumber.code:
+            return api_errors.not_a_number(output.error)
+        return ApiError(400, output.error, output.code, self.structure)
 
 
 class EngineClient:
+    """Sends requests to the engine process and passes its outputs on to their calls."""
+
     def __init__(self, config: ServeConfig, metrics: Metrics, supervisor: Supervisor | None = None):
         self.config = config
         self.metrics = metrics
         self.queue = Queue(config.max_queue, config.max_queue_tokens)
-        self.open_requests: dict[str, Place] = {}
+        self.open_requests: dict[str, OpenRequest] = {}
         self.calls: dict[str, Call] = {}
-        self.ended: OrderedDict[str, str] = OrderedDict()  # call id -> owner
-        self._outputs: deque[Output] = deque()  # that came and have not been looked at
+        self.finished_calls: OrderedDict[str, str] = OrderedDict()  # call id -> owner
+        self._outputs: deque[Output] = deque()  # received and not yet processed
         self.tokenizer: Tokenizer | None = None
         self.draining = False
-        self.full = False  # the engine has no room for who waits: as it last said
-        self.view: View | None = None  # the engine's last one, until live_feed.py takes it
-        self.suspects = Suspects()
-        self.trials: Trials | None = None  # None: specs of structured output are not tried
+        # Whether the engine has no room for waiting requests, as it last reported.
+        self.engine_full = False
+        self.view: View | None = None  # the latest view, until live_feed.py takes it
+        self.quarantine = Quarantine()
+        # If this is None, specs of structured output are not tried.
+        self.trials: Trials | None = None
         self.supervisor = supervisor or Supervisor(
-            config, self.receive, self.lost, lambda: self.open_requests
+            config, self.receive, self.engine_lost, lambda: self.open_requests
         )
         self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self._loading: asyncio.Task[None] | None = None
@@ -256,7 +284,7 @@ class EngineClient:
 
     @property
     def model(self) -> Loaded:
-        """Raises while there is no engine."""
+        """The model that the engine serves. Raises ApiError while the engine is not ready."""
         if self.draining:
             raise api_errors.draining()
         if (
@@ -268,44 +296,33 @@ class EngineClient:
         return self.supervisor.loaded
 
     def state(self) -> dict[str, object]:
-        found = self.supervisor.state()
+        state = self.supervisor.state()
         if self.draining:
-            found["state"] = "draining"
-        elif found["state"] == "ready" and self.tokenizer is None:
-            found["state"] = "starting"
-        return found
+            state["state"] = "draining"
+        elif state["state"] == "ready" and self.tokenizer is None:
+            state["state"] = "starting"
+        return state
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def open(
-        self,
-        id: str,
-        requests: list[Request],
-        texts: list[str | None],
-        *,
-        follow: bool,
-        key: Key | None = None,
-        timeout: float | None = None,
-        structure: str | None = None,
-        until: Until | None = None,
-    ) -> Call:
-        """Open a call and send its requests to the engine; a new spec of structured output is tried first. `follow`: the caller
-        wants pieces as they come. `key`: whose they are, and who hears when they are over; `structure`: see Call; `until`:
-        Collector."""
+    def open(self, call_id: str, prepared: Prepared, *, follow: bool, key: Key | None) -> Call:
+        """Open a call and send its requests to the engine. A new spec of structured output is tried
+        first. With `follow` the call returns pieces of text as they are generated. `key` is the API
+        key of the client."""
+        requests = prepared.requests
         self._check_room(requests, key)
         spec = requests[0].params.structured_outputs
-        untried = (
-            spec is not None and self.trials is not None and not self.trials.passed(spec, structure)
-        )
-        for i, request in enumerate(requests):
-            request.id = f"{id}-{i}"
-        call = Call(self, id, requests, texts, until, follow, key)
-        call.structure = structure
-        self.calls[id] = call
-        if untried:
-            call.trial = asyncio.create_task(self._send_after_trial(call, timeout))
+        needs_trial = False
+        if spec is not None and self.trials is not None:
+            needs_trial = not self.trials.passed(spec, prepared.structure)
+        for index, request in enumerate(requests):
+            request.id = f"{call_id}-{index}"
+        call = Call(client=self, call_id=call_id, prepared=prepared, follow=follow, key=key)
+        self.calls[call_id] = call
+        if needs_trial:
+            call.trial = asyncio.create_task(self._send_after_trial(call, prepared.timeout))
         else:
-            self._send(call, timeout)
+            self._send(call, prepared.timeout)
         return call
 
     def check_admission(self, priority: int) -> None:
@@ -313,49 +330,52 @@ class EngineClient:
         self.queue.check_full(priority, self._free_rows())
 
     def _free_rows(self) -> int:
-        """How many requests get a row as soon as the engine looks."""
-        rows = self.model.max_num_seqs - len(self.open_requests) + len(self.queue.waiting)
-        return 0 if self.full else max(rows, 0)
+        """How many requests the engine can start in its next step."""
+        model = self.model  # raises ApiError while the engine is not ready
+        if self.engine_full:
+            return 0
+        running = len(self.open_requests) - len(self.queue.waiting)
+        return max(model.max_num_seqs - running, 0)
 
     def _check_room(self, requests: list[Request], key: Key | None) -> None:
-        """Raise ApiError where the requests may not be sent now."""
+        """Raise ApiError if the requests may not be sent now."""
         self.queue.check(
-            len(requests),
-            sum(len(r.prompt) for r in requests),
-            key.priority if key is not None else 0,
-            self._free_rows(),
+            requests=len(requests),
+            tokens=sum(len(request.prompt) for request in requests),
+            priority=key.priority if key is not None else 0,
+            free=self._free_rows(),
         )
-        self.suspects.check(requests, (place.request for place in self.open_requests.values()))
+        running = (open_request.request for open_request in self.open_requests.values())
+        self.quarantine.check(requests, running)
 
     def _send(self, call: Call, timeout: float | None) -> None:
         if not self.open_requests:
-            self.supervisor.progress = time.monotonic()  # from now on there is work
-        told: Callable[[], None] | None = None
-        for i, request in enumerate(call.requests):
-            self.open_requests[request.id] = Place(call, i)
+            self.supervisor.progress = time.monotonic()  # the watchdog counts from now on
+        on_sent: Callable[[], None] | None = None
+        for index, request in enumerate(call.requests):
+            self.open_requests[request.id] = OpenRequest(call, index)
             self.queue.enter(request.id, call, len(request.prompt))
-            if i == len(call.requests) - 1:
-                told = partial(self._told, call, timeout)
-            self.supervisor.send(
-                Add(
-                    request.id,
-                    request.prompt,
-                    request.params,
-                    request.arrival,
-                    request.cache_salt,
-                    request.priority,
-                    request.deadline,
-                    request.tenant,
-                    whole=not call.follow and made_later(request.params, call.until),
-                ),
-                told,
+            if index == len(call.requests) - 1:
+                on_sent = partial(self._after_send, call, timeout)
+            message = Add(
+                request.id,
+                request.prompt,
+                request.params,
+                request.arrival,
+                request.cache_salt,
+                request.priority,
+                request.deadline,
+                request.tenant,
+                whole=not call.follow and made_later(request.params, call.until),
             )
+            self.supervisor.send(message, on_sent)
 
     async def _send_after_trial(self, call: Call, timeout: float | None) -> None:
-        """The engine does not know of the call meanwhile: it is not at work, and cannot be stalled."""
+        """Try the spec of a call in a worker process, then send the call. The engine does not know
+        of the call during the trial, so the watchdog does not count that time."""
         spec = call.requests[0].params.structured_outputs
         assert spec is not None and self.trials is not None
-        total = min(timeout or self.config.request_timeout, self.config.request_timeout)
+        total = self._total_timeout(timeout)
         try:
             async with asyncio.timeout(max(call.arrival + total - time.monotonic(), 0)):
                 await self.trials.run(spec, call.structure)
@@ -367,58 +387,69 @@ class EngineClient:
         except ApiError as error:
             call.fail(error)
 
-    def _told(self, call: Call, timeout: float | None) -> None:
-        """The engine knows of it: now what it need not wait for. One timer: until the request should have begun, and then until
-        it should have ended."""
-        call.told = True
+    def _total_timeout(self, timeout: float | None) -> float:
+        return min(timeout or self.config.request_timeout, self.config.request_timeout)
+
+    def _after_send(self, call: Call, timeout: float | None) -> None:
+        """Do what the engine need not wait for: create the collectors and start the timer. The timer
+        first bounds the time in the queue, and then the time of the whole request."""
+        call.sent = True
         call.wake()
         if call.id not in self.calls:
             return
         _ = call.collectors
         loop = asyncio.get_running_loop()
-        spent = time.monotonic() - call.arrival
-        total = min(timeout or self.config.request_timeout, self.config.request_timeout)
-        waiting = self.config.queue_timeout
+        elapsed = time.monotonic() - call.arrival
+        total = self._total_timeout(timeout)
+        queue_timeout = self.config.queue_timeout
 
-        def late() -> None:
+        def on_deadline() -> None:
             call.fail(api_errors.deadline_exceeded(total))
 
-        def begun() -> None:
-            if any(r.id in self.queue.waiting for r in call.requests):
-                call.fail(api_errors.queue_timeout(waiting, self.queue.retry_after()))
+        def on_queue_timeout() -> None:
+            if any(request.id in self.queue.waiting for request in call.requests):
+                call.fail(api_errors.queue_timeout(queue_timeout, self.queue.retry_after()))
             else:
-                call.timer = loop.call_later(total - waiting, late)
+                call.timer = loop.call_later(total - queue_timeout, on_deadline)
 
-        first = begun if waiting < total else late
-        call.timer = loop.call_later(max(min(waiting, total) - spent, 0), first)
+        if queue_timeout < total:
+            call.timer = loop.call_later(max(queue_timeout - elapsed, 0), on_queue_timeout)
+        else:
+            call.timer = loop.call_later(max(total - elapsed, 0), on_deadline)
 
     def abandon(self, call: Call) -> None:
-        """Take a call's requests from the engine."""
-        ids = [r.id for r in call.requests if self.open_requests.pop(r.id, None)]
-        for id in ids:
-            self.queue.leave(id, begun=False)
-        if ids:
-            self.supervisor.send(Abort(ids))
+        """Abort the requests of a call in the engine."""
+        request_ids = [
+            request.id
+            for request in call.requests
+            if self.open_requests.pop(request.id, None) is not None
+        ]
+        for request_id in request_ids:
+            self.queue.leave(request_id, begun=False)
+        if request_ids:
+            self.supervisor.send(Abort(request_ids))
 
     def forget(self, call: Call) -> None:
+        """Abort a call, stop its timer and its trial, and count it as finished."""
         if call.timer is not None:
             call.timer.cancel()
         if call.trial is not None:
             call.trial.cancel()
         self.abandon(call)
-        if self.calls.pop(call.id, None):
-            self.ended[call.id] = call.owner
-            while len(self.ended) > REMEMBERED:
-                self.ended.popitem(last=False)
+        if self.calls.pop(call.id, None) is not None:
+            self.finished_calls[call.id] = call.owner
+            while len(self.finished_calls) > REMEMBERED_CALLS:
+                self.finished_calls.popitem(last=False)
             self.metrics.ended(call)
 
-    def cancel(self, id: str, owner: str) -> bool:
-        """End a call by its id. False: it had ended already. Raises for one that is not there, or not the owner's."""
-        call = self.calls.get(id)
+    def cancel(self, call_id: str, owner: str) -> bool:
+        """End a call by its id. Returns False if the call has already finished. Raises ApiError if
+        the call does not exist or belongs to another owner."""
+        call = self.calls.get(call_id)
         if call is not None and call.owner == owner:
             call.fail(api_errors.cancelled())
             return True
-        if call is None and self.ended.get(id) == owner:
+        if call is None and self.finished_calls.get(call_id) == owner:
             return False
         raise ApiError(404, "there is no such request", "request_not_found")
 
@@ -426,112 +457,129 @@ class EngineClient:
         for call in list(self.calls.values()):
             call.fail(error)
 
-    # ---- news ------------------------------------------------------------------------------------
+    # ---- messages from the engine ----------------------------------------------------------------
 
     def receive(self, message: ToFront) -> None:
         if isinstance(message, News):
-            self.full = message.full
-            for id, at in message.begun:
-                self._begun(id, at)
-            for tokens in message.steps:
-                self.metrics.iteration.observe(tokens)
-            self._blame(
-                {
-                    out.request_id
-                    for out in message.outputs
-                    if out.finish_reason == "error" and out.code is None
-                }
-            )
-            self._outputs.extend(message.outputs)
-            if len(self._outputs) == len(message.outputs):
-                self._some()
-            self.metrics.generated_tokens(
-                sum(len(out.tokens) for out in message.outputs) + message.untold
-            )
+            self._receive_step(message)
         elif isinstance(message, View):
             self.view = message
         elif isinstance(message, Refused):
-            found = self.open_requests.get(message.id)
-            if found is not None:
-                param = (
-                    found.call.structure if message.param == "structured_outputs" else message.param
-                )
-                found.call.fail(ApiError(400, message.message, message.code, param))
+            self._receive_refusal(message)
         elif isinstance(message, Taken):
-            found = self.open_requests.get(message.id)
-            if found is not None:
-                found.call.compiling.discard(message.id)
-                found.call.wake()
+            accepted = self.open_requests.get(message.id)
+            if accepted is not None:
+                accepted.call.compiling.discard(message.id)
+                accepted.call.wake()
         elif isinstance(message, Loaded):
             self.on_loaded(message)
             self._loading = asyncio.create_task(self._load_tokenizer(message))
         elif isinstance(message, Ready):
             self.metrics.loaded(self.model_info())
 
-    def _begun(self, id: str, at: float) -> None:
-        if id in self.queue.waiting:
-            self.queue.leave(id, begun=True)
-            call, which = self.open_requests[id]
-            self.metrics.begun(call.collectors[which], at)
+    def _receive_step(self, message: News) -> None:
+        """Record what a step of the engine has done, and start to process its outputs."""
+        self.engine_full = message.full
+        for request_id, start_time in message.begun:
+            self._leave_queue(request_id, start_time)
+        for tokens in message.steps:
+            self.metrics.iteration.observe(tokens)
+        failed = {
+            output.request_id
+            for output in message.outputs
+            if output.finish_reason == "error" and output.code is None
+        }
+        self._record_failure(failed)
+        self._outputs.extend(message.outputs)
+        if len(self._outputs) == len(message.outputs):
+            self._process_outputs()
+        tokens_sent = sum(len(output.tokens) for output in message.outputs)
+        self.metrics.generated_tokens(tokens_sent + message.untold)
 
-    def _some(self) -> None:
-        """A few outputs a turn, so that the first ones are on their way to their clients before the last ones are read. Of those
-        that end a reply fewer: clients who ask again when they are answered then do so while others are still being answered.
-        Answered all at once they would ask all at once, in step from then on, and front and engine would take turns."""
-        now = time.monotonic()
-        ended = 0
-        try:
-            for _ in range(min(OUTPUTS, len(self._outputs))):
-                out = self._outputs.popleft()
-                ended += out.finish_reason is not None
-                self._output(out, now)
-                if ended == ENDS:
-                    break
-        finally:  # whatever one of them may do, the others are looked at
-            if self._outputs:
-                asyncio.get_running_loop().call_soon(self._some)
-
-    def _output(self, out: Output, now: float) -> None:
-        found = self.open_requests.get(out.request_id)
-        if found is None:
+    def _receive_refusal(self, message: Refused) -> None:
+        refused = self.open_requests.get(message.id)
+        if refused is None:
             return
-        self._begun(out.request_id, now)
-        call, which = found
-        collector = call.collectors[which]
-        self.metrics.tokens(collector, out, now)
+        param = message.param
+        if param == "structured_outputs":
+            param = refused.call.structure
+        refused.call.fail(ApiError(400, message.message, message.code, param))
+
+    def _leave_queue(self, request_id: str, start_time: float) -> None:
+        """Record that the engine has started a request, unless that is known already."""
+        if request_id in self.queue.waiting:
+            self.queue.leave(request_id, begun=True)
+            call, prompt_index = self.open_requests[request_id]
+            self.metrics.begun(call.collectors[prompt_index], start_time)
+
+    def _process_outputs(self) -> None:
+        """Process a few outputs in each turn of the event loop, so that the first replies leave
+        before the last outputs are processed. Fewer still if they end replies: clients that send
+        their next request when they are answered would otherwise all send it at once, stay
+        synchronised from then on, and front and engine would work in turns."""
+        now = time.monotonic()
+        finished = 0
         try:
-            stop = call.take(which, out)
-        except (
-            BaseException
-        ) as error:  # a panic in a library's native code too: others' news are still to be read
-            log.exception("the text of request %s cannot be made", out.request_id)
+            for _ in range(min(OUTPUTS_PER_TURN, len(self._outputs))):
+                output = self._outputs.popleft()
+                finished += output.finish_reason is not None
+                self._process_output(output, now)
+                if finished == FINISHED_PER_TURN:
+                    break
+        finally:  # An error in one output must not keep the others from being processed.
+            if self._outputs:
+                asyncio.get_running_loop().call_soon(self._process_outputs)
+
+    def _process_output(self, output: Output, now: float) -> None:
+        open_request = self.open_requests.get(output.request_id)
+        if open_request is None:
+            return
+        self._leave_queue(output.request_id, now)
+        call, prompt_index = open_request
+        collector = call.collectors[prompt_index]
+        self.metrics.tokens(collector, output, now)
+        try:
+            stopped_sequence = call.add_output(prompt_index, output)
+        except BaseException as error:
+            # A panic in the native code of a library is a BaseException. It must end this call only.
+            log.exception("cannot convert the tokens of request %s to text", output.request_id)
             call.fail(api_error(RuntimeError(str(error))))
             return
-        if stop is not None:
-            self.supervisor.send(Stop(out.request_id, stop))
+        if stopped_sequence is not None:
+            self.supervisor.send(Stop(output.request_id, stopped_sequence))
         if collector.finished:
-            del self.open_requests[out.request_id]
-            self.suspects.acquit(collector.request)
+            del self.open_requests[output.request_id]
+            self.quarantine.clear(collector.request)
 
-    def lost(self) -> None:
-        """The engine is gone, and what it worked on with it."""
+    def engine_lost(self) -> None:
+        """End all calls, because the engine process has ended. The outputs that it sent before its
+        end still count."""
         while self._outputs:
             try:
-                self._output(self._outputs.popleft(), time.monotonic())
-            except Exception:  # whatever one of them may do, all hear of the end
-                log.exception("what the engine said last could not be used")
-        self.full = False
-        self._blame(set(self.open_requests))
+                self._process_output(self._outputs.popleft(), time.monotonic())
+            except Exception:  # An error in one output must not keep the calls from being ended.
+                log.exception("cannot process an output of the engine that has ended")
+        self.engine_full = False
+        self._record_failure(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(api_errors.engine_lost())
 
-    def _blame(self, ids: set[str]) -> None:
-        """A step failed, or the engine, with these in it. What is found to be the cause hears that; the rest may try again."""
-        places = [place for id in ids if (place := self.open_requests.get(id))]
-        guilty = self.suspects.blame(place.request for place in places) if places else set()
-        for place in places:
-            if guilty and fingerprint(place.request) in guilty:
-                place.call.fail(api_errors.poisoned())
+    def _record_failure(self, request_ids: set[str]) -> None:
+        """Record the failure of a step, or of the engine, that these requests were part of. Fail the
+        request that is found to be the cause; clients may retry the others."""
+        failed = [
+            self.open_requests[request_id]
+            for request_id in request_ids
+            if request_id in self.open_requests
+        ]
+        if not failed:
+            return
+        quarantined = self.quarantine.record_failure(
+            open_request.request for open_request in failed
+        )
+        for open_request in failed:
+            if quarantined and fingerprint(open_request.request) in quarantined:
+                open_request.call.fail(api_errors.poisoned())
 
     def model_info(self) -> Loaded | None:
         return self.supervisor.loaded
@@ -541,12 +589,13 @@ class EngineClient:
         if self.config.chat_template is not None:
             tokenizer.chat_templates = {"default": self.config.chat_template}
         self.tokenizer = tokenizer
-        gc.freeze()  # a vocabulary's objects stay, and are not looked through again and again
-        gc.set_threshold(OBJECTS)
+        # The objects of a vocabulary stay for ever: the garbage collector need not visit them.
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
 
 
 def read_tokenizer(loaded: Loaded) -> Tokenizer:
-    """And what of it takes a while, here and not at the first request."""
+    """Read the tokenizer, and compute now what would otherwise delay the first request."""
     if loaded.tokenizer_gguf is not None:
         tokenizer = Tokenizer.from_gguf(loaded.tokenizer_gguf)
     else:

@@ -1,10 +1,13 @@
-"""Requests that were there when a step failed or the engine died, so that one that kills it is not tried for ever.
+"""Quarantines a request that makes the engine fail, so that it does not fail again and again.
 
-    first failure     everything that was in it is suspected; trying again is free
-    second            what alone had been suspected before is the cause, and refused for a while (BLOCKED)
-                      if there are several of those, they are let in one at a time from now on: the next failure tells
+    first failure     every request that took part is recorded; all of them may be retried
+    second failure    if one request alone took part in more failures than the others, it is the
+                      cause and is refused for QUARANTINE_SECONDS
+                      if there are several, they are admitted one at a time, so that the next
+                      failure shows which one is the cause
 
-A request that ends well is no longer suspected. Known by a hash of prompt and parameters; bounded, and forgotten with time.
+A request that finishes without an error is removed from the records. Requests are recognised by a
+hash of their prompt and parameters. The number of records is bounded, and they expire.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from octavo.serve.api import api_errors
 from octavo.serve.channel.messages import encode
 from octavo.types import Request
 
-BLOCKED = 600.0  # seconds
-REMEMBERED = 4096
-GUILTY = 1 << 30  # failures, as it were
+QUARANTINE_SECONDS = 600.0
+MAX_RECORDS = 4096
+QUARANTINED = 1 << 30  # the count of failures that stands for a quarantined request
 
 
 def fingerprint(request: Request) -> bytes:
@@ -30,41 +33,53 @@ def fingerprint(request: Request) -> bytes:
     return digest.digest()
 
 
-class Suspects:
+class Quarantine:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        # failures it was in, until when that counts
-        self.known: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        # fingerprint -> number of failures, and the time when the record expires
+        self.records: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
-    def failures(self, mark: bytes) -> int:
-        count, until = self.known.get(mark, (0, 0.0))
-        return count if self.clock() < until else 0
+    def failures(self, request_hash: bytes) -> int:
+        count, expiry = self.records.get(request_hash, (0, 0.0))
+        return count if self.clock() < expiry else 0
 
     def check(self, requests: Iterable[Request], running: Iterable[Request]) -> None:
-        """Raise for a request that may not run, or not beside those that run now."""
-        if not self.known:
+        """Raise ApiError for a request that may not run, or not beside the running requests."""
+        if not self.records:
             return
-        worst = max((self.failures(fingerprint(r)) for r in requests), default=0)
-        if worst >= GUILTY:
+        most_failures = max(
+            (self.failures(fingerprint(request)) for request in requests), default=0
+        )
+        if most_failures >= QUARANTINED:
             raise api_errors.poisoned()
-        if worst >= 2 and any(self.failures(fingerprint(r)) >= 2 for r in running):
+        if most_failures < 2:
+            return
+        if any(self.failures(fingerprint(request)) >= 2 for request in running):
             raise api_errors.tried_alone()
 
-    def blame(self, requests: Iterable[Request]) -> set[bytes]:
-        """A failure hit these. Returns the marks of what is found to be its cause."""
-        before = {mark: self.failures(mark) for mark in map(fingerprint, requests)}
-        most = max(before.values(), default=0)
-        worst = [mark for mark, count in before.items() if count == most]
-        guilty = set(worst) if most >= 1 and len(worst) == 1 else set()
-        until = self.clock() + BLOCKED
-        for mark, count in before.items():
-            self.known[mark] = (GUILTY if mark in guilty else count + 1), until
-            self.known.move_to_end(mark)
-        while len(self.known) > REMEMBERED:
-            self.known.popitem(last=False)
-        return guilty
+    def record_failure(self, requests: Iterable[Request]) -> set[bytes]:
+        """Record a failure that these requests took part in. Returns the fingerprint of the request
+        that is found to be its cause, if there is one."""
+        counts = {
+            request_hash: self.failures(request_hash) for request_hash in map(fingerprint, requests)
+        }
+        most_failures = max(counts.values(), default=0)
+        candidates = [
+            request_hash for request_hash, count in counts.items() if count == most_failures
+        ]
+        quarantined: set[bytes] = set()
+        if most_failures >= 1 and len(candidates) == 1:
+            quarantined = set(candidates)
+        expiry = self.clock() + QUARANTINE_SECONDS
+        for request_hash, count in counts.items():
+            new_count = QUARANTINED if request_hash in quarantined else count + 1
+            self.records[request_hash] = (new_count, expiry)
+            self.records.move_to_end(request_hash)
+        while len(self.records) > MAX_RECORDS:
+            self.records.popitem(last=False)
+        return quarantined
 
-    def acquit(self, request: Request) -> None:
-        """It ended well."""
-        if self.known:
-            self.known.pop(fingerprint(request), None)
+    def clear(self, request: Request) -> None:
+        """Remove the record of a request that has finished without an error."""
+        if self.records:
+            self.records.pop(fingerprint(request), None)

@@ -1,6 +1,7 @@
-"""How much may wait: a bound on requests and one on the tokens of their prompts, and when it is worth coming back.
+"""Bounds the queue: how many requests may wait, and how many tokens their prompts may have.
 
-Knows who waits, not why. Beyond the bound a request is refused at once, unless it may push out one of lower priority.
+A request beyond the bound is refused at once with the time after which the client should retry,
+unless it can displace a waiting request of lower priority.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import Protocol
 from octavo.serve.api.api_errors import MAX_RETRY_AFTER, ApiError, queue_full
 
 HALF_LIFE = 10.0  # seconds after which a measurement counts half
-MAX_TOLD = 10_000
-# somewhat sooner than needed: not all come back, and a queue that runs empty costs more than a
-# refusal
-EAGER = 0.7
+MAX_RETRY_TIMES = 10_000
+# The time for which a request is the next one in the queue, until there is a measurement.
+DEFAULT_SECONDS_PER_REQUEST = 0.05
+# The share of refused clients that is assumed to retry. Some do not, and a queue that runs empty
+# costs more than a second refusal, so the assumption is on the low side.
+RETURNING_SHARE = 0.7
 
 
 class Waiting(Protocol):
-    """What the queue knows of a call."""
+    """The part of a call that the queue knows."""
 
     priority: int
 
@@ -30,34 +33,37 @@ class Queue:
     def __init__(self, max_requests: int, max_tokens: int):
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self.waiting: dict[str, tuple[Waiting, int]] = {}  # request id -> whose it is, tokens
+        # request id -> its call, and the tokens of its prompt
+        self.waiting: dict[str, tuple[Waiting, int]] = {}
         self.tokens = 0
-        self._since = 0.0  # while somebody waits: when the last one began, or the first came
-        # time in which somebody waited, and how many began in it; older counts less
+        # While requests wait: when the last one was started, or when the first one arrived.
+        self._since = 0.0
+        # The time in which requests waited, and how many were started in it. Both decay.
         self._seconds = 0.0
-        self._begun = 0.0
-        # when those who were turned away should come back, about in order
-        self._told: deque[float] = deque()
+        self._started = 0.0
+        # When refused clients should retry, in about ascending order.
+        self._retry_times: deque[float] = deque()
 
     def check(self, requests: int, tokens: int, priority: int = 0, free: int = 0) -> None:
-        """Raise queue_full if so much more cannot wait, after refusing waiting requests of lower priority. `free`: so many will
-        have a row as soon as the engine looks."""
-        while (what := self._excess(requests, tokens, free)) is not None:
-            youngest = self._youngest_below(priority)
-            if youngest is None:
-                raise queue_full(what, self.retry_after())
-            youngest.fail(queue_full("requests of higher priority came", self.retry_after()))
+        """Raise queue_full if these requests cannot wait. Waiting requests of lower priority are
+        refused first. `free` is the number of requests that the engine can start at once."""
+        while (excess := self._excess(requests, tokens, free)) is not None:
+            displaced = self._latest_below(priority)
+            if displaced is None:
+                raise queue_full(excess, self.retry_after())
+            displaced.fail(queue_full("requests of higher priority came", self.retry_after()))
 
     def check_full(self, priority: int = 0, free: int = 0) -> None:
-        """Raise queue_full if `check` would for a request of one token. Changes nothing in the queue."""
-        what = self._excess(1, 1, free)
-        if what is not None and self._youngest_below(priority) is None:
-            raise queue_full(what, self.retry_after())
+        """Raise queue_full if `check` would raise it for a request of one token. The waiting requests
+        are not changed."""
+        excess = self._excess(1, 1, free)
+        if excess is not None and self._latest_below(priority) is None:
+            raise queue_full(excess, self.retry_after())
 
     def _excess(self, requests: int, tokens: int, free: int) -> str | None:
-        """What there is too much of, if so much more should wait."""
+        """Which bound is reached, in words, if these requests were added."""
         if not self.waiting:
-            # Alone, any request may wait: a batch larger than the queue could never be sent.
+            # An empty queue admits any request: a batch larger than the queue could never be sent.
             return None
         if len(self.waiting) + requests > self.max_requests + free:
             return f"{len(self.waiting)} requests"
@@ -65,38 +71,46 @@ class Queue:
             return f"{self.tokens} prompt tokens"
         return None
 
-    def _youngest_below(self, priority: int) -> Waiting | None:
-        """The waiting request of lower priority that came last."""
-        return next((w for w, _ in reversed(self.waiting.values()) if w.priority < priority), None)
+    def _latest_below(self, priority: int) -> Waiting | None:
+        """The call of lower priority that arrived last."""
+        for call, _ in reversed(self.waiting.values()):
+            if call.priority < priority:
+                return call
+        return None
 
-    def enter(self, id: str, owner: Waiting, tokens: int) -> None:
+    def enter(self, request_id: str, owner: Waiting, tokens: int) -> None:
         if not self.waiting:
             self._since = time.monotonic()
-        self.waiting[id] = owner, tokens
+        self.waiting[request_id] = (owner, tokens)
         self.tokens += tokens
 
-    def leave(self, id: str, begun: bool) -> None:
-        """It began, or it is gone. Unknown ids are nothing to do."""
-        found = self.waiting.pop(id, None)
-        if found is None:
+    def leave(self, request_id: str, begun: bool) -> None:
+        """Remove a request because the engine has started it, or because it was aborted. A request
+        that does not wait is ignored."""
+        entry = self.waiting.pop(request_id, None)
+        if entry is None:
             return
-        self.tokens -= found[1]
+        self.tokens -= entry[1]
         if begun:
             now = time.monotonic()
-            passed = now - self._since
+            elapsed = now - self._since
             self._since = now
-            kept = 0.5 ** (passed / HALF_LIFE)
-            self._seconds = self._seconds * kept + passed
-            self._begun = self._begun * kept + 1
+            decay = 0.5 ** (elapsed / HALF_LIFE)
+            self._seconds = self._seconds * decay + elapsed
+            self._started = self._started * decay + 1
 
     def retry_after(self) -> float:
-        """Seconds in which what waits now should have begun, at the rate of late: and whoever was turned away before and has
-        not come back yet. So a crowd comes back one by one, as fast as it can be served, and not all at once again and again."""
+        """Seconds after which a refused client should retry. By then, at the measured rate, the
+        engine should have started the requests that wait now and those of the clients that were
+        refused before. Refused clients therefore return one by one and not all at once."""
         now = time.monotonic()
-        while self._told and self._told[0] < now:
-            self._told.popleft()
-        each = self._seconds / self._begun if self._begun else 0.05
-        wait = min((len(self.waiting) + EAGER * len(self._told)) * each, MAX_RETRY_AFTER)
-        if len(self._told) < MAX_TOLD:
-            self._told.append(now + wait)
-        return wait
+        while self._retry_times and self._retry_times[0] < now:
+            self._retry_times.popleft()
+        seconds_each = DEFAULT_SECONDS_PER_REQUEST
+        if self._started:
+            seconds_each = self._seconds / self._started
+        ahead = len(self.waiting) + RETURNING_SHARE * len(self._retry_times)
+        delay = min(ahead * seconds_each, MAX_RETRY_AFTER)
+        if len(self._retry_times) < MAX_RETRY_TIMES:
+            self._retry_times.append(now + delay)
+        return delay
