@@ -277,12 +277,12 @@ class Decoder(CausalLM):
         )
         fields = Fields(hf_config, DEFAULTS[architecture])
         heads = head_sizes(fields)
-        num_layers = fields.whole("num_hidden_layers", maximum=MAX_LAYERS)
+        num_layers = fields.positive_int("num_hidden_layers", maximum=MAX_LAYERS)
         refuse_fields(fields, architecture)
         is_gemma = architecture == "Gemma3ForCausalLM"
-        has_bias = fields.flag("attention_bias")
+        has_bias = fields.boolean("attention_bias")
         rope_configs = ropes(fields, is_gemma)
-        trained_positions = fields.whole("max_position_embeddings")
+        trained_positions = fields.positive_int("max_position_embeddings")
         # Gemma 3's max_position_embeddings is the length after scaling.
         max_position = (
             trained_positions
@@ -291,16 +291,16 @@ class Decoder(CausalLM):
         )
         return ModelConfig(
             architecture=architecture,
-            vocab_size=fields.whole("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size"),
             hidden_size=heads.hidden_size,
             num_layers=num_layers,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            intermediate_size=fields.whole("intermediate_size"),
+            intermediate_size=fields.positive_int("intermediate_size"),
             max_position=max_position,
-            norm_eps=fields.real("rms_norm_eps", 1e-6),
-            tied=fields.flag("tie_word_embeddings"),
+            norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
+            tied=fields.boolean("tie_word_embeddings"),
             dtype=fields.dtype(),
             activation=fields.choice(
                 "hidden_activation" if is_gemma else "hidden_act", ACTIVATIONS, "silu"
@@ -308,12 +308,14 @@ class Decoder(CausalLM):
             qkv_bias=architecture == "Qwen2ForCausalLM"
             or (has_bias and architecture != "MistralForCausalLM"),
             out_bias=has_bias and architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM"),
-            mlp_bias=fields.flag("mlp_bias") and architecture == "LlamaForCausalLM",
+            mlp_bias=fields.boolean("mlp_bias") and architecture == "LlamaForCausalLM",
             qk_norm=is_gemma or architecture == "Qwen3ForCausalLM",
             post_norms=is_gemma,
             norm_offset=1.0 if is_gemma else 0.0,
             embed_scale=heads.hidden_size**0.5 if is_gemma else 1.0,
-            attention_scale=fields.real("query_pre_attn_scalar") ** -0.5 if is_gemma else None,
+            attention_scale=fields.positive_float("query_pre_attn_scalar") ** -0.5
+            if is_gemma
+            else None,
             windows=windows(architecture, fields, num_layers),
             eos_ids=fields.token_ids("eos_token_id"),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
@@ -330,9 +332,9 @@ class HeadSizes(NamedTuple):
 
 def head_sizes(fields: Fields) -> HeadSizes:
     """Read the sizes of the attention heads, and check that they fit together."""
-    hidden_size = fields.whole("hidden_size")
-    num_heads = fields.whole("num_attention_heads")
-    num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+    hidden_size = fields.positive_int("hidden_size")
+    num_heads = fields.positive_int("num_attention_heads")
+    num_kv_heads = fields.positive_int("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
@@ -343,7 +345,7 @@ def head_sizes(fields: Fields) -> HeadSizes:
             f"config.json: num_attention_heads ({num_heads}) must divide hidden_size "
             f"({hidden_size}), or head_dim be given"
         )
-    head_dim = fields.whole("head_dim", hidden_size // num_heads)
+    head_dim = fields.positive_int("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim ({head_dim}) must be even for rotary embedding")
     return HeadSizes(hidden_size, num_heads, num_kv_heads, head_dim)
@@ -360,17 +362,19 @@ def ropes(fields: Fields, is_gemma: bool) -> dict[str, RopeConfig]:
 
     The layers of Gemma 3 that have a window have another base, and only its other layers scale.
     """
-    scaling = fields.table("rope_scaling")
-    parameters = fields.table("rope_parameters")
-    theta = fields.real("rope_theta", 10_000.0)
+    scaling = fields.json_object("rope_scaling")
+    parameters = fields.json_object("rope_parameters")
+    theta = fields.positive_float("rope_theta", 10_000.0)
     if not is_gemma:
         return {"rope": rope_config(fields, scaling or parameters, theta)}
     nested = Fields(parameters)
-    full_attention = nested.table("full_attention")
-    sliding_attention = nested.table("sliding_attention")
+    full_attention = nested.json_object("full_attention")
+    sliding_attention = nested.json_object("sliding_attention")
     return {
         "rope": rope_config(fields, {**full_attention, **scaling}, theta),
-        "local_rope": rope_config(fields, sliding_attention, fields.real("rope_local_base_freq")),
+        "local_rope": rope_config(
+            fields, sliding_attention, fields.positive_float("rope_local_base_freq")
+        ),
     }
 
 
@@ -394,7 +398,7 @@ def windows(architecture: str, fields: Fields, num_layers: int) -> tuple[int, ..
     if "sliding_window" in fields.nulls or not has_windows(architecture, fields):
         window = 0
     else:
-        window = fields.whole("sliding_window")
+        window = fields.positive_int("sliding_window")
     if layer_types is None:
         layer_types = default_layer_types(architecture, fields, num_layers)
         if not window:
@@ -418,18 +422,19 @@ def windows(architecture: str, fields: Fields, num_layers: int) -> tuple[int, ..
 
 def has_windows(architecture: str, fields: Fields) -> bool:
     if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        return fields.flag("use_sliding_window")
+        return fields.boolean("use_sliding_window")
     return architecture != "LlamaForCausalLM"
 
 
 def default_layer_types(architecture: str, fields: Fields, num_layers: int) -> list[str]:
     """Return the type of each layer of a model with windows if config.json does not list them."""
     if architecture == "Gemma3ForCausalLM":
-        pattern = fields.whole("sliding_window_pattern")
+        pattern = fields.positive_int("sliding_window_pattern")
         sees_all = [(layer_index + 1) % pattern == 0 for layer_index in range(num_layers)]
     elif architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         sees_all = [
-            layer_index < fields.count("max_window_layers") for layer_index in range(num_layers)
+            layer_index < fields.natural_int("max_window_layers")
+            for layer_index in range(num_layers)
         ]
     else:
         sees_all = [False] * num_layers

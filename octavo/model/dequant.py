@@ -131,9 +131,11 @@ def _q6_k(blocks: Tensor) -> Coded:
 
 
 class BlockFormat(NamedTuple):
+    """A block format of GGUF."""
+
     name: str
-    values: int  # in a block
-    nbytes: int  # of a block
+    values: int  # the number of values in a block
+    nbytes: int  # the size of a block
     plain: torch.dtype | None = None  # set if a block is one plain number
     # Unpacks a block. If this and `plain` are None, only the gguf library can unpack it.
     codes: Callable[[Tensor], Coded] | None = None

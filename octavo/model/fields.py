@@ -15,7 +15,7 @@ MAX_LAYERS = 1_000  # all layers are built before the tensors of the checkpoint 
 
 
 class Fields:
-    """The content of a config.json. A null counts as absent. Without default, a field is required."""
+    """The content of a config.json. A null counts as absent. A field without default is required."""
 
     def __init__(self, hf_config: dict[str, Any], defaults: dict[str, Any] | None = None):
         self.nulls = {name for name, value in hf_config.items() if value is None}
@@ -27,7 +27,9 @@ class Fields:
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
 
-    def whole(self, name: str, default: int | None = None, maximum: int = MAX_INTEGER) -> int:
+    def positive_int(
+        self, name: str, default: int | None = None, maximum: int = MAX_INTEGER
+    ) -> int:
         value: int = self._number(name, default, int, "a positive integer")
         if value > maximum:
             raise ModelError(
@@ -35,7 +37,7 @@ class Fields:
             )
         return value
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def natural_int(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
         if type(value) is not int or value < 0:
             raise ModelError(
@@ -43,7 +45,7 @@ class Fields:
             )
         return value
 
-    def real(self, name: str, default: float | None = None) -> float:
+    def positive_float(self, name: str, default: float | None = None) -> float:
         value = self._number(name, default, (int, float), "a positive number")
         if not SMALLEST_REAL <= value <= LARGEST_REAL:
             raise ModelError(
@@ -52,7 +54,7 @@ class Fields:
             )
         return float(value)
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def boolean(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise ModelError(f"config.json: {name} must be true or false, got {shortened(value)}")
@@ -78,7 +80,7 @@ class Fields:
                 f"config.json: {name} = {self.values[name]!r} is not supported: {reason}"
             )
 
-    def table(self, name: str) -> dict[str, Any]:
+    def json_object(self, name: str) -> dict[str, Any]:
         """Return a JSON object, which is empty if the field is absent."""
         value = self.values.get(name, {})
         if not isinstance(value, dict):

@@ -422,7 +422,7 @@ class _Metadata:
         self.architecture = architecture
         self.values = values
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def positive_int(self, key: str, default: int | None = None) -> int:
         return self._get(
             key,
             default,
@@ -430,7 +430,7 @@ class _Metadata:
             "a positive whole number",
         )
 
-    def real(self, key: str, default: float | None = None) -> float:
+    def positive_float(self, key: str, default: float | None = None) -> float:
         return self._get(
             key,
             default,
@@ -523,24 +523,24 @@ def _common_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> 
 
 
 def _gpt2_config(metadata: _Metadata) -> dict[str, Any]:
-    hidden = metadata.whole("embedding_length")
+    hidden = metadata.positive_int("embedding_length")
     return {
         "n_embd": hidden,
-        "n_layer": metadata.whole("block_count"),
-        "n_head": metadata.whole("attention.head_count"),
-        "n_positions": metadata.whole("context_length"),
-        "n_inner": metadata.whole("feed_forward_length", 4 * hidden),
-        "layer_norm_epsilon": metadata.real("attention.layer_norm_epsilon", 1e-5),
+        "n_layer": metadata.positive_int("block_count"),
+        "n_head": metadata.positive_int("attention.head_count"),
+        "n_positions": metadata.positive_int("context_length"),
+        "n_inner": metadata.positive_int("feed_forward_length", 4 * hidden),
+        "layer_norm_epsilon": metadata.positive_float("attention.layer_norm_epsilon", 1e-5),
         "activation_function": "gelu_new",
     }
 
 
 def _decoder_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[str, Any]:
-    hidden = metadata.whole("embedding_length")
-    num_heads = metadata.whole("attention.head_count")
-    key_length = metadata.whole("attention.key_length", hidden // num_heads)
-    rotated = metadata.whole("rope.dimension_count", key_length)
-    head_dim = metadata.whole("attention.key_length", rotated)
+    hidden = metadata.positive_int("embedding_length")
+    num_heads = metadata.positive_int("attention.head_count")
+    key_length = metadata.positive_int("attention.key_length", hidden // num_heads)
+    rotated = metadata.positive_int("rope.dimension_count", key_length)
+    head_dim = metadata.positive_int("attention.key_length", rotated)
     if rotated != head_dim:
         raise CheckpointError(
             f"{metadata.path} rotates {rotated} of {head_dim} dimensions of a head; "
@@ -548,14 +548,14 @@ def _decoder_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) ->
         )
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": metadata.whole("block_count"),
+        "num_hidden_layers": metadata.positive_int("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.whole("attention.head_count_kv", num_heads),
+        "num_key_value_heads": metadata.positive_int("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": metadata.whole("feed_forward_length", 4 * hidden),
-        "max_position_embeddings": metadata.whole("context_length"),
-        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.real("rope.freq_base", 10000.0),
+        "intermediate_size": metadata.positive_int("feed_forward_length", 4 * hidden),
+        "max_position_embeddings": metadata.positive_int("context_length"),
+        "rms_norm_eps": metadata.positive_float("attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata),
         "attention_bias": "blk.0.attn_output.bias" in tensor_infos,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_infos,
@@ -571,9 +571,9 @@ def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": metadata.whole("attention.sliding_window"),
-        "sliding_window_pattern": metadata.whole("attention.sliding_window_pattern", 6),
-        "rope_local_base_freq": metadata.real("rope.freq_base_swa", 10000.0),
+        "sliding_window": metadata.positive_int("attention.sliding_window"),
+        "sliding_window_pattern": metadata.positive_int("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": metadata.positive_float("rope.freq_base_swa", 10000.0),
         "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
     }
 
@@ -614,12 +614,15 @@ def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
             f"{metadata.path}: rope scaling {rope_type!r} is not supported; none, linear and "
             "yarn are"
         )
-    scaling: dict[str, Any] = {"rope_type": rope_type, "factor": metadata.real(factor_key)}
+    scaling: dict[str, Any] = {
+        "rope_type": rope_type,
+        "factor": metadata.positive_float(factor_key),
+    }
     if rope_type == "yarn":
-        scaling["original_max_position_embeddings"] = metadata.whole(
+        scaling["original_max_position_embeddings"] = metadata.positive_int(
             "rope.scaling.original_context_length"
         )
         for beta_name in ("beta_fast", "beta_slow"):
             if f"{prefix}.scaling.yarn_{beta_name}" in metadata.values:
-                scaling[beta_name] = metadata.real(f"rope.scaling.yarn_{beta_name}")
+                scaling[beta_name] = metadata.positive_float(f"rope.scaling.yarn_{beta_name}")
     return scaling

@@ -124,8 +124,8 @@ class GPT2(CausalLM):
     @classmethod
     def parse_config(cls, hf_config: dict[str, Any]) -> ModelConfig:
         fields = Fields(hf_config)
-        hidden_size = fields.whole("n_embd")
-        num_heads = fields.whole("n_head")
+        hidden_size = fields.positive_int("n_embd")
+        num_heads = fields.positive_int("n_head")
         if hidden_size % num_heads:
             raise ModelError(
                 f"config.json: n_embd ({hidden_size}) must be a multiple of n_head ({num_heads})"
@@ -134,22 +134,22 @@ class GPT2(CausalLM):
         activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
         return ModelConfig(
             architecture="GPT2LMHeadModel",
-            vocab_size=fields.whole("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=fields.whole("n_layer", maximum=MAX_LAYERS),
+            num_layers=fields.positive_int("n_layer", maximum=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_heads,
             head_dim=hidden_size // num_heads,
-            intermediate_size=fields.whole("n_inner", 4 * hidden_size),
-            max_position=fields.whole("n_positions"),
-            norm_eps=fields.real("layer_norm_epsilon", 1e-5),
-            tied=fields.flag("tie_word_embeddings", True),
+            intermediate_size=fields.positive_int("n_inner", 4 * hidden_size),
+            max_position=fields.positive_int("n_positions"),
+            norm_eps=fields.positive_float("layer_norm_epsilon", 1e-5),
+            tied=fields.boolean("tie_word_embeddings", True),
             dtype=fields.dtype(),
             activation=fields.choice("activation_function", activations, "gelu_new"),
             qkv_bias=True,
             out_bias=True,
             mlp_bias=True,
-            attention_scale=None if fields.flag("scale_attn_weights", True) else 1.0,
+            attention_scale=None if fields.boolean("scale_attn_weights", True) else 1.0,
             eos_ids=fields.token_ids("eos_token_id"),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
         )

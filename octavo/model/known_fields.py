@@ -117,7 +117,7 @@ HARMLESS = {
     "chunk_size_feed_forward",
     "reorder_and_upcast_attn",
     "cache_implementation",
-    # what transformers returns beside the logits
+    # other results of transformers than logits
     "return_dict",
     "output_attentions",
     "output_hidden_states",

@@ -311,8 +311,8 @@ class LoadOptions:
     # The name of a format, "none", or "auto" for the checkpoint's own format if the device
     # computes well with it.
     quantization: str | None = "none"
-    revision: str | None = None  # of a model on the hub
-    seed: int = 0  # of dummy weights
+    revision: str | None = None  # the revision of a model on the hub
+    seed: int = 0  # the seed of dummy weights
 
 
 DEFAULT_OPTIONS = LoadOptions()

@@ -57,16 +57,16 @@ def rope_config(fields: Fields, parameters: dict[str, Any], theta: float) -> Rop
         )
     # The trained length is filled in here, so that the table depends on `scaling` alone.
     if rope_type == "dynamic":
-        scaling[TRAINED] = fields.whole("max_position_embeddings")
+        scaling[TRAINED] = fields.positive_int("max_position_embeddings")
     elif TRAINED in REQUIRED[rope_type]:
         configured = fields[TRAINED] or scaling.get(TRAINED)
-        scaling[TRAINED] = configured or fields.whole("max_position_embeddings")
+        scaling[TRAINED] = configured or fields.positive_int("max_position_embeddings")
     if scaling.get("partial_rotary_factor", 1) != 1:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     checked = Fields(scaling)
     for name in REQUIRED[rope_type]:
         try:
-            scaling[name] = checked.real(name)
+            scaling[name] = checked.positive_float(name)
         except ModelError:
             raise ModelError(
                 f"config.json: rope type {rope_type!r} needs {name} as a number from "
@@ -75,10 +75,10 @@ def rope_config(fields: Fields, parameters: dict[str, Any], theta: float) -> Rop
             ) from None
     for name in OPTIONAL.get(rope_type, ()):
         if name in scaling and (scaling[name] != 0 or name == "attention_factor"):
-            scaling[name] = checked.real(name)
+            scaling[name] = checked.positive_float(name)
     if rope_type == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
         raise ModelError("config.json: low_freq_factor and high_freq_factor of llama3 must differ")
-    theta_value = Fields(parameters).real("rope_theta", theta)
+    theta_value = Fields(parameters).positive_float("rope_theta", theta)
     if rope_type == "yarn" and theta_value == 1:
         raise ModelError("config.json: rope type 'yarn' needs a rope_theta other than 1")
     if rope_type == "custom":
@@ -124,9 +124,8 @@ def rope_table(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:
     if device.type == "meta":
         return table
     frequencies, scale = inverse_frequencies(rope, head_dim)
-    for first_position in range(
-        0, max_position, CHUNK
-    ):  # a context of a million positions needs no second table meanwhile
+    # The table is computed in chunks, so that temporaries stay small.
+    for first_position in range(0, max_position, CHUNK):
         end_position = min(first_position + CHUNK, max_position)
         positions = torch.arange(first_position, end_position, dtype=torch.float32, device="cpu")[
             :, None
@@ -181,7 +180,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
             scaling["factors"], dtype=torch.float32, device="cpu"
         ), 1.0
     if rope_type == "llama3":
-        # rotations over the trained length
+        # These are the rotations over the trained length.
         rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
         keep = (rotations - scaling["low_freq_factor"]) / (
             scaling["high_freq_factor"] - scaling["low_freq_factor"]

@@ -155,7 +155,7 @@ class ReferenceOps:
                 (key, value) = cached[..., :num_tokens, :]
                 mask = None
             else:
-                # A slot may hold inf or NaN of another sequence. A mask cannot help: 0 * NaN is NaN.
+                # A slot may hold inf or NaN of another sequence, and 0 * NaN is NaN.
                 (key, value) = cached.masked_fill_(group.stale, 0)
                 mask = batch.scratch.get((index, visible_window))
                 if mask is None:
