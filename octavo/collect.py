@@ -1,6 +1,6 @@
 """Turns the engine's outputs into a reply: text, stop strings, logprobs and timings of one request.
 
-This module knows tokens and text. It knows nothing of scheduling or devices.
+This module knows tokens and text. It does not know scheduling or devices.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output, Request, TokenLogprobs
 
-Until = Callable[[], Callable[[str], bool]]  # makes one predicate per text: see TextStream
+Until = Callable[[], Callable[[str], bool]]  # returns the `is_finished` of one TextStream
 
 
-def made_later(params: SamplingParams, until: Until | None) -> bool:
-    """Whether the text can be decoded once at the end: nothing in the text can end it early."""
+def is_decoded_at_end(params: SamplingParams, until: Until | None) -> bool:
+    """Return whether the text can be decoded once at the end, because no text can end it early."""
     return not params.stop and until is None and params.logprobs is None and not params.ranked
 
 
@@ -37,128 +37,158 @@ class Collector:
         self.prompt = prompt
         self.tokenizer = tokenizer
         params = request.params
-        # all candidates; `best` selects the ones that the caller asked for
-        self.outputs = [CompletionOutput(i, "", []) for i in range(params.completions)]
+        # These are all candidates. `best` selects those that the request asks for.
+        self.outputs = [CompletionOutput(index, "", []) for index in range(params.completions)]
         for completion in self.outputs:
-            completion.logprobs = None if params.logprobs is None else []
-            completion.cumulative_logprob = (
-                0.0 if params.ranked or params.logprobs is not None else None
-            )
-        text = tokenizer if params.detokenize else None
-        self.texts = [
-            TextStream(text, params, until() if until is not None else None) for _ in self.outputs
+            if params.logprobs is not None:
+                completion.logprobs = []
+            if params.ranked or params.logprobs is not None:
+                completion.cumulative_logprob = 0.0
+        text_tokenizer = tokenizer if params.detokenize else None
+        self.streams = [
+            TextStream(text_tokenizer, params, until() if until is not None else None)
+            for _ in self.outputs
         ]
         self.metrics = RequestMetrics(request.arrival)
-        self.cached = 0
+        self.cached = 0  # prompt tokens found in the prefix cache
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
-        # new pieces, if the caller streams the reply
+        # A caller that streams the reply sets a list, and new pieces are appended to it.
         self.pieces: list[CompletionOutput] | None = None
-        self.open = len(self.outputs)  # completions that are not finished
-        self.later = made_later(params, until)
+        self.open_completions = len(self.outputs)
+        self.decodes_at_end = is_decoded_at_end(params, until)
 
     @property
     def finished(self) -> bool:
-        return self.open == 0
+        return self.open_completions == 0
 
-    def take(self, out: Output) -> bool:
-        """Add one output. True: a stop string ended the text, and the engine should end the sequence."""
-        if (
-            self.later
-            and out.finish_reason is None
-            and self.pieces is None
-            and self.metrics.first_token_time is not None
-        ):
-            # the common case: tokens are only stored until the last one arrives
-            self.outputs[out.index].token_ids += out.tokens
+    def add(self, output: Output) -> bool:
+        """Add one output.
+
+        Return True if a stop string ended the text, so that the engine should end the sequence.
+        """
+        completion = self.outputs[output.index]
+        if self._can_postpone(output):
+            completion.token_ids += output.tokens
             return False
-        if self.outputs[out.index].finish_reason is not None:
-            return False  # the text already ended; the engine had not received the stop yet
+        if completion.finish_reason is not None:
+            return False  # The text has ended, but the engine has not received the stop yet.
         now = time.monotonic()
-        if out.tokens and self.metrics.first_token_time is None:
+        if output.tokens and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-        completion = self.outputs[out.index]
-        stream = self.texts[out.index]
-        if out.prompt_logprobs is not None:
+        if output.prompt_logprobs is not None:
             self.prompt_logprobs = [
-                None if p is None else self._logprobs(p) for p in out.prompt_logprobs
+                None if logprobs is None else self._logprobs(logprobs)
+                for logprobs in output.prompt_logprobs
             ]
-        self.cached = max(self.cached, out.cached_tokens)
-        self.error = out.error or self.error
-        hidden = out.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
-        shown = out.tokens[:-1] if hidden else out.tokens
-        if self.later:
-            shown = completion.token_ids[stream.tokens_used :] + shown
-        delta, stop = stream.push(shown, finished=out.finish_reason is not None)
-        new = out.tokens
-        reason = out.finish_reason
-        stop_reason = out.stop_reason
-        if stream.ended:
-            new = new[: stream.tokens_used - len(completion.token_ids)]
-            reason = "stop"
-            stop_reason = stop
-        piece = CompletionOutput(
-            out.index, delta, new, finish_reason=reason, stop_reason=stop_reason, error=out.error
-        )
-        if out.logprobs is not None:
-            chosen = out.logprobs[: len(new)]
-            piece.cumulative_logprob = sum(p.logprob for p in chosen)
-            completion.cumulative_logprob = (
-                completion.cumulative_logprob or 0.0
-            ) + piece.cumulative_logprob
-            if completion.logprobs is not None:
-                piece.logprobs = [self._logprobs(p) for p in chosen]
-                completion.logprobs += piece.logprobs
-        completion.token_ids += new
-        completion.finish_reason = reason
-        completion.stop_reason = stop_reason
-        completion.error = out.error
-        if reason is not None:
-            completion.text = stream.text
-            self.open -= 1
+        self.cached = max(self.cached, output.cached_tokens)
+        self.error = output.error or self.error
+        piece = self._decode(output)
+        self._extend(completion, piece)
+        if piece.finish_reason is not None:
+            completion.text = self.streams[output.index].text
+            self.open_completions -= 1
         if self.pieces is not None:
             self.pieces.append(piece)
         if self.finished:
             self.metrics.finished_time = now
-        return stream.ended and out.finish_reason is None
+        return self.streams[output.index].ended and output.finish_reason is None
 
-    def _logprobs(self, at: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely tokens or those that the request names, in vLLM's
-        layout. The rank of a named token is not known."""
-        found = {at.token: Logprob(at.logprob, at.rank, self._decoded(at.token))}
-        named = self.request.params.logprob_token_ids is not None
-        for rank, (token, logprob) in enumerate(at.top, 1):
-            known = None if named else rank
-            found.setdefault(token, Logprob(logprob, known, self._decoded(token)))
-        return found
+    def _can_postpone(self, output: Output) -> bool:
+        """Return whether the tokens need only be stored until the last one arrives.
 
-    def _decoded(self, token: int) -> str | None:
+        This is the common case of a reply that is not streamed.
+        """
         return (
-            None
-            if self.tokenizer is None
-            else self.tokenizer.decode([token], skip_special_tokens=False)
+            self.decodes_at_end
+            and output.finish_reason is None
+            and self.pieces is None
+            and self.metrics.first_token_time is not None
         )
+
+    def _decode(self, output: Output) -> CompletionOutput:
+        """Return the new part of a completion."""
+        completion = self.outputs[output.index]
+        stream = self.streams[output.index]
+        shown_ids = output.tokens
+        if output.finish_reason == "stop" and not self.request.params.include_stop_str_in_output:
+            shown_ids = shown_ids[:-1]
+        if self.decodes_at_end:
+            shown_ids = completion.token_ids[stream.tokens_used :] + shown_ids
+        text, stop_string = stream.push(shown_ids, finished=output.finish_reason is not None)
+        piece = CompletionOutput(
+            output.index,
+            text,
+            output.tokens,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            error=output.error,
+        )
+        if stream.ended:
+            piece.token_ids = output.tokens[: stream.tokens_used - len(completion.token_ids)]
+            piece.finish_reason = "stop"
+            piece.stop_reason = stop_string
+        if output.logprobs is not None:
+            logprobs = output.logprobs[: len(piece.token_ids)]
+            piece.cumulative_logprob = sum(chosen.logprob for chosen in logprobs)
+            if completion.logprobs is not None:
+                piece.logprobs = [self._logprobs(chosen) for chosen in logprobs]
+        return piece
+
+    def _extend(self, completion: CompletionOutput, piece: CompletionOutput) -> None:
+        """Add a piece to a completion, except its text, which the stream keeps."""
+        completion.token_ids += piece.token_ids
+        completion.finish_reason = piece.finish_reason
+        completion.stop_reason = piece.stop_reason
+        completion.error = piece.error
+        if piece.cumulative_logprob is not None:
+            total = completion.cumulative_logprob or 0.0
+            completion.cumulative_logprob = total + piece.cumulative_logprob
+        if completion.logprobs is not None and piece.logprobs is not None:
+            completion.logprobs += piece.logprobs
+
+    def _logprobs(self, position: TokenLogprobs) -> dict[int, Logprob]:
+        """Return the log-probabilities of one position in the layout of vLLM.
+
+        The chosen token comes first, then the most likely tokens or those that the request names.
+        The rank of a named token is unknown.
+        """
+        chosen = Logprob(position.logprob, position.rank, self._decode_token(position.token))
+        logprobs = {position.token: chosen}
+        are_named = self.request.params.logprob_token_ids is not None
+        for rank, (token_id, logprob) in enumerate(position.top, 1):
+            known_rank = None if are_named else rank
+            text = self._decode_token(token_id)
+            logprobs.setdefault(token_id, Logprob(logprob, known_rank, text))
+        return logprobs
+
+    def _decode_token(self, token_id: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     @property
     def best(self) -> list[CompletionOutput]:
-        """The completions to return: the n best of best_of by mean log-probability, best first."""
-        n = self.request.params.n
-        if len(self.outputs) == n:
+        """Return the n best of best_of completions by mean log-probability, the best first."""
+        count = self.request.params.n
+        if len(self.outputs) == count:
             return self.outputs
-        order = sorted(
-            self.outputs, key=lambda c: -(c.cumulative_logprob or 0.0) / max(len(c.token_ids), 1)
-        )
-        return [replace(completion, index=i) for i, completion in enumerate(order[:n])]
+
+        def mean_logprob(completion: CompletionOutput) -> float:
+            return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
+
+        ranked = sorted(self.outputs, key=mean_logprob, reverse=True)
+        return [replace(completion, index=index) for index, completion in enumerate(ranked[:count])]
 
     def output(self) -> RequestOutput:
         return RequestOutput(
-            self.request.id,
-            self.prompt,
-            self.request.prompt,
-            self.best,
-            self.finished,
-            self.metrics,
-            self.cached,
-            self.prompt_logprobs,
-            self.error,
+            request_id=self.request.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt,
+            outputs=self.best,
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.cached,
+            prompt_logprobs=self.prompt_logprobs,
+            error=self.error,
         )

@@ -94,7 +94,7 @@ class RequestLoop:
             collector = self.collectors.get(output.request_id)
             if collector is None:
                 continue
-            if collector.take(output):
+            if collector.add(output):
                 self.engine.stop(output.request_id, output.index)
             if collector.finished:
                 del self.collectors[output.request_id]
@@ -119,8 +119,10 @@ class RequestLoop:
                         finish_reason="error",
                         error="the engine was interrupted",
                     )
-                    collector.take(failed)
-            collector.open = 0  # also if the interrupt came while an end was being recorded
+                    collector.add(failed)
+            collector.open_completions = (
+                0  # also if the interrupt came while an end was being recorded
+            )
         self.collectors.clear()
 
 

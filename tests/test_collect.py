@@ -26,7 +26,7 @@ def collect(
     if follow:
         collector.pieces = []
     for k, id in enumerate(ids):
-        collector.take(Output("r", 0, [id], finish_reason=reason if k == len(ids) - 1 else None))
+        collector.add(Output("r", 0, [id], finish_reason=reason if k == len(ids) - 1 else None))
     return collector
 
 
@@ -55,5 +55,5 @@ def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, inc
 def test_a_stop_string_is_found_though_nobody_follows(tokenizer: Tokenizer) -> None:
     request = Request("r", [1], SamplingParams(max_tokens=99, stop=["and"]))
     collector = Collector(request, None, tokenizer)
-    met = [collector.take(Output("r", 0, [id])) for id in tokenizer.encode("this and that")[:8]]
+    met = [collector.add(Output("r", 0, [id])) for id in tokenizer.encode("this and that")[:8]]
     assert met == [False] * 7 + [True] and collector.outputs[0].text == "this "

@@ -91,15 +91,6 @@ RETIRED_MODULES = {
 # Module names and identifiers that have yet to be replaced: file -> words.
 STILL_USED_MODULES: set[str] = set()
 STILL_USED: dict[str, set[str]] = {
-    "octavo/bench/eviction.py": {"said", "told"},
-    "octavo/bench/measure_serve.py": {"patience", "said"},
-    "octavo/bench/tiers.py": {"patience"},
-    "octavo/bench/tune.py": {"told"},
-    "octavo/cli/chat_backend.py": {"partner", "said"},
-    "octavo/cli/chat_command.py": {"partner", "said"},
-    "octavo/cli/doctor.py": {"patience"},
-    "octavo/cli/progress.py": {"said"},
-    "octavo/cli/remote_backend.py": {"said"},
     "octavo/serve/http/body.py": {"patience"},
     "octavo/serve/front/client.py": {"news", "untold"},
     "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "told", "untold"},

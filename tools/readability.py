@@ -100,7 +100,7 @@ def count_file(name: str) -> Count:
 
 
 def is_tuple_assignment(node: ast.Assign) -> bool:
-    """Whether a statement assigns several values to several targets and is not a swap."""
+    """Return whether a statement assigns several values to several targets and is not a swap."""
     target = node.targets[0]
     if not isinstance(target, ast.Tuple) or not isinstance(node.value, ast.Tuple):
         return False
@@ -109,7 +109,10 @@ def is_tuple_assignment(node: ast.Assign) -> bool:
 
 
 def is_large(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function has too many lines or parameters. A command's parameters are its options."""
+    """Return whether a function has too many lines or parameters.
+
+    The parameters of a command are its options and do not count.
+    """
     if any("command" in ast.unparse(decorator) for decorator in node.decorator_list):
         return False
     parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -119,7 +122,7 @@ def is_large(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def duplicate_names(files: list[str]) -> list[str]:
-    """Module and class names that occur more than once in the package."""
+    """Return the module and class names that occur more than once in the package."""
     modules = Counter(Path(name).stem for name in files if not name.endswith("__init__.py"))
     classes: Counter[str] = Counter()
     for name in files:

@@ -23,7 +23,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(
-    r"(?P<begin><!-- table: (?P<kind>\S+) (?P<files>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- end table -->)",
+    r"(?P<begin><!-- table: (?P<kind>\S+) (?P<files>[^>]*?) -->\n)(?P<body>.*?)"
+    r"(?P<end><!-- end table -->)",
     re.DOTALL,
 )
 Result = dict[str, Any]
@@ -36,7 +37,7 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def throughput(results: list[Result]) -> str:
-    """`octavo bench throughput`: one row for each workload of each model."""
+    """Return the table of `octavo bench throughput`, with a row for each workload of each model."""
     rows = []
     for result in results:
         for line in result["results"]:
@@ -53,7 +54,7 @@ def throughput(results: list[Result]) -> str:
 
 
 def latency(results: list[Result]) -> str:
-    """`octavo bench latency`: one row for each number of concurrent requests."""
+    """Return the table of `octavo bench latency`, with a row for each number of requests."""
     rows = []
     for result in results:
         for line in result["results"]:
@@ -69,7 +70,7 @@ def latency(results: list[Result]) -> str:
 
 
 def source(results: list[Result]) -> str:
-    """One line that says when, where and at which commit the results were measured."""
+    """Return a line that says when, where and at which commit the results were measured."""
     origins = []
     for result in results:
         origin = result["provenance"]
@@ -82,27 +83,27 @@ KINDS: dict[str, Callable[[list[Result]], str]] = {"throughput": throughput, "la
 
 
 def fill(text: str) -> str:
-    """A page's text with every generated table as the result files say."""
+    """Return the text of a page with every generated table up to date."""
 
-    def table(found: re.Match[str]) -> str:
-        results = [json.loads((ROOT / name).read_text()) for name in found["files"].split()]
-        return found["begin"] + KINDS[found["kind"]](results) + found["end"]
+    def replace_table(marked: re.Match[str]) -> str:
+        results = [json.loads((ROOT / name).read_text()) for name in marked["files"].split()]
+        return marked["begin"] + KINDS[marked["kind"]](results) + marked["end"]
 
-    return MARKED.sub(table, text)
+    return MARKED.sub(replace_table, text)
 
 
 def main() -> int:
-    stale = []
+    stale_pages = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         filled = fill(text)
         if filled != text:
-            stale.append(str(page.relative_to(ROOT)))
+            stale_pages.append(str(page.relative_to(ROOT)))
             if "--check" not in sys.argv:
                 page.write_text(filled, encoding="utf-8")
-    if stale:
-        print("differs from results/: " + ", ".join(stale))
-    return int(bool(stale) and "--check" in sys.argv)
+    if stale_pages:
+        print("differs from results/: " + ", ".join(stale_pages))
+    return int(bool(stale_pages) and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Decode attention alone: one token of each of many sequences over plain and compressed KV, beside a copy of memory.
+"""Measures decode attention alone: one token of each of many sequences, with plain and quantized
+KV.
 
-All that it does is read KV, so it is measured in bytes of KV a second. On a GPU it runs from a graph, so that the host's time
-does not count; on a CPU the shapes are smaller and the plain dtype is float16, which its kernels read.
+Decode attention reads KV and does little else, so the unit is bytes of KV per second, compared with
+a memory copy. On a GPU it runs from a graph, so that the time of the host does not count. On a CPU
+the shapes are smaller, and the plain dtype is float16, which its kernels read.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from octavo.ops import ForwardBatch, Ops, Span, select
 from octavo.ops.kv import CODES, KV, QuantKV, compress, dtype_name
 from octavo.runner.kvstore import KVStore
 
-QUERY = {"cuda": torch.bfloat16, "cpu": torch.float32}
-PLAIN = {"cuda": torch.bfloat16, "cpu": torch.float16}  # KV
+QUERY_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+PLAIN_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float16}  # of KV
 
 
 class AttentionShape(NamedTuple):
     sequences: int
-    tokens: int  # of each
+    tokens: int  # of each sequence
 
 
 SHAPES = {
@@ -40,48 +42,53 @@ def measure(
     device: torch.device,
     heads: int = 16,
     kv_heads: int = 8,
-    dim: int = 128,
+    head_dim: int = 128,
     shapes: tuple[AttentionShape, ...] = (),
     repeat: int = 5,
-    done: Callable[[], None] = lambda: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """A row for each shape and KV dtype, plain first. Heads are those of Qwen3-0.6B unless said otherwise."""
+    """Return a record for each shape and KV dtype, the plain dtype first.
+
+    The default heads are those of Qwen3-0.6B.
+    """
     ops = select(device.type)
-    plain = PLAIN[device.type]
-    offered = ops.kv_dtypes(QUERY[device.type])
-    copied = copy_bandwidth(device)
-    rows: list[dict[str, Any]] = []
+    plain_dtype = PLAIN_DTYPES[device.type]
+    supported_dtypes = ops.kv_dtypes(QUERY_DTYPES[device.type])
+    copy_bytes_per_second = copy_bandwidth(device)
+    results: list[dict[str, Any]] = []
     for shape in shapes or SHAPES[device.type]:
-        base = 0.0
-        for dtype in (plain, *(kind for kind in CODES.values() if kind in offered)):
+        plain_seconds = 0.0
+        code_dtypes = [dtype for dtype in CODES.values() if dtype in supported_dtypes]
+        for dtype in (plain_dtype, *code_dtypes):
             seconds = [
-                time_one(ops, device, shape, heads, kv_heads, dim, dtype) for _ in range(repeat)
+                time_one(ops, device, shape, heads, kv_heads, head_dim, dtype)
+                for _ in range(repeat)
             ]
-            model = ModelConfig("", 1, 1, 1, heads, kv_heads, dim, 1, 1)
-            size = shape.sequences * shape.tokens * model.kv_bytes_per_token(dtype_name(dtype))
-            median = statistics.median(seconds)
-            base = base or median
-            rows.append(
+            model = ModelConfig("", 1, 1, 1, heads, kv_heads, head_dim, 1, 1)
+            kv_bytes = shape.sequences * shape.tokens * model.kv_bytes_per_token(dtype_name(dtype))
+            median_seconds = statistics.median(seconds)
+            plain_seconds = plain_seconds or median_seconds
+            results.append(
                 {
                     **shape._asdict(),
                     "kv": dtype_name(dtype),
-                    "kv_bytes": size,
-                    "seconds": median,
+                    "kv_bytes": kv_bytes,
+                    "seconds": median_seconds,
                     "min_s": min(seconds),
                     "max_s": max(seconds),
-                    "bytes_s": size / median,
-                    "of_copy": size / median / copied,
-                    "speedup": base / median,
+                    "bytes_s": kv_bytes / median_seconds,
+                    "of_copy": kv_bytes / median_seconds / copy_bytes_per_second,
+                    "speedup": plain_seconds / median_seconds,
                 }
             )
-            done()
+            advance()
     return {
         "device": device.type,
         "heads": heads,
         "kv_heads": kv_heads,
-        "dim": dim,
-        "copy_bytes_s": copied,
-        "rows": rows,
+        "dim": head_dim,
+        "copy_bytes_s": copy_bytes_per_second,
+        "rows": results,
     }
 
 
@@ -92,65 +99,69 @@ def time_one(
     shape: AttentionShape,
     heads: int,
     kv_heads: int,
-    dim: int,
+    head_dim: int,
     dtype: torch.dtype,
 ) -> float:
-    """Seconds of one call, over KV that no cache holds."""
-    block = BLOCK_SIZE[device.type]
-    width = -(-shape.tokens // block)
-    count = shape.sequences * width
-    model = ModelConfig("", 1, 1, 1, heads, kv_heads, dim, 1, 1)
-    kv = KVStore(model, CacheConfig(block, count), dtype, device).view[:, 0]
-    fill(kv)
-    order = list(range(1, count + 1))
-    random.Random(0).shuffle(order)
+    """Return the seconds of one call with KV that is not in a cache of the device."""
+    block_size = BLOCK_SIZE[device.type]
+    blocks_per_sequence = -(-shape.tokens // block_size)
+    block_count = shape.sequences * blocks_per_sequence
+    model = ModelConfig("", 1, 1, 1, heads, kv_heads, head_dim, 1, 1)
+    kv = KVStore(model, CacheConfig(block_size, block_count), dtype, device).view[:, 0]
+    fill_random(kv)
+    block_ids = list(range(1, block_count + 1))
+    random.Random(0).shuffle(block_ids)
     lengths = torch.full((shape.sequences,), shape.tokens, dtype=torch.int32, device=device)
-    rows = torch.arange(shape.sequences + 1, dtype=torch.int32, device=device)
+    query_starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=device)
     batch = ForwardBatch(
         ids=lengths,
         positions=lengths.long() - 1,
         kv_indices=lengths,
-        query_start=rows,
+        query_start=query_starts,
         seq_lens=lengths,
-        block_table=torch.tensor(order, dtype=torch.int32, device=device).view(
-            shape.sequences, width
+        block_table=torch.tensor(block_ids, dtype=torch.int32, device=device).view(
+            shape.sequences, blocks_per_sequence
         ),
-        slots=rows[:-1],
+        slots=query_starts[:-1],
         logit_indices=lengths,
-        spans=[Span(i, 1, shape.tokens) for i in range(shape.sequences)],
+        spans=[Span(index, 1, shape.tokens) for index in range(shape.sequences)],
     )
-    q = torch.randn(shape.sequences, heads, dim, device=device).to(QUERY[device.type])
-    return timed(lambda: ops.attention(q, kv, batch, dim**-0.5), device)
+    query = torch.randn(shape.sequences, heads, head_dim, device=device).to(
+        QUERY_DTYPES[device.type]
+    )
+    return seconds_per_call(lambda: ops.attention(query, kv, batch, head_dim**-0.5), device)
 
 
-def fill(kv: KV) -> None:
-    """The same random numbers in every block."""
-    one = torch.randn(kv.shape[1:], device=(kv.codes if isinstance(kv, QuantKV) else kv).device)
+def fill_random(kv: KV) -> None:
+    """Fill every block with the same random numbers."""
     if isinstance(kv, QuantKV):
-        codes, scales = compress(one, kv.dtype)
+        values = torch.randn(kv.shape[1:], device=kv.codes.device)
+        codes, scales = compress(values, kv.dtype)
         kv.codes.view(torch.int8).copy_(codes.view(torch.int8).expand(kv.shape))
         kv.scales.copy_(scales.expand(kv.scales.shape))
     else:
-        kv.copy_(one.expand(kv.shape))
+        values = torch.randn(kv.shape[1:], device=kv.device)
+        kv.copy_(values.expand(kv.shape))
 
 
-def timed(work: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
-    """Seconds of a call, the average of some that follow each other."""
-    work()
+def seconds_per_call(operation: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
+    """Return the average seconds of consecutive calls."""
+    operation()
     if device.type != "cuda":
-        before = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(calls):
-            work()
-        return (time.perf_counter() - before) / calls
+            operation()
+        return (time.perf_counter() - started) / calls
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for _ in range(calls):
-            work()
+            operation()
     graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    start_event = torch.cuda.Event(enable_timing=True)
+    end_event = torch.cuda.Event(enable_timing=True)
+    start_event.record()
     graph.replay()
-    end.record()
+    end_event.record()
     torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / calls
+    return float(start_event.elapsed_time(end_event)) / 1e3 / calls

@@ -1,13 +1,13 @@
-"""What bounded KV costs and keeps: memory and speed over a long reply, and perplexity of a long text against a whole cache.
+"""Measures bounded KV: memory and speed over a long reply, and perplexity of a long text.
 
-    full      the whole text is kept
-    window    the latest tokens alone: kv_eviction sinks with no sinks
-    sinks     the first block and the latest tokens
-    heavy     the first block, the latest half, and of the rest what is attended to most
+    full      keeps the whole text
+    window    keeps the latest tokens: kv_eviction sinks without sinks
+    sinks     keeps the first block and the latest tokens
+    heavy     keeps the first block, the latest half, and of the rest the most attended tokens
 
-The text is that of octavo/bench/measure_quant.py. It is told to the engine token by token, as a reply that a guide allows nothing else to
-be, so that what is measured is how replies are computed; with a whole cache that makes no difference, and it is one prompt.
-Perplexity is over what follows the first `budget` tokens.
+The text is that of octavo/bench/measure_quant.py. A guide forces the engine to generate it token by
+token, so the bench measures how replies are computed. With a full cache this makes no difference,
+and the text is one prompt. The perplexity is that of the tokens after the first `budget` ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.llm import LLM
 from octavo.params import SamplingParams
 from octavo.types import Request
 
-Done: TypeAlias = Callable[[int, int, str], None]  # so many of so many, and a note
+Advance: TypeAlias = Callable[[int, int, str], None]  # (completed, total, note)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"kv_eviction": "none"},
@@ -40,103 +40,130 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Told:
-    """A guide along a text that is known."""
+class ForcedText:
+    """A guide that allows only the next token of a known text."""
 
-    def __init__(self, ids: list[int], vocab_size: int, at: int = 0):
-        self.ids = ids
+    def __init__(self, token_ids: list[int], vocab_size: int, position: int = 0):
+        self.token_ids = token_ids
         self.vocab_size = vocab_size
-        self.at = at
+        self.position = position
 
     @property
     def mask(self) -> bytes:
-        token = self.ids[self.at]
-        return (1 << token).to_bytes(-(-self.vocab_size // 32) * 4, "little")
+        token_id = self.token_ids[self.position]
+        return (1 << token_id).to_bytes(-(-self.vocab_size // 32) * 4, "little")
 
-    def accept(self, token: int) -> None:
-        self.at += 1
+    def accept(self, token_id: int) -> None:
+        self.position += 1
 
-    def copy(self) -> Told:
-        return Told(self.ids, self.vocab_size, self.at)
+    def copy(self) -> ForcedText:
+        return ForcedText(self.token_ids, self.vocab_size, self.position)
 
 
-def tell(llm: LLM, ids: list[int], prompt: int, done: Done) -> list[float]:
-    """Log-probabilities of the tokens after the first `prompt` ones."""
-    rest = ids[prompt:]
+def force_text(llm: LLM, token_ids: list[int], prompt_length: int, advance: Advance) -> list[float]:
+    """Return the log-probabilities of the tokens after the first `prompt_length` ones."""
+    forced_ids = token_ids[prompt_length:]
     params = SamplingParams(
-        max_tokens=len(rest), temperature=0, ignore_eos=True, logprobs=0, detokenize=False
+        max_tokens=len(forced_ids), temperature=0, ignore_eos=True, logprobs=0, detokenize=False
     )
-    llm.engine.add(Request("text", ids[:prompt], params, guide=Told(rest, llm.config.vocab_size)))
-    found: list[float] = []
-    while not llm.engine.idle:
-        for out in llm.engine.step():
-            if out.error:
-                raise OctavoError(f"the text could not be told: {out.error}")
-            found += [record.logprob for record in out.logprobs or []]
-        if len(found) % 256 == 0:
-            done(len(found), len(rest), "")
-    if not set(llm.eos_ids).isdisjoint(rest) or len(found) != len(rest):
-        raise OctavoError(
-            f"{len(found)} log-probabilities arrived for {len(rest)} tokens: not counted"
+    llm.engine.add(
+        Request(
+            "text",
+            token_ids[:prompt_length],
+            params,
+            guide=ForcedText(forced_ids, llm.config.vocab_size),
         )
-    return found
+    )
+    logprobs: list[float] = []
+    while not llm.engine.idle:
+        for output in llm.engine.step():
+            if output.error:
+                raise OctavoError(f"the text could not be computed: {output.error}")
+            logprobs += [record.logprob for record in output.logprobs or []]
+        if len(logprobs) % 256 == 0:
+            advance(len(logprobs), len(forced_ids), "")
+    if not set(llm.eos_ids).isdisjoint(forced_ids) or len(logprobs) != len(forced_ids):
+        raise OctavoError(
+            f"{len(logprobs)} log-probabilities arrived for {len(forced_ids)} tokens, so the run "
+            "does not count"
+        )
+    return logprobs
 
 
 def rss_bytes() -> int:
-    """Memory of this process that is in use; 0 where the system does not tell."""
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+    """Return the resident memory of this process, or 0 if the system does not report it."""
+    memory_status = Path("/proc/self/statm")
+    if not memory_status.exists():
+        return 0
+    resident_pages = int(memory_status.read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def generate(llm: LLM, prompt: list[int], tokens: int, every: int, done: Done) -> dict[str, Any]:
-    """One long reply in parts of `every` tokens: tokens a second, the most blocks in use, and memory at each part's end."""
+def generate(
+    llm: LLM, prompt: list[int], tokens: int, segment_tokens: int, advance: Advance
+) -> dict[str, Any]:
+    """Generate one long reply and record speed, peak blocks and memory of each segment."""
     params = SamplingParams(
         max_tokens=tokens, temperature=1, seed=0, ignore_eos=True, detokenize=False
     )
     llm.engine.add(Request("reply", prompt, params))
     scheduler = llm.engine.scheduler
-    parts = list[dict[str, Any]]()
-    count = 0
-    most = 0
-    told = 0
+    segments = list[dict[str, Any]]()
+    generated = 0
+    peak_blocks = 0
+    reported = 0
     pool = scheduler.pool
-    dropped = scheduler.counters.dropped_blocks
-    start = time.perf_counter()
+    dropped_before = scheduler.counters.dropped_blocks
+    segment_start = time.perf_counter()
     while not llm.engine.idle:
-        count += sum(len(out.tokens) for out in llm.engine.step())
-        most = max(most, pool.num_blocks - len(pool.free_blocks))
-        if count - told >= every or (llm.engine.idle and count > told):
+        generated += sum(len(output.tokens) for output in llm.engine.step())
+        peak_blocks = max(peak_blocks, pool.num_blocks - len(pool.free_blocks))
+        if generated - reported >= segment_tokens or (llm.engine.idle and generated > reported):
             now = time.perf_counter()
-            part = {
-                "tokens": count - told,
-                "tok_s": (count - told) / (now - start),
-                "blocks": most,
-                "rss_bytes": rss_bytes(),
-            }
-            parts.append({**part, "kv_bytes": most * pool.block_size * llm.memory.kv_per_token})
-            done(count, tokens, f"{parts[-1]['tok_s']:.0f} tok/s")
-            start = time.perf_counter()
-            most = 0
-            told = count
-    if count != tokens:
-        raise OctavoError(f"{count} tokens arrived of {tokens}: not counted")
-    return {"parts": parts, "dropped_blocks": scheduler.counters.dropped_blocks - dropped}
+            segments.append(
+                {
+                    "tokens": generated - reported,
+                    "tok_s": (generated - reported) / (now - segment_start),
+                    "blocks": peak_blocks,
+                    "rss_bytes": rss_bytes(),
+                    "kv_bytes": peak_blocks * pool.block_size * llm.memory.kv_per_token,
+                }
+            )
+            advance(generated, tokens, f"{segments[-1]['tok_s']:.0f} tok/s")
+            segment_start = time.perf_counter()
+            peak_blocks = 0
+            reported = generated
+    if generated != tokens:
+        raise OctavoError(f"{generated} of {tokens} tokens arrived, so the run does not count")
+    return {"parts": segments, "dropped_blocks": scheduler.counters.dropped_blocks - dropped_before}
 
 
-def flatness(parts: list[dict[str, Any]], budget: int) -> dict[str, Any]:
-    """The first quarter of the parts that began with a full cache against the last one: speeds are medians, and what is left of
-    the speed; memory is what was added in between."""
-    starts = accumulate((part["tokens"] for part in parts), initial=0)
-    full = [part for part, start in zip(parts, starts, strict=False) if start >= budget] or parts[
-        -1:
+def flatness(segments: list[dict[str, Any]], budget: int) -> dict[str, Any]:
+    """Compare the first and the last quarter of the segments that began with a full cache.
+
+    Speeds are medians. `speed_kept` is the ratio of the last to the first. Memory is the growth
+    between the first and the last of these segments.
+    """
+    segment_starts = accumulate((segment["tokens"] for segment in segments), initial=0)
+    full_segments = [
+        segment
+        for segment, segment_start in zip(segments, segment_starts, strict=False)
+        if segment_start >= budget
     ]
-    some = max(1, len(full) // 4)
-    first, last = (
-        statistics.median(part["tok_s"] for part in some_parts)
-        for some_parts in (full[:some], full[-some:])
-    )
-    grown = {f"{name}_grown": full[-1][name] - full[0][name] for name in ("rss_bytes", "kv_bytes")}
-    return {"first_tok_s": first, "last_tok_s": last, "speed_kept": last / first, **grown}
+    full_segments = full_segments or segments[-1:]
+    quarter = max(1, len(full_segments) // 4)
+    first_speed = statistics.median(segment["tok_s"] for segment in full_segments[:quarter])
+    last_speed = statistics.median(segment["tok_s"] for segment in full_segments[-quarter:])
+    growth = {
+        f"{name}_grown": full_segments[-1][name] - full_segments[0][name]
+        for name in ("rss_bytes", "kv_bytes")
+    }
+    return {
+        "first_tok_s": first_speed,
+        "last_tok_s": last_speed,
+        "speed_kept": last_speed / first_speed,
+        **growth,
+    }
 
 
 def measure(
@@ -145,81 +172,89 @@ def measure(
     tokens: int,
     text: int,
     policies: tuple[str, ...] = tuple(POLICIES),
-    done: Callable[[str, int, int, str], None] = lambda what, count, of, note: None,
+    advance: Callable[[str, int, int, str], None] = lambda what, count, total, note: None,
 ) -> list[dict[str, Any]]:
-    """One row a policy. `tokens` of a reply where the cache is bounded, `text` tokens of text everywhere; 0: none. Says `done`
-    how far it is with what."""
-    rows = []
-    for name in policies:
-        options = POLICIES[name]
-        llm = load(options if name == "full" else {**options, "kv_budget": budget})
-        (ids,) = passages(llm, 1, max(text, budget))
-        row: dict[str, Any] = {"policy": name, "kv_tokens": text if name == "full" else budget}
+    """Return one result for each policy.
+
+    `tokens` is the length of the reply with a bounded cache, and `text` the length of the text with
+    every policy. 0 skips the measurement. `advance` gets (description, completed, total, note).
+    """
+    results = []
+    for policy in policies:
+        options = POLICIES[policy]
+        llm = load(options if policy == "full" else {**options, "kv_budget": budget})
+        (token_ids,) = passages(llm, 1, max(text, budget))
+        result: dict[str, Any] = {
+            "policy": policy,
+            "kv_tokens": text if policy == "full" else budget,
+        }
         if text:
-            said = partial(done, f"{name}: text")
+            advance_text = partial(advance, f"{policy}: text")
             start = time.perf_counter()
-            logprobs = (
-                quality(llm, [ids])[0] if name == "full" else tell(llm, ids, budget // 2, said)
-            )
-            row["perplexity"] = math.exp(-statistics.fmean(logprobs[budget - text :]))
-            row["text_s"] = time.perf_counter() - start
-        if name != "full" and tokens:
-            found = generate(
+            if policy == "full":
+                logprobs = quality(llm, [token_ids])[0]
+            else:
+                logprobs = force_text(llm, token_ids, budget // 2, advance_text)
+            result["perplexity"] = math.exp(-statistics.fmean(logprobs[budget - text :]))
+            result["text_s"] = time.perf_counter() - start
+        if policy != "full" and tokens:
+            reply = generate(
                 llm,
-                ids[: min(64, budget)],
+                token_ids[: min(64, budget)],
                 tokens,
                 max(1, min(1000, tokens // 4)),
-                partial(done, f"{name}: reply"),
+                partial(advance, f"{policy}: reply"),
             )
-            row |= found | flatness(found["parts"], budget)
-        rows.append(row)
+            result |= reply | flatness(reply["parts"], budget)
+        results.append(result)
         del llm
         gc.collect()
-    for row in rows if text else []:
-        row["ratio"] = row["perplexity"] / rows[0]["perplexity"]
-    return rows
+    for result in results if text else []:
+        result["ratio"] = result["perplexity"] / results[0]["perplexity"]
+    return results
 
 
-def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """What `measure` found: speed and memory along the reply, perplexity of the text."""
-    replies = [row for row in rows if "parts" in row]
+def panels(results: list[dict[str, Any]]) -> list[Panel]:
+    """Draw speed and memory along the reply, and the perplexity of the text."""
+    replies = [result for result in results if "parts" in result]
 
-    def along(field: str, unit: float) -> list[Series]:
-        found = []
-        for row in replies:
-            ends = accumulate(part["tokens"] for part in row["parts"])
-            points = [
-                (float(x), part[field] / unit) for x, part in zip(ends, row["parts"], strict=True)
+    def series_of(field: str, unit: float) -> list[Series]:
+        series = []
+        for result in replies:
+            segment_ends = accumulate(segment["tokens"] for segment in result["parts"])
+            curve = [
+                (float(end), segment[field] / unit)
+                for end, segment in zip(segment_ends, result["parts"], strict=True)
             ]
-            found.append(Series(row["policy"], points))
-        return found
+            series.append(Series(result["policy"], curve))
+        return series
 
-    reply = Axis("tokens of the reply", zero=True)
-    shown = list[Panel]()
+    reply_axis = Axis("tokens of the reply", starts_at_zero=True)
+    charts = list[Panel]()
     if replies:
-        shown.append(
+        charts.append(
             points(
                 "Speed",
-                along("tok_s", 1),
-                reply,
-                Axis("tokens a second", zero=True),
-                joined=True,
-                size=2,
+                series_of("tok_s", 1),
+                reply_axis,
+                Axis("tokens a second", starts_at_zero=True),
+                connected=True,
+                mark_size=2,
             )
         )
-        memory = Axis("MiB", zero=True)
-        shown.append(
+        memory_axis = Axis("MiB", starts_at_zero=True)
+        charts.append(
             points(
                 "Memory of the process",
-                along("rss_bytes", 2**20),
-                reply,
-                memory,
-                joined=True,
-                size=2,
+                series_of("rss_bytes", 2**20),
+                reply_axis,
+                memory_axis,
+                connected=True,
+                mark_size=2,
             )
         )
-    if "perplexity" in rows[0]:
-        names = [row["policy"] for row in rows]
-        values = {"": [row["perplexity"] for row in rows]}
-        shown.append(bars("Perplexity of the text", names, values, "by what is kept"))
-    return shown
+    if "perplexity" in results[0]:
+        names = [result["policy"] for result in results]
+        values = {"": [result["perplexity"] for result in results]}
+        charts.append(bars("Perplexity of the text", names, values, "by what is kept"))
+    return charts

@@ -1,10 +1,13 @@
-"""A strict load client, a program of its own: `python -m octavo.bench.http_load '{"port": 8000, ...}'` prints what came back.
+"""A strict HTTP load client, which runs as a program and prints its result as JSON.
 
-Counts what replies say of themselves, never what was asked for: a reply is good if its status is 200, its text is there, it
-ended by its length, and its own usage has exactly the tokens asked for. While it runs it only keeps bytes and times; they
-are judged when the clock has stopped. Light, so that one core can ask for thousands of replies a second.
+    python -m octavo.bench.http_load '{"port": 8000, ...}'
 
-Knows HTTP/1.1, JSON and the clock; imports nothing of octavo and no torch.
+A reply is good if its status is 200, it contains text, its finish_reason is "length" and its usage
+has exactly the requested number of tokens. During the run the client only stores bytes and times.
+It checks the replies after the clock has stopped, so one core can request thousands of replies per
+second.
+
+This module knows HTTP/1.1 and JSON. It imports nothing else of octavo, and no torch.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 REQUEST_ID = re.compile(rb"\r\nx-request-id: *([\w-]+)", re.IGNORECASE)
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 @dataclass
 class Load:
-    """What to ask for, by how many at once."""
+    """The requests to send, and how many clients send them at once."""
 
     port: int
     host: str = "127.0.0.1"
@@ -36,21 +39,21 @@ class Load:
     requests: int = 500
     tokens: int = 30
     prompt: str = "The secret to building a high performance system is"
-    distinct: bool = False  # each prompt begins with a number of its own, from `number` on
-    number: int = 0
+    distinct: bool = False  # each prompt begins with its own number, from `first_number` on
+    first_number: int = 0
     stream: bool = False
-    burst: bool = False  # clients wait for each other before each request
-    # seconds that a client waits at most before each request, by dice: replies do not keep in
-    # step then
+    burst: bool = False  # all clients send each request at the same time
+    # A client waits a random time up to this many seconds before each request, so that replies do
+    # not run in lockstep.
     pause: float = 0.0
-    exact: bool = False  # every token is one character: the text tells how many there are
-    extra: dict[str, Any] = field(default_factory=dict)  # further fields of each request
+    exact: bool = False  # every token is one character, so the text shows the number of tokens
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of the request body
     headers: dict[str, str] = field(default_factory=dict)
-    timeout: float = 120.0  # seconds in all
+    timeout: float = 120.0  # seconds for the whole run
 
     def body(self, index: int) -> bytes:
-        prompt = f"{self.number + index:06d} {self.prompt}" if self.distinct else self.prompt
-        fields = {"prompt": prompt, "max_tokens": self.tokens, "ignore_eos": True, **self.extra}
+        text = f"{self.first_number + index:06d} {self.prompt}" if self.distinct else self.prompt
+        fields = {"prompt": text, "max_tokens": self.tokens, "ignore_eos": True, **self.extra}
         if self.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps(fields).encode()
@@ -69,41 +72,43 @@ class Load:
 
 @dataclass(slots=True)
 class Reply:
-    """One request: when it was sent, when the first byte of the body came and the last, and what came."""
+    """One request: the times when it was sent and when its body began and ended, and the bytes."""
 
     sent: float
-    first: float = 0.0
-    end: float = 0.0
-    data: bytes = b""
+    first_byte: float = 0.0
+    last_byte: float = 0.0
+    received: bytes = b""
 
 
 class Client(asyncio.Protocol):
-    """One connection, one request after another."""
+    """One connection, which sends one request after another."""
 
     def __init__(self, run: Run):
         self.run = run
         self.transport: asyncio.Transport | None = None
         self.reply: Reply | None = None
-        self.parts: list[bytes] = []
-        # where the body begins, how long head and body are together; -1: not known
-        self.body = self.size = -1
+        self.chunks: list[bytes] = []
+        self.body_start = -1  # -1 until the head is complete
+        self.total_size = -1  # of head and body; -1 if unknown
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        self.number = transport.get_extra_info("socket").fileno()
-        self.run.ready(self)
+        self.file_descriptor = transport.get_extra_info("socket").fileno()
+        self.run.client_ready(self)
 
-    def ask(self, request: bytes) -> None:
+    def send_request(self, request: bytes) -> None:
         assert self.transport is not None
-        self.parts = []
-        self.body = -1
-        self.size = -1
-        self.have = 0
+        self.chunks = []
+        self.body_start = -1
+        self.total_size = -1
+        self.received_bytes = 0
         self.reply = Reply(time.monotonic())
-        # Straight to the socket, where it is sent when it is said to be: uvloop's transport keeps what it is given until
-        # everything else of the loop's turn is done, which of many requests at once is some tenths of a millisecond.
-        with contextlib.suppress(OSError):  # full, or gone: the transport waits, or tells
-            request = request[os.write(self.number, request) :]
+        # The request is written directly to the socket, so that it is sent at the recorded time.
+        # The transport of uvloop writes at the end of the loop iteration, which with many requests
+        # is some tenths of a millisecond later. If the socket is full or closed, the transport
+        # handles it.
+        with contextlib.suppress(OSError):
+            request = request[os.write(self.file_descriptor, request) :]
         if request:
             self.transport.write(request)
 
@@ -111,211 +116,225 @@ class Client(asyncio.Protocol):
         reply = self.reply
         if reply is None:
             return
-        self.parts.append(data)
-        self.have += len(data)
-        if self.body < 0:
-            whole = b"".join(self.parts)
-            end = whole.find(b"\r\n\r\n")
-            if end < 0:
+        self.chunks.append(data)
+        self.received_bytes += len(data)
+        if self.body_start < 0:
+            received = b"".join(self.chunks)
+            head_end = received.find(b"\r\n\r\n")
+            if head_end < 0:
                 return
-            self.body = end + 4
-            if found := LENGTH.search(whole, 0, end):
-                self.size = self.body + int(found[1])
-        if not reply.first and self.have > self.body:
-            reply.first = time.monotonic()
-        if self.size >= 0:
-            over = self.have >= self.size
+            self.body_start = head_end + 4
+            if length_match := CONTENT_LENGTH.search(received, 0, head_end):
+                self.total_size = self.body_start + int(length_match[1])
+        if not reply.first_byte and self.received_bytes > self.body_start:
+            reply.first_byte = time.monotonic()
+        if self.total_size >= 0:
+            is_complete = self.received_bytes >= self.total_size
         else:
-            over = (
-                self.parts[-2][-7:] + data if len(data) < 7 and len(self.parts) > 1 else data
-            ).endswith(LAST_CHUNK)
-        if over:
-            self._over()
+            tail = data
+            if len(data) < len(LAST_CHUNK) and len(self.chunks) > 1:
+                tail = self.chunks[-2][-len(LAST_CHUNK) :] + data
+            is_complete = tail.endswith(LAST_CHUNK)
+        if is_complete:
+            self._finish_reply()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.reply is not None:
-            self._over()  # what came is judged as it is
-        self.run.gone(self)
+            self._finish_reply()  # The part that arrived is checked.
+        self.run.client_closed(self)
 
-    def _over(self) -> None:
+    def _finish_reply(self) -> None:
         reply = self.reply
         self.reply = None
         assert reply is not None
-        reply.end = time.monotonic()
-        reply.data = b"".join(self.parts)
+        reply.last_byte = time.monotonic()
+        reply.received = b"".join(self.chunks)
         self.run.replies.append(reply)
-        self.run.ready(self)
+        self.run.client_ready(self)
 
 
 class Run:
-    """Hands out requests until all are asked."""
+    """Hands out requests until all are sent."""
 
     def __init__(self, load: Load):
         self.load = load
-        self.requests = [load.request(i) for i in range(load.requests)]
+        self.requests = [load.request(index) for index in range(load.requests)]
         self.replies: list[Reply] = []
-        self.waiting: list[Client] = []
-        self.open = 0
-        self.asked = 0
-        self.over = asyncio.get_running_loop().create_future()
-        self.dice = random.Random(0)
+        self.waiting_clients: list[Client] = []
+        self.open_connections = 0
+        self.sent_requests = 0
+        self.finished = asyncio.get_running_loop().create_future()
+        self.generator = random.Random(0)
 
     async def run(self) -> None:
-        """All connections first, then the load."""
+        """Open all connections, then send the load."""
         loop = asyncio.get_running_loop()
         load = self.load
-        count = min(load.clients, load.requests)
-        self.open = count
-        self.held = True
+        connections = min(load.clients, load.requests)
+        self.open_connections = connections
+        self.is_held = True
         await asyncio.gather(
             *(
                 loop.create_connection(lambda: Client(self), load.host, load.port)
-                for _ in range(count)
+                for _ in range(connections)
             )
         )
-        self.held = False
-        self._begin()
+        self.is_held = False
+        self._release_waiting()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.over, load.timeout)
+            await asyncio.wait_for(self.finished, load.timeout)
 
-    def _begin(self) -> None:
-        waiting = self.waiting
-        self.waiting = []
+    def _release_waiting(self) -> None:
+        waiting = self.waiting_clients
+        self.waiting_clients = []
         for client in waiting:
-            self._soon(client)
+            self._send_after_pause(client)
 
-    def _soon(self, client: Client) -> None:
+    def _send_after_pause(self, client: Client) -> None:
         if self.load.pause:
             asyncio.get_running_loop().call_later(
-                self.dice.uniform(0, self.load.pause), self._ask, client
+                self.generator.uniform(0, self.load.pause), self._send_next, client
             )
         else:
-            self._ask(client)
+            self._send_next(client)
 
-    def _ask(self, client: Client) -> None:
-        if self.asked < len(self.requests):
-            self.asked += 1
-            client.ask(self.requests[self.asked - 1])
-        elif len(self.replies) >= len(self.requests) and not self.over.done():
-            self.over.set_result(None)
+    def _send_next(self, client: Client) -> None:
+        if self.sent_requests < len(self.requests):
+            self.sent_requests += 1
+            client.send_request(self.requests[self.sent_requests - 1])
+        elif len(self.replies) >= len(self.requests) and not self.finished.done():
+            self.finished.set_result(None)
 
-    def ready(self, client: Client) -> None:
+    def client_ready(self, client: Client) -> None:
         if client.transport is None or client.transport.is_closing():
             return
-        if not self.held and not self.load.burst:
-            self._soon(client)
+        if not self.is_held and not self.load.burst:
+            self._send_after_pause(client)
             return
-        self.waiting.append(client)
-        if not self.held and len(self.waiting) == self.open:
-            self._begin()
+        self.waiting_clients.append(client)
+        if not self.is_held and len(self.waiting_clients) == self.open_connections:
+            self._release_waiting()
 
-    def gone(self, client: Client) -> None:
-        self.open -= 1
-        if not self.open and not self.over.done():
-            self.over.set_result(None)
-
-
-# ---- judging --------------------------------------------------------------------------------------------
+    def client_closed(self, client: Client) -> None:
+        self.open_connections -= 1
+        if not self.open_connections and not self.finished.done():
+            self.finished.set_result(None)
 
 
-def judge(load: Load, data: bytes) -> tuple[int, str, int, str | None]:
-    """Status (0: none), request id, the tokens that a good reply has, what is wrong with it."""
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def check_reply(load: Load, data: bytes) -> tuple[int, str, int, str | None]:
+    """Return the status (0 if there is none), the request id, the tokens, and what is wrong."""
     head, _, body = data.partition(b"\r\n\r\n")
-    if not (found := re.match(rb"HTTP/1\.1 (\d\d\d) ", head)):
+    if not (status_match := re.match(rb"HTTP/1\.1 (\d\d\d) ", head)):
         return 0, "", 0, "no HTTP reply"
-    status = int(found[1])
-    id = REQUEST_ID.search(head)
-    name = id[1].decode() if id else ""
+    status = int(status_match[1])
+    id_match = REQUEST_ID.search(head)
+    request_id = id_match[1].decode() if id_match else ""
     if status != 200:
-        return status, name, 0, f"status {status}"
+        return status, request_id, 0, f"status {status}"
     try:
-        text, reason, counted = read_stream(body) if load.stream else read_whole(body)
+        text, finish_reason, token_count = read_stream(body) if load.stream else read_whole(body)
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        return status, name, 0, f"not a reply: {type(error).__name__} {error}"
-    if counted != load.tokens:
-        return status, name, counted, f"usage says {counted} tokens, not {load.tokens}"
-    if reason != "length":
-        return status, name, counted, f"it ended with {reason!r}, not 'length'"
+        return status, request_id, 0, f"not a reply: {type(error).__name__} {error}"
+    if token_count != load.tokens:
+        return (
+            status,
+            request_id,
+            token_count,
+            f"usage says {token_count} tokens, not {load.tokens}",
+        )
+    if finish_reason != "length":
+        return status, request_id, token_count, f"it ended with {finish_reason!r}, not 'length'"
     if len(text) != load.tokens if load.exact else not text:
-        return status, name, counted, f"a text of {len(text)} characters"
-    return status, name, counted, None
+        return status, request_id, token_count, f"a text of {len(text)} characters"
+    return status, request_id, token_count, None
 
 
 def read_whole(body: bytes) -> tuple[str, str, int]:
-    """Text, finish reason, tokens by its own usage."""
+    """Return the text, the finish reason and the number of tokens in the usage."""
     reply = json.loads(body)
     (choice,) = reply["choices"]
     return choice["text"], choice["finish_reason"], reply["usage"]["completion_tokens"]
 
 
 def read_stream(body: bytes) -> tuple[str, str, int]:
-    *lines, done, end = dechunk(body).split(b"\n\n")
-    if (done, end) != (b"data: [DONE]", b""):
-        raise ValueError("the stream has no end")
+    """Return the text, the finish reason and the number of tokens in the usage of a stream."""
+    *events_text, last_event, remainder = dechunk(body).split(b"\n\n")
+    if (last_event, remainder) != (b"data: [DONE]", b""):
+        raise ValueError("the stream does not end with [DONE]")
     events = [
-        json.loads(line.removeprefix(b"data: ")) for line in lines if not line.startswith(b":")
+        json.loads(event_text.removeprefix(b"data: "))
+        for event_text in events_text
+        if not event_text.startswith(b":")
     ]
     choices = [choice for event in events for choice in event["choices"]]
     if any(choice["finish_reason"] for choice in choices[:-1]):
-        raise ValueError("it went on after its end")
-    return (
-        "".join(c["text"] for c in choices),
-        choices[-1]["finish_reason"],
-        events[-1]["usage"]["completion_tokens"],
-    )
+        raise ValueError("the stream continues after its finish_reason")
+    text = "".join(choice["text"] for choice in choices)
+    return text, choices[-1]["finish_reason"], events[-1]["usage"]["completion_tokens"]
 
 
 def dechunk(body: bytes) -> bytes:
-    parts: list[bytes] = []
-    at = 0
+    """Return the content of a chunked HTTP body."""
+    chunks: list[bytes] = []
+    position = 0
     while True:
-        end = body.index(b"\r\n", at)
-        size = int(body[at:end], 16)
-        if size == 0:
-            if body[end:] != b"\r\n\r\n":
+        line_end = body.index(b"\r\n", position)
+        chunk_size = int(body[position:line_end], 16)
+        if chunk_size == 0:
+            if body[line_end:] != b"\r\n\r\n":
                 raise ValueError("bytes after the last chunk")
-            return b"".join(parts)
-        at = end + 2 + size
-        if body[at : at + 2] != b"\r\n":
-            raise ValueError("a chunk is not as long as it says")
-        parts.append(body[end + 2 : at])
-        at += 2
+            return b"".join(chunks)
+        position = line_end + 2 + chunk_size
+        if body[position : position + 2] != b"\r\n":
+            raise ValueError("a chunk is longer or shorter than its declared size")
+        chunks.append(body[line_end + 2 : position])
+        position += 2
 
 
 def measure(load: Load) -> dict[str, Any]:
-    """One record: seconds, the client's own CPU time, each good reply's id and times, and what was wrong with the others."""
-    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    """Run the load and return the times of each good reply and the problems of the others."""
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop
 
-        factory = uvloop.new_event_loop
+        loop_factory = uvloop.new_event_loop
 
     async def main() -> tuple[list[Reply], float]:
         run = Run(load)
-        cpu = time.process_time()
+        cpu_seconds = time.process_time()
         await run.run()
-        return run.replies, time.process_time() - cpu
+        return run.replies, time.process_time() - cpu_seconds
 
-    with asyncio.Runner(loop_factory=factory) as runner:
-        replies, cpu = runner.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        replies, cpu_seconds = runner.run(main())
     good: list[tuple[str, float, float, float]] = []
-    wrong: dict[str, int] = {}
+    problems: dict[str, int] = {}
     statuses: dict[str, int] = {}
     tokens = 0
     for reply in replies:
-        status, id, counted, why = judge(load, reply.data)
+        status, request_id, token_count, problem = check_reply(load, reply.received)
         statuses[str(status)] = statuses.get(str(status), 0) + 1
-        if why is None:
-            good.append((id, reply.sent, reply.first, reply.end))
-            tokens += counted
+        if problem is None:
+            good.append((request_id, reply.sent, reply.first_byte, reply.last_byte))
+            tokens += token_count
         else:
-            wrong[why] = wrong.get(why, 0) + 1
+            problems[problem] = problems.get(problem, 0) + 1
     if missing := load.requests - len(replies):
-        wrong["no reply"] = missing
-    begin = min((r.sent for r in replies), default=0.0)
-    seconds = max((r.end for r in replies), default=0.0) - begin
-    return {"load": asdict(load), "seconds": seconds, "cpu_seconds": cpu, "tokens": tokens, "good": good, "wrong": wrong,
-            "statuses": statuses}  # fmt: skip
+        problems["no reply"] = missing
+    started = min((reply.sent for reply in replies), default=0.0)
+    seconds = max((reply.last_byte for reply in replies), default=0.0) - started
+    return {
+        "load": asdict(load),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "tokens": tokens,
+        "good": good,
+        "wrong": problems,
+        "statuses": statuses,
+    }
 
 
 if __name__ == "__main__":

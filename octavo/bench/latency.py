@@ -1,4 +1,4 @@
-"""Time to first token and inter-token latency of concurrent requests, with the hardware limit.
+"""Measures time to first token and inter-token latency of concurrent requests, with the limits.
 
 All requests arrive together and share no prefix. A token counts when the engine returns it. The
 limit for the median first token is the time to compute half of the prompts, or to read the weights
@@ -14,7 +14,7 @@ from typing import Any
 from octavo.bench.measure_batching import bytes_per_step
 from octavo.bench.scheduling import play
 from octavo.bench.throughput import measure_machine
-from octavo.bench.workloads import Machine, limit_seconds, uniform
+from octavo.bench.workloads import HardwareRates, limit_seconds, uniform
 from octavo.core.simulate import percentile
 from octavo.core.trace import TraceEntry
 from octavo.errors import InvalidRequest
@@ -30,49 +30,64 @@ def measure(
     prompt: int = 128,
     output: int = 128,
     repeat: int = 3,
-    done: Callable[[], None] = lambda: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One record for each number of requests. The first run of each warms up and does not count."""
+    """Return one record for each number of requests.
+
+    The first run of each is a warm-up and does not count.
+    """
     if max(batches) > llm.schedule.max_num_seqs or min(batches) < 1:
         raise InvalidRequest(
-            f"batches are 1 to {llm.schedule.max_num_seqs} requests (max_num_seqs), not {batches}",
+            f"a batch must have 1 to {llm.schedule.max_num_seqs} requests (max_num_seqs), got "
+            f"{batches}",
             "batches",
         )
     machine = measure_machine(llm)
     results = []
-    for batch in batches:
-        trace = [TraceEntry(0.0, prompt, output)] * batch
-        first = list[float]()
-        gaps = list[float]()
-        seconds = list[float]()
-        for run in range(1 + repeat):
+    for concurrency in batches:
+        trace = [TraceEntry(0.0, prompt, output)] * concurrency
+        first_tokens = list[float]()
+        token_gaps = list[float]()
+        run_seconds = list[float]()
+        for round_index in range(1 + repeat):
             report = play(llm, trace, llm.schedule)
-            if run:
-                first += report.first_token.values()
-                gaps += report.gaps
-                seconds.append(report.seconds)
-            done()
-        found: dict[str, Any] = {"requests": batch}
-        for name, times, limit in zip(
-            ("ttft", "itl"), (first, gaps), limits(llm, batch, prompt, output, machine), strict=True
-        ):
-            found |= {f"{name}_p{q}_ms": 1e3 * percentile(times, q) for q in QUANTILES}
-            found |= {
-                f"{name}_limit_ms": 1e3 * limit,
-                f"{name}_of_limit": limit / percentile(times, 50),
-            }
-        results.append(found | {"tok_s": batch * output * repeat / sum(seconds)})
+            if round_index:
+                first_tokens += report.first_token.values()
+                token_gaps += report.gaps
+                run_seconds.append(report.seconds)
+            advance()
+        result: dict[str, Any] = {"requests": concurrency}
+        ttft_limit, itl_limit = limits(llm, concurrency, prompt, output, machine)
+        result |= summarize("ttft", first_tokens, ttft_limit)
+        result |= summarize("itl", token_gaps, itl_limit)
+        results.append(result | {"tok_s": concurrency * output * repeat / sum(run_seconds)})
     return results
 
 
-def limits(llm: LLM, batch: int, prompt: int, output: int, machine: Machine) -> tuple[float, float]:
-    """Seconds to the median request's first token, and from token to token half way through the replies."""
+def summarize(name: str, times: list[float], limit: float) -> dict[str, float]:
+    """Return the quantiles of some times in milliseconds, and the limit of the median."""
+    quantiles = {f"{name}_p{q}_ms": 1e3 * percentile(times, q) for q in QUANTILES}
+    return quantiles | {
+        f"{name}_limit_ms": 1e3 * limit,
+        f"{name}_of_limit": limit / percentile(times, 50),
+    }
+
+
+def limits(
+    llm: LLM, concurrency: int, prompt: int, output: int, machine: HardwareRates
+) -> tuple[float, float]:
+    """Return the seconds to the median first token, and of a step halfway through the replies."""
     parameters = parameter_count(llm.model)
-    weights = bytes_per_step(llm)
-    read = weights / machine.bytes_per_second
-    products = limit_seconds(
-        uniform(-(-batch // 2), prompt, 1), llm.config, parameters, weights, 0, machine
+    step_bytes = bytes_per_step(llm)
+    weight_seconds = step_bytes / machine.bytes_per_second
+    prefill_seconds = limit_seconds(
+        uniform(-(-concurrency // 2), prompt, 1), llm.config, parameters, step_bytes, 0, machine
     )
-    row = limit_seconds(uniform(batch, 1, 1), llm.config, parameters, weights, 0, machine)
-    kv = batch * (prompt + output // 2) * llm.memory.kv_per_token / machine.bytes_per_second
-    return max(products, read), max(row, read + kv)
+    decode_products = limit_seconds(
+        uniform(concurrency, 1, 1), llm.config, parameters, step_bytes, 0, machine
+    )
+    kv_bytes = concurrency * (prompt + output // 2) * llm.memory.kv_per_token
+    kv_seconds = kv_bytes / machine.bytes_per_second
+    first_token = max(prefill_seconds, weight_seconds)
+    step = max(decode_products, weight_seconds + kv_seconds)
+    return first_token, step

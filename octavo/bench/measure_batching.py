@@ -1,9 +1,9 @@
-"""Continuous batching against one request after another: same prompts, same engine, same tokens.
+"""Compares continuous batching with one request after another: same prompts, engine and tokens.
 
 A decode step reads every weight once, however many sequences it serves. Batching saves these reads,
 and the hardware limit shows how much it can save. Each repeat runs both sides and alternates which
 side runs first, so that slow drift of the machine affects both sides equally. Faster disturbances
-spoil the medians; the result reports them under `noise`.
+distort the medians; the result reports them under `noise`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from octavo.memory import weight_bytes
 from octavo.model.layers import Embedding
 from octavo.params import SamplingParams
 
-STEADY = 1.25  # fastest over slowest of one side's repeats, on a machine that does nothing else
+MAX_VARIATION = 1.25  # fastest over slowest repeat of one side on an otherwise idle machine
 PROMPTS = (
     "The capital of France is",
     "The largest ocean on Earth is the",
@@ -32,52 +32,67 @@ PROMPTS = (
 
 
 def encode(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[list[int]]:
-    """Ids by the model's tokenizer; without one, a beginning-of-text id and one for each word: 6 to 8 ids a prompt."""
+    """Return the ids of the prompts.
+
+    Without a tokenizer, a prompt has a BOS id and one id for each word: 6 to 8 ids.
+    """
     if llm.tokenizer is not None:
         return [llm.tokenizer.encode(prompt) for prompt in prompts]
     vocabulary = llm.config.vocab_size
-    first = llm.config.bos_id or 0
+    first_id = llm.config.bos_id or 0
     return [
-        [first, *(zlib.crc32(word.encode()) % vocabulary for word in prompt.split())]
+        [first_id, *(zlib.crc32(word.encode()) % vocabulary for word in prompt.split())]
         for prompt in prompts
     ]
 
 
+class TimedRun(NamedTuple):
+    tokens_per_second: float
+    token_ids: list[list[int]]
+
+
+def timed_run(llm: LLM, batches: list[list[list[int]]], max_tokens: int) -> TimedRun:
+    """Generate one batch of prompts after the other."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    token_ids: list[list[int]] = []
+    start = time.perf_counter()
+    for batch in batches:
+        for result in llm.generate(list(batch), params, use_tqdm=False):
+            token_ids.append(result.outputs[0].token_ids)
+            if len(token_ids[-1]) != max_tokens:
+                raise OctavoError(
+                    f"{len(token_ids[-1])} of {max_tokens} tokens arrived "
+                    f"({result.error or 'no error'}), so the run does not count"
+                )
+    seconds = time.perf_counter() - start
+    return TimedRun(sum(map(len, token_ids)) / seconds, token_ids)
+
+
 def measure(
-    llm: LLM, max_tokens: int = 32, repeat: int = 3, done: Callable[[], None] = lambda: None
+    llm: LLM, max_tokens: int = 32, repeat: int = 3, advance: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Measure tokens per second of both sides, the ratio of each repeat, and the hardware limit.
 
-    Calls `done` after each of the 2 * (1 + repeat) runs."""
+    `advance` is called after each of the 2 * (1 + repeat) runs.
+    """
     prompts = encode(llm)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
-    def timed(batches: list[list[list[int]]]) -> tuple[float, list[list[int]]]:
-        ids: list[list[int]] = []
-        start = time.perf_counter()
-        for batch in batches:
-            for result in llm.generate(list(batch), params, use_tqdm=False):
-                ids.append(result.outputs[0].token_ids)
-                if len(ids[-1]) != max_tokens:
-                    raise OctavoError(
-                        f"{len(ids[-1])} of {max_tokens} tokens arrived ({result.error or 'no error'}): not counted"
-                    )
-        seconds = time.perf_counter() - start
-        done()
-        return sum(map(len, ids)) / seconds, ids
-
-    def both(batched_first: bool) -> list[tuple[float, list[list[int]]]]:
+    def run_both_sides(batched_first: bool) -> list[TimedRun]:
         sides = [[[prompt] for prompt in prompts], [prompts]]
-        return (
-            [timed(side) for side in sides]
-            if not batched_first
-            else [timed(side) for side in sides[::-1]][::-1]
-        )
+        runs = []
+        for side in reversed(sides) if batched_first else sides:
+            runs.append(timed_run(llm, side, max_tokens))
+            advance()
+        return runs[::-1] if batched_first else runs
 
-    both(False)  # warm-up
-    runs = [both(bool(i % 2)) for i in range(repeat)]
-    sequential, batched = ([run[side][0] for run in runs] for side in (0, 1))
-    ratios = [b / s for s, b in zip(sequential, batched, strict=True)]
+    run_both_sides(False)  # warm-up
+    runs = [run_both_sides(bool(round_index % 2)) for round_index in range(repeat)]
+    sequential_speeds = [sequential_run.tokens_per_second for sequential_run, _ in runs]
+    batched_speeds = [batched_run.tokens_per_second for _, batched_run in runs]
+    ratios = [
+        batched_speed / sequential_speed
+        for sequential_speed, batched_speed in zip(sequential_speeds, batched_speeds, strict=True)
+    ]
     step_bytes = bytes_per_step(llm)
     bandwidth = copy_bandwidth(llm.device)
     return {
@@ -86,11 +101,14 @@ def measure(
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "max_tokens": max_tokens,
         "repeat": repeat,
-        "sequential_tok_s": spread(sequential),
-        "batched_tok_s": spread(batched),
+        "sequential_tok_s": spread(sequential_speeds),
+        "batched_tok_s": spread(batched_speeds),
         "ratio": spread(ratios),
-        "noise": noise(sequential, batched, ratios, len(prompts)),
-        "same_tokens": all(one[1] == many[1] for one, many in runs),
+        "noise": noise(sequential_speeds, batched_speeds, ratios, len(prompts)),
+        "same_tokens": all(
+            sequential_run.token_ids == batched_run.token_ids
+            for sequential_run, batched_run in runs
+        ),
         "step_bytes": step_bytes,
         "bandwidth_bytes_s": bandwidth,
         "limit_step_s": step_bytes / bandwidth,
@@ -106,18 +124,19 @@ def measure(
 def noise(
     sequential: list[float], batched: list[float], ratios: list[float], requests: int
 ) -> list[str]:
-    """Why these figures are not to be trusted; empty where nothing speaks against them."""
-    found = []
-    for name, values in (("one after another", sequential), ("batched", batched)):
-        if max(values) > STEADY * min(values):
-            found.append(f"{name} varied {max(values) / min(values):.1f}-fold between repeats")
+    """Return why the figures are not reliable. An empty list means that no problem was found."""
+    problems = []
+    for side, speeds in (("one after another", sequential), ("batched", batched)):
+        if max(speeds) > MAX_VARIATION * min(speeds):
+            problems.append(f"{side} varied {max(speeds) / min(speeds):.1f}-fold between repeats")
     if max(ratios) > requests:
-        found.append(
-            f"a ratio of {max(ratios):.1f} is more than {requests} requests can gain: the sides met different conditions"
+        problems.append(
+            f"a ratio of {max(ratios):.1f} is more than {requests} requests can gain, so the two "
+            "sides ran under different conditions"
         )
     if len(ratios) < 3:
-        found.append(f"{len(ratios)} repeats show no spread")
-    return found
+        problems.append(f"{len(ratios)} repeats are too few to show the spread")
+    return problems
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -125,22 +144,32 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bytes_per_step(llm: LLM) -> int:
-    """Of weights that a decode step reads: all, but of an embedding that is not also the head only a row a sequence."""
-    # of rotations: looked up too
-    tables = sum(t.numel() * t.element_size() for t in llm.model.buffers(recurse=False))
-    looked_up = [m for m in llm.model.modules() if isinstance(m, Embedding) and not llm.config.tied]
-    return weight_bytes(llm.model) - tables - sum(map(weight_bytes, looked_up))
+    """Return the bytes of weights that a decode step reads.
+
+    These are all weights, except an embedding that is not also the head: of it a step reads one row
+    for each sequence.
+    """
+    # The tables of rotary embeddings are looked up too.
+    buffer_bytes = sum(
+        buffer.numel() * buffer.element_size() for buffer in llm.model.buffers(recurse=False)
+    )
+    embeddings = [
+        module
+        for module in llm.model.modules()
+        if isinstance(module, Embedding) and not llm.config.tied
+    ]
+    return weight_bytes(llm.model) - buffer_bytes - sum(map(weight_bytes, embeddings))
 
 
-def copy_bandwidth(device: torch.device, size: int = 2**28, rounds: int = 5) -> float:
-    """Bytes a second, read and written together, of the fastest of some copies: what the memory gives."""
-    source = torch.ones(size, dtype=torch.uint8, device=device)
+def copy_bandwidth(device: torch.device, copy_bytes: int = 2**28, rounds: int = 5) -> float:
+    """Return the bytes per second, read and written together, of the fastest of some copies."""
+    source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
+    best_seconds = float("inf")
     for _ in range(rounds):
         start = time.perf_counter()
         target.copy_(source)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return 2 * copy_bytes / best_seconds

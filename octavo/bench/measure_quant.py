@@ -1,9 +1,9 @@
-"""What each format of weights or of KV costs and gains: memory, load time, speed, and how far its predictions are from full
-precision.
+"""Measures memory, load time, speed and quality of each format of weights or of KV.
 
-The text is the language reference that comes with every Python (pydoc_data.topics): prose and code, the same everywhere but for
-the version. Perplexity is over all its tokens but each passage's first; "top1" is how often the likeliest token is the same as
-at full precision, "logprob_error" the root mean square difference of the text's log-probabilities.
+The text is the language reference that is part of every Python (pydoc_data.topics). It is prose and
+code, and depends only on the version of Python. Perplexity is that of all tokens except the first
+of each passage. "top1" is how often the likeliest token is the same as at full precision.
+"logprob_error" is the root mean square difference of the log-probabilities of the text.
 """
 
 from __future__ import annotations
@@ -37,61 +37,73 @@ FORMATS: tuple[str, ...] = (
     "int4-g64",
     "int4-g128",
 )
-if torch.cuda.is_available():  # only there they differ from int8, or are fast
+if torch.cuda.is_available():  # On a CPU these formats are like int8, or slow.
     FORMATS += ("int8-a8", "fp8")
-PROMPT = 128  # tokens, of which the time to the first token is measured
+PROMPT = 128  # tokens of the prompt whose TTFT is measured
 OUTPUT = 64
 
 
 def passages(llm: LLM, count: int, length: int) -> list[list[int]]:
-    """Token ids of consecutive pieces of the text."""
+    """Return the token ids of consecutive passages of the text."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = llm.get_tokenizer().encode(text[: 12 * count * length])
-    if len(ids) < count * length:
+    token_ids = llm.get_tokenizer().encode(text[: 12 * count * length])
+    if len(token_ids) < count * length:
         raise OctavoError(
-            f"the text has only {len(ids)} tokens: ask for fewer than {count} passages of {length}"
+            f"the text has only {len(token_ids)} tokens: ask for fewer than {count} passages of "
+            f"{length}"
         )
-    return [ids[i * length : (i + 1) * length] for i in range(count)]
+    return [token_ids[index * length : (index + 1) * length] for index in range(count)]
 
 
-def quality(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[int]]:
-    """Of every token but each passage's first: its log-probability, and which token was the likeliest instead."""
+def quality(llm: LLM, passage_ids: list[list[int]]) -> tuple[list[float], list[int]]:
+    """Return the log-probability of each token, and the token that was the likeliest.
+
+    The first token of each passage is left out.
+    """
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
     logprobs = []
     likeliest = []
-    for text in texts:
-        result = llm.generate([list(text)], params, use_tqdm=False)[0]
-        for token, entry in zip(text[1:], (result.prompt_logprobs or [])[1:], strict=True):
-            assert entry is not None
-            logprobs.append(entry[token].logprob)
-            likeliest.append(next(t for t, found in entry.items() if found.rank == 1))
+    for token_ids in passage_ids:
+        result = llm.generate([list(token_ids)], params, use_tqdm=False)[0]
+        prompt_logprobs = result.prompt_logprobs or []
+        for token_id, candidates in zip(token_ids[1:], prompt_logprobs[1:], strict=True):
+            assert candidates is not None
+            logprobs.append(candidates[token_id].logprob)
+            likeliest.append(
+                next(candidate for candidate, entry in candidates.items() if entry.rank == 1)
+            )
     return logprobs, likeliest
 
 
-def speed(llm: LLM, text: list[int], repeat: int) -> dict[str, Any]:
-    """Seconds to the first token, and tokens a second of one request and of sixteen, the prompts' tokens not counted."""
+def speed(llm: LLM, token_ids: list[int], repeat: int) -> dict[str, Any]:
+    """Measure the TTFT, and the decode tokens per second of one request and of sixteen."""
 
-    def seconds(count: int, tokens: int) -> float:
+    def generate_seconds(count: int, tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-        prompts = [text[i : i + PROMPT // count] for i in range(count)]
+        prompts = [token_ids[offset : offset + PROMPT // count] for offset in range(count)]
         start = time.perf_counter()
         results = llm.generate(prompts, params, use_tqdm=False)
-        took = time.perf_counter() - start
-        if sum(len(r.outputs[0].token_ids) for r in results) != count * tokens:
-            raise OctavoError("fewer tokens arrived than were asked for: not counted")
-        return took
+        elapsed = time.perf_counter() - start
+        if sum(len(result.outputs[0].token_ids) for result in results) != count * tokens:
+            raise OctavoError("fewer tokens arrived than requested, so the run does not count")
+        return elapsed
 
-    seconds(1, 4)
-    runs = [
-        (seconds(1, 1), seconds(1, OUTPUT), seconds(16, 1), seconds(16, OUTPUT))
-        for _ in range(repeat)
-    ]
+    generate_seconds(1, 4)  # warm-up
+    first_token = list[float]()
+    single = list[float]()
+    batch = list[float]()
+    for _ in range(repeat):
+        prefill_seconds = generate_seconds(1, 1)
+        first_token.append(prefill_seconds)
+        single.append((OUTPUT - 1) / (generate_seconds(1, OUTPUT) - prefill_seconds))
+        prefill_seconds = generate_seconds(16, 1)
+        batch.append(16 * (OUTPUT - 1) / (generate_seconds(16, OUTPUT) - prefill_seconds))
     return {
-        "ttft_s": statistics.median(r[0] for r in runs),
-        "single_tok_s": spread([(OUTPUT - 1) / (r[1] - r[0]) for r in runs]),
-        "batch16_tok_s": spread([16 * (OUTPUT - 1) / (r[3] - r[2]) for r in runs]),
+        "ttft_s": statistics.median(first_token),
+        "single_tok_s": spread(single),
+        "batch16_tok_s": spread(batch),
     }
 
 
@@ -101,64 +113,76 @@ def measure(
     repeat: int = 3,
     count: int = 8,
     length: int = 512,
-    done: Callable[[str], None] = lambda name: None,
+    advance: Callable[[str], None] = lambda format_name: None,
     plain: str = PLAIN,
 ) -> list[dict[str, Any]]:
-    """One row a format, in order. `plain` is measured in any case, first: the others are compared with it."""
-    rows: list[dict[str, Any]] = []
-    base: tuple[list[float], list[int]] | None = None
-    for name in dict.fromkeys((plain, *formats)):
+    """Return one result for each format.
+
+    `plain` is always measured first, because the others are compared with it.
+    """
+    results: list[dict[str, Any]] = []
+    plain_scores: tuple[list[float], list[int]] | None = None
+    for format_name in dict.fromkeys((plain, *formats)):
         start = time.perf_counter()
-        llm = load(name)
-        took = time.perf_counter() - start
-        texts = passages(llm, count, length)
-        found = quality(llm, texts)
-        base = base or found
-        pairs = list(zip(found[0], base[0], strict=True))
-        rows.append(
+        llm = load(format_name)
+        load_seconds = time.perf_counter() - start
+        token_ids = passages(llm, count, length)
+        scores = quality(llm, token_ids)
+        plain_scores = plain_scores or scores
+        logprobs, likeliest = scores
+        plain_logprobs, plain_likeliest = plain_scores
+        squared_errors = [
+            (logprob - plain_logprob) ** 2
+            for logprob, plain_logprob in zip(logprobs, plain_logprobs, strict=True)
+        ]
+        agreements = [
+            token_id == plain_id
+            for token_id, plain_id in zip(likeliest, plain_likeliest, strict=True)
+        ]
+        results.append(
             {
-                "format": name,
+                "format": format_name,
                 "weight_bytes": llm.memory.weights,
                 "bytes_per_weight": llm.memory.weights / parameter_count(llm.model),
                 "kv_bytes_per_token": llm.memory.kv_per_token,
-                "load_s": took,
-                **speed(llm, texts[0], repeat),
-                "perplexity": math.exp(-statistics.fmean(found[0])),
-                "logprob_error": math.sqrt(statistics.fmean((a - b) ** 2 for a, b in pairs)),
-                "top1": statistics.fmean(a == b for a, b in zip(found[1], base[1], strict=True)),
+                "load_s": load_seconds,
+                **speed(llm, token_ids[0], repeat),
+                "perplexity": math.exp(-statistics.fmean(logprobs)),
+                "logprob_error": math.sqrt(statistics.fmean(squared_errors)),
+                "top1": statistics.fmean(agreements),
             }
         )
-        rows[-1]["perplexity_ratio"] = rows[-1]["perplexity"] / rows[0]["perplexity"]
+        results[-1]["perplexity_ratio"] = results[-1]["perplexity"] / results[0]["perplexity"]
         del llm
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        done(name)
-    return rows
+        advance(format_name)
+    return results
 
 
-def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """Bytes a weight against perplexity, and the speed of one request and of sixteen."""
-    names = [row["format"] for row in rows]
-    spots = [(row["bytes_per_weight"], row["perplexity_ratio"]) for row in rows]
+def panels(results: list[dict[str, Any]]) -> list[Panel]:
+    """Draw bytes per weight against perplexity, and the speed of one request and of sixteen."""
+    format_names = [result["format"] for result in results]
+    positions = [(result["bytes_per_weight"], result["perplexity_ratio"]) for result in results]
     return [
         points(
             "Size and quality",
-            [Series("", spots, names)],
-            Axis("bytes a weight, scales included (left is better)", log=True),
-            Axis(f"perplexity, relative to {names[0]} (down is better)"),
+            [Series("", positions, format_names)],
+            Axis("bytes per weight, including scales (left is better)", is_logarithmic=True),
+            Axis(f"perplexity, relative to {format_names[0]} (down is better)"),
         ),
         bars(
             "One request",
-            names,
-            {"": [row["single_tok_s"]["median"] for row in rows]},
+            format_names,
+            {"": [result["single_tok_s"]["median"] for result in results]},
             "tok/s",
             380,
         ),
         bars(
             "Sixteen requests",
-            names,
-            {"": [row["batch16_tok_s"]["median"] for row in rows]},
+            format_names,
+            {"": [result["batch16_tok_s"]["median"] for result in results]},
             "tok/s",
             380,
         ),

@@ -1,16 +1,18 @@
-"""A server under load, over HTTP, as a strict client in a process of its own sees it (http_load.py), and beside it the same
-engine in-process at the same concurrency: what the way over HTTP costs.
+"""Measures a server under load over HTTP, and the same engine in-process with the same concurrency.
 
-    same      so many requests, all with one prompt
+The client is strict and runs in a process of its own (http_load.py). The cases are:
+
+    same      the given number of requests, all with one prompt
     long      ten times as many
-    distinct  ten times as many, each prompt another from its first token on
+    distinct  ten times as many, and the prompts differ from the first token on
     stream    ten times as many, streamed
-    one       streams one after another: what the server adds to the time to the first token
-    streams   about 32 at any time, each begun some moments after another ended: the same
-    burst     32 begun at once, again and again: the same, at its worst
+    one       streams one after another
+    streams   about 32 streams at any time, which start at random times
+    burst     32 streams that start at once, again and again
 
-For the last three the engine notes when it was given a request and had its first token (octavo/core/trace.py): what is left of
-the client's time is what the server added. The server is started as a program; nothing of it is imported here.
+In the last three cases the engine records when it received a request and when it had the first
+token (octavo/core/trace.py). The rest of the client's TTFT is the latency that the server adds. The
+server is started as a program; nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from octavo.errors import OctavoError
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-PATIENCE = 600.0  # seconds for a server to become ready
-STREAMS = 32  # at once
+START_TIMEOUT = 600.0  # seconds for a server to become ready
+STREAM_COUNT = 32  # concurrent streams
 CASES: dict[str, Callable[[Load], Load]] = {
     "same": lambda load: load,
     "long": lambda load: replace(load, requests=10 * load.requests),
@@ -48,15 +50,26 @@ CASES: dict[str, Callable[[Load], Load]] = {
         load, requests=max(load.requests // 10, 1), clients=1, stream=True, distinct=True
     ),
     "streams": lambda load: replace(
-        load, requests=10 * STREAMS, clients=STREAMS + 4, stream=True, distinct=True, pause=0.2
+        load,
+        requests=10 * STREAM_COUNT,
+        clients=STREAM_COUNT + 4,
+        stream=True,
+        distinct=True,
+        pause=0.2,
     ),
     "burst": lambda load: replace(
-        load, requests=10 * STREAMS, clients=STREAMS, stream=True, distinct=True, burst=True
+        load,
+        requests=10 * STREAM_COUNT,
+        clients=STREAM_COUNT,
+        stream=True,
+        distinct=True,
+        burst=True,
     ),
 }
-STAMPED = ("one", "streams", "burst")  # the engine writes down its times, which takes some itself
+# The engine records its times in these cases, which takes some time itself.
+TRACED_CASES = ("one", "streams", "burst")
 
-SERVER = """
+SERVER_PROGRAM = """
 import sys
 import msgspec
 from octavo.serve.serve_config import ServeConfig
@@ -66,19 +79,19 @@ run(msgspec.json.decode(sys.argv[1], type=ServeConfig))
 
 
 @dataclass
-class Running:
+class RunningServer:
     host: str
     port: int
-    pid: int | None = None  # of the front, where it was started here
-    trace: Path | None = None
+    pid: int | None = None  # of the front process; None if the server was started elsewhere
+    trace_file: Path | None = None
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """Of the front and of the engine, so far; zeros where that cannot be known."""
+        """Return the CPU time of front and engine so far, or zeros if it is unknown."""
         if self.pid is None:
             return 0.0, 0.0
         with suppress(OSError, IndexError, ValueError):
-            child = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0]
-            return _cpu_seconds(self.pid), _cpu_seconds(int(child))
+            engine_pid = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0]
+            return _cpu_seconds(self.pid), _cpu_seconds(int(engine_pid))
         return 0.0, 0.0
 
 
@@ -88,12 +101,12 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-def _ready(running: Running) -> bool:
+def _is_ready(running: RunningServer) -> bool:
     connection = http.client.HTTPConnection(running.host, running.port, timeout=5)
     try:
         connection.request("GET", "/readyz")
@@ -106,30 +119,36 @@ def _ready(running: Running) -> bool:
 
 @contextmanager
 def server(
-    model: str | None, engine: EngineOptions, trace: Path | None = None
-) -> Iterator[Running]:
-    """Start a server and wait until it is ready. The engine records its times in `trace`."""
-    if trace is not None:
-        engine = replace(engine, record_trace=str(trace))
-    running = Running("127.0.0.1", _free_port(), trace=trace)
+    model: str | None, engine_options: EngineOptions, trace_file: Path | None = None
+) -> Iterator[RunningServer]:
+    """Start a server of this model and wait until it is ready.
+
+    The engine records its times in `trace_file`.
+    """
+    if trace_file is not None:
+        engine_options = replace(engine_options, record_trace=str(trace_file))
+    running = RunningServer("127.0.0.1", _free_port(), trace_file=trace_file)
     config = {
         "model": model,
-        "engine": asdict(engine),
+        "engine": asdict(engine_options),
         "name": "bench",
         "port": running.port,
         "max_queue": 4096,
     }
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, json.dumps(config)], stdout=said, stderr=said, text=True
+            [sys.executable, "-c", SERVER_PROGRAM, json.dumps(config)],
+            stdout=log,
+            stderr=log,
+            text=True,
         )
         running.pid = process.pid
         try:
-            end = time.monotonic() + PATIENCE
-            while not _ready(running):
-                if process.poll() is not None or time.monotonic() > end:
-                    said.seek(0)
-                    raise OctavoError(f"the server did not start: {said.read().strip()[-800:]}")
+            deadline = time.monotonic() + START_TIMEOUT
+            while not _is_ready(running):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise OctavoError(f"the server did not start: {log.read().strip()[-800:]}")
                 time.sleep(0.05)
             yield running
         finally:
@@ -141,154 +160,166 @@ def server(
                 process.wait()
 
 
-# ---- one case -------------------------------------------------------------------------------------------
+# ---- one case ------------------------------------------------------------------------------------
 
 
-def ask(running: Running, load: Load) -> dict[str, Any]:
-    """What http_load.measure gives, from a process of its own, and the server's CPU seconds meanwhile."""
+def run_client(running: RunningServer, load: Load) -> dict[str, Any]:
+    """Run http_load in a process of its own and add the CPU seconds of the server."""
     load = replace(load, host=running.host, port=running.port)
-    before = running.cpu_seconds()
-    argv = [sys.executable, "-m", "octavo.bench.http_load", json.dumps(asdict(load))]
-    finished = subprocess.run(argv, capture_output=True, text=True)
+    cpu_before = running.cpu_seconds()
+    client_command = [sys.executable, "-m", "octavo.bench.http_load", json.dumps(asdict(load))]
+    finished = subprocess.run(client_command, capture_output=True, text=True)
     if finished.returncode:
         raise OctavoError(
             f"the client ended with {finished.returncode}: {finished.stderr.strip()[-500:]}"
         )
-    found: dict[str, Any] = json.loads(finished.stdout)
-    spent = [b - a for a, b in zip(before, running.cpu_seconds(), strict=True)]
-    return found | {"front_cpu_seconds": spent[0], "engine_cpu_seconds": spent[1]}
+    result: dict[str, Any] = json.loads(finished.stdout)
+    cpu_used = [
+        later - earlier for earlier, later in zip(cpu_before, running.cpu_seconds(), strict=True)
+    ]
+    return result | {"front_cpu_seconds": cpu_used[0], "engine_cpu_seconds": cpu_used[1]}
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return percentiles in milliseconds."""
     ordered = sorted(seconds)
-    return (
-        {
-            f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)]
-            for q in (50, 95, 99)
-        }
-        if ordered
-        else {}
-    )
+    if not ordered:
+        return {}
+    milliseconds = {}
+    for quantile in (50, 95, 99):
+        index = min(len(ordered) * quantile // 100, len(ordered) - 1)
+        milliseconds[f"p{quantile}"] = 1e3 * ordered[index]
+    return milliseconds
 
 
-def report(case: str, found: dict[str, Any], trace: Path | None) -> dict[str, Any]:
-    """One run, in numbers that count good replies alone."""
-    good = found["good"]
-    load = found["load"]
-    seconds = max(found["seconds"], 1e-9)
-    count = max(len(good), 1)
-    record = {
+def report(case: str, result: dict[str, Any], trace_file: Path | None) -> dict[str, Any]:
+    """Return the figures of one run. Only good replies count."""
+    good_replies = result["good"]
+    load = result["load"]
+    seconds = max(result["seconds"], 1e-9)
+    good_count = max(len(good_replies), 1)
+    summary = {
         "case": case,
         "clients": load["clients"],
         "requests": load["requests"],
-        "good": len(good),
-        "wrong": found["wrong"],
-        "statuses": found["statuses"],
+        "good": len(good_replies),
+        "wrong": result["wrong"],
+        "statuses": result["statuses"],
         "seconds": seconds,
-        "requests_s": len(good) / seconds,
-        "tok_s": found["tokens"] / seconds,
-        "latency_ms": percentiles([end - sent for _, sent, _, end in good]),
-        "ttft_ms": percentiles([first - sent for _, sent, first, _ in good])
-        if load["stream"]
-        else {},
+        "requests_s": len(good_replies) / seconds,
+        "tok_s": result["tokens"] / seconds,
+        "latency_ms": percentiles([end - sent for _, sent, _, end in good_replies]),
+        "ttft_ms": {},
         "cpu_us_a_request": {
-            name: 1e6 * found[key] / count
-            for name, key in {
-                "front": "front_cpu_seconds",
-                "engine": "engine_cpu_seconds",
-                "client": "cpu_seconds",
-            }.items()
+            "front": 1e6 * result["front_cpu_seconds"] / good_count,
+            "engine": 1e6 * result["engine_cpu_seconds"] / good_count,
+            "client": 1e6 * result["cpu_seconds"] / good_count,
         },
     }
-    if trace is not None:
-        record |= added(good, trace)
-    return record
+    if load["stream"]:
+        summary["ttft_ms"] = percentiles([first - sent for _, sent, first, _ in good_replies])
+    if trace_file is not None:
+        summary |= added_latency(good_replies, trace_file)
+    return summary
 
 
-def added(good: list[tuple[str, float, float, float]], trace: Path) -> dict[str, Any]:
-    """Where the time to the first byte went, request by request: on the way in, in the engine (and of that, until the step
-    that was under way had ended), on the way out. What the server adds is the way in and the way out."""
-    lines = map(json.loads, trace.read_text().splitlines())
-    noted = {line["id"].rpartition("-")[0]: line for line in lines}
-    parts: dict[str, list[float]] = {
+def added_latency(
+    good_replies: list[tuple[str, float, float, float]], trace_file: Path
+) -> dict[str, Any]:
+    """Return where the time to the first byte of each request went.
+
+    The parts are the way in, the engine (and in it the wait for the step that was under way) and
+    the way out. The server adds the way in and the way out.
+    """
+    trace_lines = map(json.loads, trace_file.read_text().splitlines())
+    entries = {entry["id"].rpartition("-")[0]: entry for entry in trace_lines}
+    parts_by_name: dict[str, list[float]] = {
         "in": [],
         "engine": [],
         "picked_up": [],
         "out": [],
         "added": [],
     }
-    for id, sent, first, _ in good:
-        if (line := noted.get(id)) is None:
-            raise OctavoError(f"the engine noted nothing of request {id}")
-        came = line["submitted"] - sent
-        went = first - line["first_token"]
-        values = (
-            came,
-            line["first_token"] - line["submitted"],
-            line["queued"] - line["submitted"],
-            went,
-            came + went,
+    for request_id, sent_at, first_byte, _ in good_replies:
+        if (entry := entries.get(request_id)) is None:
+            raise OctavoError(f"the trace of the engine has no entry for request {request_id}")
+        inbound = entry["submitted"] - sent_at
+        outbound = first_byte - entry["first_token"]
+        durations = (
+            inbound,
+            entry["first_token"] - entry["submitted"],
+            entry["queued"] - entry["submitted"],
+            outbound,
+            inbound + outbound,
         )
-        for name, value in zip(parts, values, strict=True):
-            parts[name].append(value)
-    return {f"{name}_ms": percentiles(values) for name, values in parts.items()}
+        for part, duration in zip(parts_by_name, durations, strict=True):
+            parts_by_name[part].append(duration)
+    return {f"{part}_ms": percentiles(durations) for part, durations in parts_by_name.items()}
 
 
 def measure(
-    running: Running,
+    running: RunningServer,
     load: Load,
-    names: list[str],
+    case_names: list[str],
     repeat: int = 3,
-    done: Callable[[], None] = lambda: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """A record a case: the run with the median requests a second, with what was wrong in any of them."""
-    ask(running, replace(load, requests=2 * load.clients, stream=True))  # warm
+    """Return the run with the median requests per second of each case.
+
+    The result includes the problems of all runs of the case.
+    """
+    run_client(running, replace(load, requests=2 * load.clients, stream=True))  # warm-up
     results = []
-    for name in names:
+    for case_name in case_names:
         runs = []
         for _ in range(repeat):
-            case = CASES[name](load)
-            # what was asked before is in the prefix cache
-            load = replace(load, number=load.number + case.requests)
-            runs.append(report(name, ask(running, case), running.trace))
-            done()
-        middle = sorted(runs, key=lambda r: r["requests_s"])[len(runs) // 2]
-        wrong: dict[str, int] = {}
-        for why, count in ((why, count) for run in runs for why, count in run["wrong"].items()):
-            wrong[why] = wrong.get(why, 0) + count
-        results.append({**middle, "wrong": wrong, "runs": [r["requests_s"] for r in runs]})
+            case = CASES[case_name](load)
+            # Prompts with new numbers are not in the prefix cache.
+            load = replace(load, first_number=load.first_number + case.requests)
+            runs.append(report(case_name, run_client(running, case), running.trace_file))
+            advance()
+        median_run = sorted(runs, key=lambda run: run["requests_s"])[len(runs) // 2]
+        problems: dict[str, int] = {}
+        for run in runs:
+            for problem, count in run["wrong"].items():
+                problems[problem] = problems.get(problem, 0) + count
+        results.append(
+            {**median_run, "wrong": problems, "runs": [run["requests_s"] for run in runs]}
+        )
     return results
 
 
 def in_process(llm: LLM, load: Load, repeat: int = 3) -> float:
-    """Tokens a second of the same requests given to the engine directly, so many at once: ids in, ids out."""
+    """Return the tokens per second of the same requests given directly to the engine as ids."""
     from octavo.params import SamplingParams
     from octavo.types import Request
 
     assert llm.tokenizer is not None
     params = SamplingParams(max_tokens=load.tokens, ignore_eos=True, detokenize=False)
     engine = llm.engine
-    speeds = []
+    tokens_per_second = []
     for _ in range(repeat):
         prompts = [
-            llm.tokenizer.encode(json.loads(load.body(i))["prompt"]) for i in range(load.requests)
+            llm.tokenizer.encode(json.loads(load.body(index))["prompt"])
+            for index in range(load.requests)
         ]
-        load = replace(load, number=load.number + load.requests)
-        tokens = asked = 0
+        load = replace(load, first_number=load.first_number + load.requests)
+        tokens = 0
+        sent = 0
         start = time.perf_counter()
-        while asked < min(load.clients, load.requests):
-            engine.add(Request(str(asked), prompts[asked], params))
-            asked += 1
+        while sent < min(load.clients, load.requests):
+            engine.add(Request(str(sent), prompts[sent], params))
+            sent += 1
         while not engine.idle:
-            for out in engine.step():
-                tokens += len(out.tokens)
-                if out.finish_reason is not None and asked < load.requests:
-                    engine.add(Request(str(asked), prompts[asked], params))
-                    asked += 1
-        speeds.append(tokens / (time.perf_counter() - start))
+            for output in engine.step():
+                tokens += len(output.tokens)
+                if output.finish_reason is not None and sent < load.requests:
+                    engine.add(Request(str(sent), prompts[sent], params))
+                    sent += 1
+        tokens_per_second.append(tokens / (time.perf_counter() - start))
         if tokens != load.requests * load.tokens:
             raise OctavoError(
-                f"{tokens} of {load.requests * load.tokens} tokens arrived in-process: not counted"
+                f"{tokens} of {load.requests * load.tokens} tokens arrived in-process, so the run "
+                "does not count"
             )
-    return statistics.median(speeds)
+    return statistics.median(tokens_per_second)

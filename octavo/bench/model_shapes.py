@@ -1,4 +1,7 @@
-"""Configs of real models, for measuring with random weights: speed depends on the shape and not on the values."""
+"""Configs of real models, for benches with random weights.
+
+Speed depends on the shapes and not on the values.
+"""
 
 from __future__ import annotations
 
@@ -89,22 +92,26 @@ SHAPES = {
 }
 
 
-def write_directory(config: dict[str, Any], directory: Path) -> None:
-    """A shape as a model directory without weights, for load_format "dummy": its config, and a tokenizer in which every token is
-    one character, so that a text tells how many tokens it has. It reads ASCII; the rest of the vocabulary only comes out."""
+def write_directory(hf_config: dict[str, Any], directory: Path) -> None:
+    """Write a model directory without weights, for load_format "dummy".
+
+    It contains the config and a tokenizer in which every token is one character, so that a text
+    shows how many tokens it has. The tokenizer encodes ASCII. The other tokens occur only in
+    output.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from octavo.text.detokenize import BYTE_OF_CHARACTER
 
-    spelling = {byte: char for char, byte in BYTE_OF_CHARACTER.items()}
-    characters = chain(range(128), range(0x4E00, 0xD800), range(0x10000, 0x110000))
+    spelling = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+    code_points = chain(range(128), range(0x4E00, 0xD800), range(0x10000, 0x110000))
     vocabulary = {
-        "".join(spelling[b] for b in chr(c).encode()): i
-        for i, c in enumerate(islice(characters, config["vocab_size"]))
+        "".join(spelling[byte] for byte in chr(code_point).encode()): token_id
+        for token_id, code_point in enumerate(islice(code_points, hf_config["vocab_size"]))
     }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(hf_config))

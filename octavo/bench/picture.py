@@ -1,8 +1,9 @@
-"""Charts as SVG text, drawn by hand so that a measurement's picture needs no library: points, lines and bars.
+"""Draws charts of points, lines and bars as SVG text, without a library.
 
-    svg(points("title", series, x, y), bars("title", names, series, "tok/s")) -> the text of a file, panels side by side
+    svg(points("title", series, x_axis, y_axis), bars("title", names, series, "tok/s"))
 
-Colours follow the reader's light or dark theme. Knows numbers and names, nothing of what was measured.
+returns the text of a file with the panels side by side. Colours follow the light or dark theme of
+the reader. This module knows numbers and names, and does not know what was measured.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from octavo.errors import InvalidRequest, OctavoError
 
-# of a panel of points or lines
+# The size of a panel with points or lines.
 WIDTH = 560
 HEIGHT = 380
-# margins around a plot
+# Margins around a plot.
 LEFT = 66
 RIGHT = 24
 TOP = 62
 BOTTOM = 50
-# of one bar, and between the bars of two names
-BAR = 16
-GAP = 12
-LETTER = 6.4  # the width of one, about, at size 11
+# The height of a bar, and the gap between the bars of two names.
+BAR_HEIGHT = 16
+BAR_GAP = 12
+LETTER_WIDTH = 6.4  # an average at font size 11
 
 LIGHT = (
     "#ffffff",
@@ -52,29 +54,36 @@ DARK = (
     "#ff8a80",
     "#b0bac4",
 )
-COLOURS = len(LIGHT) - 4
+COLOUR_COUNT = len(LIGHT) - 4
 
 
-def _rules(colours: Sequence[str]) -> str:
-    paper, ink, faint, grid, *series = colours
-    named = f".paper{{fill:{paper}}}text{{fill:{ink}}}.faint{{fill:{faint}}}.grid{{stroke:{grid}}}"
-    return named + "".join(f".f{i}{{fill:{c}}}.s{i}{{stroke:{c}}}" for i, c in enumerate(series))
+def _colour_rules(colours: Sequence[str]) -> str:
+    background, text_colour, faint_colour, grid_colour, *series_colours = colours
+    named_rules = (
+        f".paper{{fill:{background}}}text{{fill:{text_colour}}}"
+        f".faint{{fill:{faint_colour}}}.grid{{stroke:{grid_colour}}}"
+    )
+    return named_rules + "".join(
+        f".f{index}{{fill:{colour}}}.s{index}{{stroke:{colour}}}"
+        for index, colour in enumerate(series_colours)
+    )
 
 
 STYLE = (
-    "<style>text{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}.title{font-size:14px;font-weight:600}"
-    f".line{{fill:none;stroke-width:2}}{_rules(LIGHT)}@media(prefers-color-scheme:dark){{{_rules(DARK)}}}</style>"
+    "<style>text{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+    ".title{font-size:14px;font-weight:600}.line{fill:none;stroke-width:2}"
+    f"{_colour_rules(LIGHT)}@media(prefers-color-scheme:dark){{{_colour_rules(DARK)}}}</style>"
 )
 
 
 class Axis(NamedTuple):
     label: str  # with its unit
-    log: bool = False
-    zero: bool = False  # begins at 0
+    is_logarithmic: bool = False
+    starts_at_zero: bool = False
 
 
 class Series(NamedTuple):
-    name: str  # in the legend, where there are several
+    name: str  # shown in the legend if there are several series
     points: Sequence[tuple[float, float]]
     labels: Sequence[str] = ()  # beside the points
 
@@ -86,240 +95,312 @@ class Panel(NamedTuple):
 
 
 def svg(*panels: Panel) -> str:
-    """The panels side by side, as a file's text."""
-    width = sum(p.width for p in panels)
-    height = max(p.height for p in panels)
-    parts = []
-    x = 0.0
+    """Return the text of a file with the panels side by side."""
+    width = sum(panel.width for panel in panels)
+    height = max(panel.height for panel in panels)
+    groups = []
+    panel_left = 0.0
     for panel in panels:
-        parts.append(f'<g transform="translate({x:g} 0)">{panel.body}</g>')
-        x += panel.width
+        groups.append(f'<g transform="translate({panel_left:g} 0)">{panel.body}</g>')
+        panel_left += panel.width
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
-        f'role="img">{STYLE}<rect class="paper" width="100%" height="100%"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img">{STYLE}'
+        '<rect class="paper" width="100%" height="100%"/>\n' + "\n".join(groups) + "\n</svg>\n"
     )
 
 
 def draw(path: Path, *panels: Panel) -> None:
     if path.suffix != ".svg":
         raise InvalidRequest(
-            f"pictures are written as SVG: name the file something.svg, not {path.name}", "picture"
+            f"a picture is an SVG file: its name must end with .svg, got {path.name}", "picture"
         )
     path.write_text(svg(*panels), encoding="utf-8")
 
 
-# ---- points and lines -----------------------------------------------------------------------------------
+# ---- points and lines ----------------------------------------------------------------------------
 
 
 def points(
     title: str,
     series: Sequence[Series],
-    x: Axis,
-    y: Axis,
-    joined: bool = False,
+    x_axis: Axis,
+    y_axis: Axis,
+    connected: bool = False,
     width: float = WIDTH,
-    size: float = 4,
+    mark_size: float = 4,
 ) -> Panel:
-    """A mark of this size for each point, joined by lines where asked. Labels are put where they cover nothing."""
-    every = [point for one in series for point in one.points]
-    if not every or not all(math.isfinite(value) for point in every for value in point):
+    """Draw a mark for each point, and lines between the points if `connected`.
+
+    Labels are placed where they cover nothing.
+    """
+    all_points = [position for line in series for position in line.points]
+    all_values = [value for position in all_points for value in position]
+    if not all_values or not all(map(math.isfinite, all_values)):
         raise OctavoError(f"the chart {title!r} needs at least one point, and finite numbers")
-    across = _Scale([p[0] for p in every], x, LEFT, width - RIGHT)
-    up = _Scale([p[1] for p in every], y, HEIGHT - BOTTOM, TOP)
-    parts = [_text(14, 22, title, "title"), _legend(series, 14, 42) if len(series) > 1 else ""]
-    for at, name in across.ticks:
-        parts += [
-            _grid(at, TOP, at, HEIGHT - BOTTOM),
-            _text(at, HEIGHT - BOTTOM + 16, name, "faint", "middle"),
+    x_scale = _Scale([position[0] for position in all_points], x_axis, LEFT, width - RIGHT)
+    y_scale = _Scale([position[1] for position in all_points], y_axis, HEIGHT - BOTTOM, TOP)
+    elements = [
+        _text_element(14, 22, title, "title"),
+        _legend(series, 14, 42) if len(series) > 1 else "",
+    ]
+    for pixel, tick_label in x_scale.ticks:
+        elements += [
+            _grid_line(pixel, TOP, pixel, HEIGHT - BOTTOM),
+            _text_element(pixel, HEIGHT - BOTTOM + 16, tick_label, "faint", "middle"),
         ]
-    for at, name in up.ticks:
-        parts += [_grid(LEFT, at, width - RIGHT, at), _text(LEFT - 8, at + 4, name, "faint", "end")]
-    parts.append(_text((LEFT + width - RIGHT) / 2, HEIGHT - 12, x.label, "", "middle"))
-    parts.append(
-        f'<g transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)">{_text(0, 0, y.label, "", "middle")}</g>'
+    for pixel, tick_label in y_scale.ticks:
+        elements += [
+            _grid_line(LEFT, pixel, width - RIGHT, pixel),
+            _text_element(LEFT - 8, pixel + 4, tick_label, "faint", "end"),
+        ]
+    elements.append(
+        _text_element((LEFT + width - RIGHT) / 2, HEIGHT - 12, x_axis.label, "", "middle")
     )
-    marks = [[(across(px), up(py)) for px, py in one.points] for one in series]
-    labels = _Labels([mark for one in marks for mark in one], width)
-    for i, (one, places) in enumerate(zip(series, marks, strict=True)):
-        colour = i % COLOURS
-        if joined:
-            parts.append(
-                f'<polyline class="line s{colour}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}"/>'
-            )
-        parts += [
-            labels.put(*place, label) for place, label in zip(places, one.labels, strict=False)
+    y_label = _text_element(0, 0, y_axis.label, "", "middle")
+    y_middle = (TOP + HEIGHT - BOTTOM) / 2
+    elements.append(f'<g transform="translate(16 {y_middle:g}) rotate(-90)">{y_label}</g>')
+    pixels_of_series = [
+        [(x_scale(x_value), y_scale(y_value)) for x_value, y_value in line.points]
+        for line in series
+    ]
+    labels = _Labels(list(chain.from_iterable(pixels_of_series)), width)
+    for index, (line, pixels) in enumerate(zip(series, pixels_of_series, strict=True)):
+        colour = index % COLOUR_COUNT
+        if connected:
+            corners = " ".join(f"{pixel_x:.1f},{pixel_y:.1f}" for pixel_x, pixel_y in pixels)
+            elements.append(f'<polyline class="line s{colour}" points="{corners}"/>')
+        elements += [
+            labels.place_label(*pixel_position, label)
+            for pixel_position, label in zip(pixels, line.labels, strict=False)
         ]
-        parts += [
-            f'<circle class="f{colour}" cx="{a:.1f}" cy="{b:.1f}" r="{size:g}"/>' for a, b in places
+        elements += [
+            f'<circle class="f{colour}" cx="{pixel_x:.1f}" cy="{pixel_y:.1f}" r="{mark_size:g}"/>'
+            for pixel_x, pixel_y in pixels
         ]
-    return Panel(width, HEIGHT, "\n".join(part for part in parts if part))
+    return Panel(width, HEIGHT, "\n".join(element for element in elements if element))
 
 
 class _Scale:
-    """Values of an axis to pixels, with its ticks: (pixel, name)."""
+    """Maps the values of an axis to pixels. `ticks` are (pixel, label) pairs."""
 
-    def __init__(self, values: Sequence[float], axis: Axis, first: float, last: float):
-        self.log = axis.log
-        if axis.log and min(values) <= 0:
+    def __init__(self, values: Sequence[float], axis: Axis, first_pixel: float, last_pixel: float):
+        self.is_logarithmic = axis.is_logarithmic
+        if axis.is_logarithmic and min(values) <= 0:
             raise OctavoError(f"axis {axis.label!r} is logarithmic: it cannot show {min(values):g}")
-        low = min(values)
-        high = max(values)
-        # a little room, so that no point lies on the edge; but nothing negative where nothing is
-        if not axis.log:
-            room = 0.04 * (high - low)
-            low = min(low, 0.0) if axis.zero else low - room if low < 0 else max(0.0, low - room)
-            high = high + room
-        steps = _log_steps(low, high) if axis.log else _steps(low, high)
-        self.low, self.high = (self._of(steps[0]), self._of(steps[-1]))
-        self.first = first
-        self.last = last
-        digits = 0 if axis.log and low >= 1 else _digits(steps[1] - steps[0])
+        lowest = min(values)
+        highest = max(values)
+        if axis.is_logarithmic:
+            tick_values = _logarithmic_ticks(lowest, highest)
+        else:
+            tick_values = _linear_ticks(*_with_margin(lowest, highest, axis.starts_at_zero))
+        self.first_pixel = first_pixel
+        self.low_value = self._transform(tick_values[0])
+        value_range = self._transform(tick_values[-1]) - self.low_value
+        self.pixels_per_unit = (last_pixel - first_pixel) / value_range
+        decimals = _decimals(tick_values[1] - tick_values[0])
+        if axis.is_logarithmic and lowest >= 1:
+            decimals = 0
         self.ticks = [
-            (self(step), f"{step:,g}" if axis.log and step < 1e4 else f"{step:,.{digits}f}")
-            for step in steps
+            (self(tick_value), self._tick_label(tick_value, decimals)) for tick_value in tick_values
         ]
 
-    def _of(self, value: float) -> float:
-        return math.log10(value) if self.log else value
+    def _tick_label(self, value: float, decimals: int) -> str:
+        if self.is_logarithmic and value < 1e4:
+            return f"{value:,g}"
+        return f"{value:,.{decimals}f}"
+
+    def _transform(self, value: float) -> float:
+        return math.log10(value) if self.is_logarithmic else value
 
     def __call__(self, value: float) -> float:
-        return self.first + (self._of(value) - self.low) / (self.high - self.low) * (
-            self.last - self.first
-        )
+        return self.first_pixel + (self._transform(value) - self.low_value) * self.pixels_per_unit
 
 
-def _steps(low: float, high: float) -> list[float]:
-    """Round numbers that enclose low and high, about six."""
-    span = (high - low) or abs(high) or 1.0
-    unit = 10.0 ** math.floor(math.log10(span / 5))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor * 5 >= span * 0.999)
-    first = math.floor(low / step + 1e-9)
-    last = math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, max(last, first + 1) + 1)]
+def _with_margin(lowest: float, highest: float, starts_at_zero: bool) -> tuple[float, float]:
+    """Widen a range so that no point lies on the edge. Positive values get no negative margin."""
+    margin = 0.04 * (highest - lowest)
+    if starts_at_zero:
+        return min(lowest, 0.0), highest + margin
+    if lowest < 0:
+        return lowest - margin, highest + margin
+    return max(0.0, lowest - margin), highest + margin
 
 
-def _log_steps(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten that enclose low and high; powers alone where there would be many."""
-    first = math.floor(math.log10(low))
-    last = math.ceil(math.log10(high) + 1e-9)
-    factors = (1, 2, 5) if last - first < 4 else (1,)
-    steps = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    below = max(i for i, step in enumerate(steps) if step <= low * 1.000001)
-    above = min(
-        (i for i, step in enumerate(steps) if step >= high * 0.999999), default=len(steps) - 1
+def _linear_ticks(lowest: float, highest: float) -> list[float]:
+    """Return about six round numbers that enclose the range."""
+    value_range = (highest - lowest) or abs(highest) or 1.0
+    power_of_ten = 10.0 ** math.floor(math.log10(value_range / 5))
+    distance = next(
+        power_of_ten * factor
+        for factor in (1, 2, 5, 10)
+        if power_of_ten * factor * 5 >= value_range * 0.999
     )
-    return steps[below : max(above, below + 1) + 1]
+    first_multiple = math.floor(lowest / distance + 1e-9)
+    last_multiple = math.ceil(highest / distance - 1e-9)
+    return [
+        multiple * distance
+        for multiple in range(first_multiple, max(last_multiple, first_multiple + 1) + 1)
+    ]
 
 
-def _digits(step: float) -> int:
-    return max(0, -math.floor(math.log10(step) + 1e-9))
+def _logarithmic_ticks(lowest: float, highest: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten that enclose the range.
+
+    If there would be many, only the powers are returned.
+    """
+    first_power = math.floor(math.log10(lowest))
+    last_power = math.ceil(math.log10(highest) + 1e-9)
+    factors = (1, 2, 5) if last_power - first_power < 4 else (1,)
+    tick_values = [
+        factor * 10.0**power for power in range(first_power, last_power + 1) for factor in factors
+    ]
+    first_index = max(
+        index for index, tick_value in enumerate(tick_values) if tick_value <= lowest * 1.000001
+    )
+    last_index = min(
+        (index for index, tick_value in enumerate(tick_values) if tick_value >= highest * 0.999999),
+        default=len(tick_values) - 1,
+    )
+    return tick_values[first_index : max(last_index, first_index + 1) + 1]
+
+
+def _decimals(distance: float) -> int:
+    return max(0, -math.floor(math.log10(distance) + 1e-9))
+
+
+class _Box(NamedTuple):
+    """A rectangle in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def area(self) -> float:
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    def overlap(self, other: _Box) -> float:
+        """Return the area that two rectangles share."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(0.0, width) * max(0.0, height)
 
 
 class _Labels:
-    """Places for words beside points: of a few, the one that covers least."""
+    """Places a label beside each point, where it covers the least of other labels and points."""
 
-    def __init__(self, marks: list[tuple[float, float]], width: float):
-        self.taken = [(a - 5, b - 5, a + 5, b + 5) for a, b in marks]
-        self.width = width
+    def __init__(self, points: list[tuple[float, float]], panel_width: float):
+        self.occupied = [_Box(x - 5, y - 5, x + 5, y + 5) for x, y in points]
+        self.plot = _Box(LEFT, TOP - 12, panel_width - 2, HEIGHT - BOTTOM)
 
-    def put(self, a: float, b: float, label: str) -> str:
-        wide = LETTER * len(label)
-        places = [
-            (a + 8 * side - wide * (side < 0), b + 4 + down)
-            for down in (0, -12, 12, -24, 24, -36, 36)
-            for side in (1, -1)
+    def place_label(self, point_x: float, point_y: float, label: str) -> str:
+        label_width = LETTER_WIDTH * len(label)
+        positions = []
+        for vertical_offset in (0, -12, 12, -24, 24, -36, 36):
+            positions.append((point_x + 8, point_y + 4 + vertical_offset))
+            positions.append((point_x - 8 - label_width, point_y + 4 + vertical_offset))
+        positions.append((point_x - label_width / 2, point_y - 10))
+        positions.append((point_x - label_width / 2, point_y + 18))
+        boxes = [
+            _Box(left - 4, baseline - 10, left + label_width + 4, baseline + 3)
+            for left, baseline in positions
         ]
-        places += [(a - wide / 2, b - 10), (a - wide / 2, b + 18)]
-        boxes = [(left - 4, base - 10, left + wide + 4, base + 3) for left, base in places]
-        best = min(range(len(boxes)), key=lambda i: (self._covered(boxes[i]), i))
-        self.taken.append(boxes[best])
-        left, base = places[best]
-        far = abs(base - 4 - b) >= 24  # a word that stands further away is tied to its point
-        end = min((left - 2, left + wide + 2), key=lambda side: abs(side - a))
-        lead = f'<path class="grid" d="M{a:.1f} {b:.1f}L{end:.1f} {base - 4:.1f}"/>' if far else ""
-        return lead + _text(left, base, label)
+        areas = [self._covered_area(box) for box in boxes]
+        best_index = areas.index(min(areas))
+        self.occupied.append(boxes[best_index])
+        left, baseline = positions[best_index]
+        text = _text_element(left, baseline, label)
+        if abs(baseline - 4 - point_y) < 24:
+            return text
+        ends = (left - 2, left + label_width + 2)
+        line_end = min(ends, key=lambda end: abs(end - point_x))
+        # A line connects a distant label with its point.
+        line = f"M{point_x:.1f} {point_y:.1f}L{line_end:.1f} {baseline - 4:.1f}"
+        return f'<path class="grid" d="{line}"/>{text}'
 
-    def _covered(self, box: tuple[float, float, float, float]) -> float:
-        """Area that is not free: other words and points, and what is outside of the plot."""
-        a, b, c, d = box
-        inside = max(0.0, min(c, self.width - 2) - max(a, LEFT)) * max(
-            0.0, min(d, HEIGHT - BOTTOM) - max(b, TOP - 12)
-        )
-        both = (
-            max(0.0, min(c, z) - max(a, x)) * max(0.0, min(d, w) - max(b, y))
-            for x, y, z, w in self.taken
-        )
-        return (c - a) * (d - b) - inside + sum(both)
+    def _covered_area(self, box: _Box) -> float:
+        """Return the area of other labels and points under a box, and its area outside the plot."""
+        outside = box.area() - box.overlap(self.plot)
+        return outside + sum(box.overlap(other) for other in self.occupied)
 
 
-# ---- bars -----------------------------------------------------------------------------------------------
+# ---- bars ----------------------------------------------------------------------------------------
 
 
 def bars(
     title: str,
-    names: Sequence[str],
+    bar_names: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
     unit: str,
     width: float = WIDTH,
 ) -> Panel:
-    """Lying bars from 0: for each name one of each series, its value beside it; None: a dash, not measured."""
-    known = [value for values in series.values() for value in values if value is not None]
+    """Draw horizontal bars: for each name one bar of each series, with its value beside it.
+
+    A value of None was not measured and becomes a dash.
+    """
+    known_values = [value for values in series.values() for value in values if value is not None]
     if (
-        not known
-        or min(known) < 0
-        or not all(map(math.isfinite, known))
-        or any(len(v) != len(names) for v in series.values())
+        not known_values
+        or min(known_values) < 0
+        or not all(map(math.isfinite, known_values))
+        or any(len(values) != len(bar_names) for values in series.values())
     ):
         raise OctavoError(
-            f"the chart {title!r} needs a finite number, not negative, or None for each of {len(names)} names"
+            f"the chart {title!r} needs a finite number that is not negative, or None, for each of "
+            f"{len(bar_names)} names"
         )
-    most = max(known) or 1.0
-    digits = _digits(max(known) / 100) if max(known) else 0
-    left = 26 + LETTER * max(map(len, names))
-    room = width - left - 24 - LETTER * len(f"{most:,.{digits}f}")
-    parts = [_text(14, 22, f"{title}, {unit}", "title")]
-    parts.append(_legend([Series(name, ()) for name in series], 14, 42) if len(series) > 1 else "")
-    y = 54.0 if len(series) > 1 else 38.0
-    for row, name in enumerate(names):
-        parts.append(_text(left - 10, y + BAR * len(series) / 2 + 4, name, "", "end"))
-        for i, values in enumerate(series.values()):
-            value = values[row]
-            long = 0.0 if value is None else room * value / most
-            parts.append(
-                f'<rect class="f{i % COLOURS}" x="{left:.1f}" y="{y:.1f}" width="{long:.1f}" height="{BAR - 2}" rx="2"/>'
+    largest = max(known_values) or 1.0
+    decimals = _decimals(max(known_values) / 100) if max(known_values) else 0
+    bar_left = 26 + LETTER_WIDTH * max(map(len, bar_names))
+    max_bar_length = width - bar_left - 24 - LETTER_WIDTH * len(f"{largest:,.{decimals}f}")
+    elements = [_text_element(14, 22, f"{title}, {unit}", "title")]
+    bar_top = 38.0
+    if len(series) > 1:
+        elements.append(_legend([Series(series_name, ()) for series_name in series], 14, 42))
+        bar_top = 54.0
+    for row_index, bar_name in enumerate(bar_names):
+        name_baseline = bar_top + BAR_HEIGHT * len(series) / 2 + 4
+        elements.append(_text_element(bar_left - 10, name_baseline, bar_name, "", "end"))
+        for index, values in enumerate(series.values()):
+            value = values[row_index]
+            bar_length = 0.0 if value is None else max_bar_length * value / largest
+            elements.append(
+                f'<rect class="f{index % COLOUR_COUNT}" x="{bar_left:.1f}" y="{bar_top:.1f}" '
+                f'width="{bar_length:.1f}" height="{BAR_HEIGHT - 2}" rx="2"/>'
             )
-            parts.append(
-                _text(
-                    left + long + 6,
-                    y + BAR / 2 + 3,
-                    "–" if value is None else f"{value:,.{digits}f}",
-                )
-            )
-            y += BAR
-        y += GAP
-    return Panel(width, y + 8, "\n".join(part for part in parts if part))
+            label = "–" if value is None else f"{value:,.{decimals}f}"
+            label_left = bar_left + bar_length + 6
+            elements.append(_text_element(label_left, bar_top + BAR_HEIGHT / 2 + 3, label))
+            bar_top += BAR_HEIGHT
+        bar_top += BAR_GAP
+    return Panel(width, bar_top + 8, "\n".join(element for element in elements if element))
 
 
-# ---- words ------------------------------------------------------------------------------------------------
+# ---- texts and lines -----------------------------------------------------------------------------
 
 
-def _legend(series: Sequence[Series], x: float, y: float) -> str:
-    parts = []
-    for i, one in enumerate(series):
-        parts.append(
-            f'<circle class="f{i % COLOURS}" cx="{x + 4:.1f}" cy="{y - 4:.1f}" r="4"/>{_text(x + 13, y, one.name)}'
+def _legend(series: Sequence[Series], entry_left: float, baseline: float) -> str:
+    elements = []
+    for index, entry in enumerate(series):
+        elements.append(
+            f'<circle class="f{index % COLOUR_COUNT}" cx="{entry_left + 4:.1f}" '
+            f'cy="{baseline - 4:.1f}" r="4"/>'
         )
-        x += 30 + LETTER * len(one.name)
-    return "".join(parts)
+        elements.append(_text_element(entry_left + 13, baseline, entry.name))
+        entry_left += 30 + LETTER_WIDTH * len(entry.name)
+    return "".join(elements)
 
 
-def _grid(x1: float, y1: float, x2: float, y2: float) -> str:
+def _grid_line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="grid" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "") -> str:
-    kind = f' class="{kind}"' if kind else ""
-    anchor = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{kind}{anchor}>{escape(words)}</text>'
+def _text_element(
+    left: float, baseline: float, content: str, css_class: str = "", text_anchor: str = ""
+) -> str:
+    css_class = f' class="{css_class}"' if css_class else ""
+    text_anchor = f' text-anchor="{text_anchor}"' if text_anchor else ""
+    return (
+        f'<text x="{left:.1f}" y="{baseline:.1f}"{css_class}{text_anchor}>{escape(content)}</text>'
+    )

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: the date, the commit, the machine and the versions of what ran.
+"""Records the origin of a measurement: the date, the commit, the machine and the versions.
 
 Every bench adds this record to its result, so that a figure in the documentation can be traced to
 one run. The record never names a user, a host or a path.
@@ -29,7 +29,10 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with a plus sign if files differ from it. None without git."""
+    """Return the commit of the source tree, or None without git.
+
+    A plus sign says that files differ from the commit.
+    """
     root = Path(__file__).parents[2]
     try:
         head = run_git(root, "rev-parse", "--short=10", "HEAD")
@@ -41,18 +44,18 @@ def commit() -> str | None:
 
 def run_git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    done = subprocess.run(command, text=True, capture_output=True, check=True, timeout=10)
-    return done.stdout.strip()
+    finished = subprocess.run(command, text=True, capture_output=True, check=True, timeout=10)
+    return finished.stdout.strip()
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the number of usable cores, and the GPU if torch sees one."""
-    found: dict[str, Any] = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}
+    """Return the processor, the number of usable cores, and the GPU if torch sees one."""
+    description: dict[str, Any] = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-    return found
+        description["gpu"] = torch.cuda.get_device_name()
+        description["cuda"] = torch.version.cuda
+    return description
 
 
 def cpu_name() -> str:
@@ -67,9 +70,9 @@ def cpu_name() -> str:
 
 def package_versions() -> dict[str, str]:
     versions = {}
-    for name in PACKAGES:
+    for package in PACKAGES:
         try:
-            versions[name] = metadata.version(name)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     return versions

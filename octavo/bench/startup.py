@@ -1,4 +1,4 @@
-"""How long a fresh process takes from its start to the first token."""
+"""Measures how long a new process takes from its start to the first token."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from octavo.errors import OctavoError
 from octavo.model import build, registry
 from octavo.ops.reference import ReferenceOps
 
-SHARD = 4 * 2**30  # bytes
+SHARD_BYTES = 4 * 2**30
 
-CHILD = """
+CHILD_PROGRAM = """
 import json, sys, time
 model, options = json.loads(sys.argv[1])
 from octavo import LLM, SamplingParams
@@ -36,63 +36,64 @@ def measure(
     model: str | None,
     options: EngineOptions,
     repeat: int = 3,
-    done: Callable[[], None] = lambda: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, float]]:
-    """Return the seconds from the start of a process until its imports are done, its model is loaded
-    and it has the first token. The first run fills caches of compiled kernels and of the file
-    system."""
+    """Return the seconds from the start to the end of the imports, the load and the first token.
+
+    The first run fills the caches of compiled kernels and of the file system.
+    """
     runs = []
     for _ in range(repeat):
-        start = time.time()
-        child = [sys.executable, "-c", CHILD, json.dumps([model, asdict(options)])]
-        finished = subprocess.run(child, capture_output=True, text=True)
+        started_at = time.time()
+        command = [sys.executable, "-c", CHILD_PROGRAM, json.dumps([model, asdict(options)])]
+        finished = subprocess.run(command, capture_output=True, text=True)
         if finished.returncode:
             raise OctavoError(
                 f"the process ended with {finished.returncode}: {finished.stderr.strip()[-500:]}"
             )
-        times = json.loads(finished.stdout.strip().splitlines()[-1])
-        runs.append({name: at - start for name, at in times.items()})
-        done()
+        timestamps = json.loads(finished.stdout.strip().splitlines()[-1])
+        runs.append({name: timestamp - started_at for name, timestamp in timestamps.items()})
+        advance()
     return runs
 
 
 def write_checkpoint(
-    config: dict[str, Any], directory: Path, dtype: torch.dtype = torch.bfloat16
+    hf_config: dict[str, Any], directory: Path, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Random weights of a shape as a Hugging Face directory, in shards: something to start from where there is no model."""
+    """Write random weights for a model config as a Hugging Face directory with shards."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    model = build(registry.parse(config), registry.find(config), ReferenceOps(), dtype, "meta")
+    model = build(
+        registry.parse(hf_config), registry.find(hf_config), ReferenceOps(), dtype, "meta"
+    )
     shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    index: dict[str, str] = {}
+    shard_bytes = 0
+    weight_map: dict[str, str] = {}
 
     def flush() -> None:
         save_file(shards[-1], directory / f"model-{len(shards):05d}.safetensors")
         shards[-1].clear()
         shards.append({})
 
-    for name, slot in model.weight_map().items():
-        norm = len(slot.dest.shape) == 1
-        tensor = (
-            torch.ones(slot.dest.shape, dtype=dtype)
-            if norm
-            else torch.randn(slot.dest.shape[0], 1).to(dtype)
-        )
-        # rows of one random number each, shuffled by position: fast to make, nothing for a loader
-        # to exploit
-        if not norm:
-            tensor = (tensor * torch.randn(1, slot.dest.shape[1]).to(dtype) * 0.02).contiguous()
+    for name, target in model.weight_map().items():
+        is_norm = len(target.dest.shape) == 1
+        if is_norm:
+            tensor = torch.ones(target.dest.shape, dtype=dtype)
+        else:
+            # The product of a random column and a random row is fast to make and does not compress.
+            column = torch.randn(target.dest.shape[0], 1).to(dtype)
+            row = torch.randn(1, target.dest.shape[1]).to(dtype)
+            tensor = (column * row * 0.02).contiguous()
         shards[-1][name] = tensor
-        index[name] = f"model-{len(shards):05d}.safetensors"
-        size += tensor.nbytes
-        if size > SHARD:
+        weight_map[name] = f"model-{len(shards):05d}.safetensors"
+        shard_bytes += tensor.nbytes
+        if shard_bytes > SHARD_BYTES:
             flush()
-            size = 0
+            shard_bytes = 0
     if shards[-1]:
         flush()
     (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
+        json.dumps({"metadata": {}, "weight_map": weight_map})
     )
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(hf_config))

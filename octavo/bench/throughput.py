@@ -1,7 +1,7 @@
-"""Throughput of whole workloads in tokens per second, with the hardware limit.
+"""Measures the throughput of whole workloads in tokens per second, with the hardware limit.
 
-The limit is what the device's memory bandwidth and matrix units allow at best. Only token ids that
-arrived are counted.
+The limit follows from the memory bandwidth and the arithmetic rate of the device. Only token ids
+that arrived are counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from octavo.bench.measure_batching import bytes_per_step
-from octavo.bench.workloads import WORKLOADS, Machine, Workload, limit_seconds
+from octavo.bench.workloads import WORKLOADS, HardwareRates, Workload, limit_seconds
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
@@ -23,109 +23,129 @@ from octavo.params import SamplingParams
 
 
 def measure(
-    llm: LLM, names: list[str], repeat: int = 3, done: Callable[[], None] = lambda: None
+    llm: LLM, workload_names: list[str], repeat: int = 3, advance: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """One record a workload. The first run of each warms up and does not count."""
+    """Return one record for each workload.
+
+    The first run of each is a warm-up and does not count.
+    """
     machine = measure_machine(llm)
     results = []
-    for name in names:
-        load = WORKLOADS[name]()
-        run(llm, load)
-        done()
+    for workload_name in workload_names:
+        workload = WORKLOADS[workload_name]()
+        run(llm, workload)
+        advance()
         seconds = []
-        before = _host_time(llm)
+        times_before = _host_time(llm)
         for _ in range(repeat):
-            seconds.append(run(llm, load))
-            done()
-        steps, *host = (b - a for a, b in zip(before, _host_time(llm), strict=True))
-        counted = sum(map(len, load.prompts)) if load.counts_prompt else sum(load.outputs)
+            seconds.append(run(llm, workload))
+            advance()
+        steps, *phase_times = (
+            later - earlier for earlier, later in zip(times_before, _host_time(llm), strict=True)
+        )
+        phases = ("plan", "launch", "wait", "commit")
+        host_ms = {
+            phase: 1e3 * phase_time / steps
+            for phase, phase_time in zip(phases, phase_times, strict=True)
+        }
+        counted_tokens = sum(workload.outputs)
+        if workload.counts_prompt:
+            counted_tokens = sum(map(len, workload.prompts))
         parameters = parameter_count(llm.model)
-        weights = bytes_per_step(llm)
-        kv = llm.memory.kv_per_token
-        limit = limit_seconds(load, llm.config, parameters, weights, kv, machine)
+        step_bytes = bytes_per_step(llm)
+        kv_bytes = llm.memory.kv_per_token
+        limit = limit_seconds(workload, llm.config, parameters, step_bytes, kv_bytes, machine)
         results.append(
             {
-                "workload": name,
-                "requests": len(load.prompts),
-                "unit": "prompt tok/s" if load.counts_prompt else "tok/s",
-                "tok_s": counted / statistics.median(seconds),
-                "runs": [counted / s for s in seconds],
-                "limit_tok_s": counted / limit,
+                "workload": workload_name,
+                "requests": len(workload.prompts),
+                "unit": "prompt tok/s" if workload.counts_prompt else "tok/s",
+                "tok_s": counted_tokens / statistics.median(seconds),
+                "runs": [counted_tokens / elapsed for elapsed in seconds],
+                "limit_tok_s": counted_tokens / limit,
                 "of_limit": limit / statistics.median(seconds),
                 "steps": steps / repeat,
-                "host_ms_a_step": dict(
-                    zip(
-                        ("plan", "launch", "wait", "commit"),
-                        (1e3 * h / steps for h in host),
-                        strict=True,
-                    )
-                ),
+                "host_ms_a_step": host_ms,
             }
         )
     return results
 
 
-def run(llm: LLM, load: Workload) -> float:
-    """Seconds for the workload, the prefix cache empty at the start."""
+def run(llm: LLM, workload: Workload) -> float:
+    """Return the seconds of the workload. The prefix cache is empty at the start."""
     params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
-        for n in load.outputs
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output_tokens, detokenize=False)
+        for output_tokens in workload.outputs
     ]
     llm.reset_prefix_cache()
     start = time.perf_counter()
-    outputs = llm.generate(load.prompts, params, use_tqdm=False)
+    outputs = llm.generate(workload.prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    got = sum(len(o.outputs[0].token_ids) for o in outputs)
-    if got != sum(load.outputs):
-        error = next((o.error for o in outputs if o.error), "no error")
-        raise OctavoError(f"{got} of {sum(load.outputs)} tokens arrived ({error}): not counted")
+    arrived = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if arrived != sum(workload.outputs):
+        error = next((output.error for output in outputs if output.error), "no error")
+        raise OctavoError(
+            f"{arrived} of {sum(workload.outputs)} tokens arrived ({error}), so the run does not "
+            "count"
+        )
     return seconds
 
 
-def measure_machine(llm: LLM) -> Machine:
-    """A large copy, counting bytes both ways, and a large matrix product on random data: in the model's dtype, or by the engine's
-    own kernel with one of the model's matrices where that is faster, as it is where numbers have 8 bits."""
-    cuda = llm.device.type == "cuda"
-    n, m = (2**29, 8192) if cuda else (2**26, 1024)
-    a = torch.empty(n, dtype=torch.bfloat16, device=llm.device)
-    b = torch.empty_like(a)
-    x, y = (torch.randn(m, m, device=llm.device).to(llm.model_dtype) for _ in range(2))
-    return Machine(
-        2 * a.nbytes / _best(lambda: b.copy_(a), cuda),
-        max(2 * m**3 / _best(lambda: x @ y, cuda), _own(llm, cuda)),
+def measure_machine(llm: LLM) -> HardwareRates:
+    """Measure memory bandwidth and arithmetic rate of the device.
+
+    The bandwidth is that of a large copy, with bytes read and written. The arithmetic rate is that
+    of a large matrix product in the dtype of the model, or that of the engine's kernel with one of
+    the model's matrices if it is faster, as it is with 8-bit numbers.
+    """
+    is_cuda = llm.device.type == "cuda"
+    copy_elements = 2**29 if is_cuda else 2**26
+    matrix_size = 8192 if is_cuda else 1024
+    source = torch.empty(copy_elements, dtype=torch.bfloat16, device=llm.device)
+    target = torch.empty_like(source)
+    left, right = (
+        torch.randn(matrix_size, matrix_size, device=llm.device).to(llm.model_dtype)
+        for _ in range(2)
+    )
+    copy_seconds = _best_seconds(lambda: target.copy_(source), is_cuda)
+    product_seconds = _best_seconds(lambda: left @ right, is_cuda)
+    plain_flops = 2 * matrix_size**3 / product_seconds
+    return HardwareRates(
+        bytes_per_second=2 * source.nbytes / copy_seconds,
+        flops_per_second=max(plain_flops, _kernel_flops_per_second(llm, is_cuda)),
     )
 
 
 @torch.inference_mode()
-def _own(llm: LLM, cuda: bool, rows: int = 512) -> float:
-    """Operations a second of the widest product inside the layers, alone."""
-    linears = [m for m in llm.model.modules() if isinstance(m, Linear) and "lm_head" not in m.parts]
+def _kernel_flops_per_second(llm: LLM, is_cuda: bool, rows: int = 512) -> float:
+    """Return the arithmetic rate of the engine's kernel with the widest matrix of a layer."""
+    linears = [
+        module
+        for module in llm.model.modules()
+        if isinstance(module, Linear) and "lm_head" not in module.parts
+    ]
     if not linears:
         return 0.0
-    widest = max(linears, key=lambda m: sum(m.parts.values()))
-    x = torch.randn(rows, llm.config.hidden_size, device=llm.device).to(llm.model_dtype)
-    return (
-        2
-        * rows
-        * llm.config.hidden_size
-        * sum(widest.parts.values())
-        / _best(lambda: widest(x), cuda)
-    )
+    widest_linear = max(linears, key=lambda module: sum(module.parts.values()))
+    activations = torch.randn(rows, llm.config.hidden_size, device=llm.device).to(llm.model_dtype)
+    outputs = sum(widest_linear.parts.values())
+    flops = 2 * rows * llm.config.hidden_size * outputs
+    return flops / _best_seconds(lambda: widest_linear(activations), is_cuda)
 
 
-def _best(work: Callable[[], Any], cuda: bool, repeat: int = 5) -> float:
-    times = []
+def _best_seconds(operation: Callable[[], Any], is_cuda: bool, repeat: int = 5) -> float:
+    elapsed_times = []
     for _ in range(repeat + 1):
-        if cuda:
+        if is_cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        work()
-        if cuda:
+        operation()
+        if is_cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        elapsed_times.append(time.perf_counter() - start)
+    return min(elapsed_times[1:])
 
 
 def _host_time(llm: LLM) -> tuple[float, ...]:
-    t = llm.engine.host_time
-    return t.steps, t.plan, t.launch, t.wait, t.commit
+    host_time = llm.engine.host_time
+    return host_time.steps, host_time.plan, host_time.launch, host_time.wait, host_time.commit

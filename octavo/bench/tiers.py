@@ -1,10 +1,15 @@
-"""What the tiers below the device are worth: the time to the first token of a prompt that was computed, evicted by other
-traffic and asked for again, from host memory, and after a restart from disk, against computing it.
+"""Measures the tiers below the device: the TTFT of an evicted prompt, loaded and computed.
 
-Every prompt is asked for cold first, so that each ratio is of one prompt, and then from the device's own cache: that computes
-exactly what the others do, so theirs must be the same tokens. (In 16 bits a prompt in one piece may round otherwise than in two.)
-Loading is forced: what the engine would have chosen by itself is told beside it. The limit of a load is the link's bandwidth. The limit of
-the disk is the rate of threads that only read. The bench measures both limits and where the time of each first token went.
+A prompt is computed, evicted by other traffic and requested again. It is then loaded from host
+memory, and after a restart of the engine from disk.
+
+Every prompt is first requested cold, so that each ratio compares one prompt with itself. The next
+request finds it in the cache of the device. That request computes exactly what the later ones do,
+so all of them must return the same tokens. (In 16 bits a prompt in one chunk may be rounded
+differently from a prompt in two chunks.) Loading is forced, and the result also reports what the
+engine would have chosen. The limit of a load is the bandwidth of the link. The limit of the disk is
+the rate of threads that only read. The bench measures both limits, and where the time to each first
+token went.
 """
 
 from __future__ import annotations
@@ -33,31 +38,33 @@ from octavo.params import SamplingParams
 from octavo.runner.disk import Disk
 from octavo.types import Plan, StepResult
 
-OUTPUT = 8  # tokens, compared
-SETTLE = 0.5  # seconds without a new record, after which all are written
+OUTPUT = 8  # tokens of a reply; replies are compared
+SETTLE_SECONDS = 0.5  # without a new record on disk, after which all are written
 
 
-class Eager(OffloadCosts):
-    """Loads whatever can be loaded."""
+class AlwaysLoad(OffloadCosts):
+    """Loads every block that can be loaded."""
 
     def loading_pays(self, disk: bool = False) -> bool:
         return True
 
 
-class Parts(NamedTuple):
-    """Where the time to a first token went: seconds, one part after the other. Blocks that were loaded
-    while others were read count as read."""
+class FirstTokenParts(NamedTuple):
+    """The parts of a TTFT in seconds, one after the other.
+
+    Blocks that were loaded while others were read count as read.
+    """
 
     ask: float  # until the step was planned that asks the disk, or else the one that computes
     read: float  # until the last answer of the disk arrived: records and checksums
     wait: float  # until the step was planned that computes
-    load: float  # what that step still had to load
+    load: float  # in that step: loading the remaining blocks
     compute: float
-    rest: float  # launching, sampling and delivering
+    rest: float  # launching, sampling, output
 
 
 class FirstTokenTimer:
-    """Measures where the time to a first token goes. It listens to the engine's steps."""
+    """Measures where the time to a first token goes. It listens to the steps of the engine."""
 
     def __init__(self, events: EventLog):
         self.load_seconds = 0.0  # of all prompts
@@ -71,9 +78,9 @@ class FirstTokenTimer:
         self.asked_at = self.started_at
         self.answered_at = self.started_at
         self.computing_at = 0.0
-        self.load = 0.0
-        self.compute = 0.0
-        self.promoted = 0  # blocks loaded before the step that computes
+        self.step_load_seconds = 0.0
+        self.step_compute_seconds = 0.0
+        self.promoted_blocks = 0  # loaded before the step that computes
 
     def on_event(self, event: Event) -> None:
         now = time.perf_counter()
@@ -90,260 +97,326 @@ class FirstTokenTimer:
             self.load_seconds += result.load_seconds
             self.loaded_blocks += len(plan.loads)
         if plan.items:
-            self.load += result.load_seconds
-            self.compute += result.compute_seconds
+            self.step_load_seconds += result.load_seconds
+            self.step_compute_seconds += result.compute_seconds
         else:
-            self.promoted += len(plan.loads)
+            self.promoted_blocks += len(plan.loads)
         if any(disk_event.fetch_id for disk_event in result.disk_events):
             self.answered_at = now
 
-    def parts(self) -> Parts:
-        """Return the parts of the time until now. Call it when the first token has arrived."""
+    def parts(self) -> FirstTokenParts:
+        """Return the parts of the TTFT. Call this when the first token has arrived."""
         now = time.perf_counter()
         asked_at = self.computing_at
         answered_at = self.computing_at
         if self.answered_at > self.asked_at > self.started_at:
             asked_at = self.asked_at
             answered_at = self.answered_at
-        return Parts(
+        step_seconds = self.step_load_seconds + self.step_compute_seconds
+        return FirstTokenParts(
             ask=asked_at - self.started_at,
             read=answered_at - asked_at,
             wait=self.computing_at - answered_at,
-            load=self.load,
-            compute=self.compute,
-            rest=now - self.computing_at - self.load - self.compute,
+            load=self.step_load_seconds,
+            compute=self.step_compute_seconds,
+            rest=now - self.computing_at - step_seconds,
         )
 
 
 class Answer(NamedTuple):
     seconds: float  # to the first token
     tokens: list[int]
-    cached: int  # tokens of the prompt
-    parts: Parts | None  # if it was timed
-    promoted: int = 0  # blocks
+    cached: int  # tokens of the prompt that were cached
+    parts: FirstTokenParts | None  # None without a timer
+    promoted_blocks: int = 0
 
 
 def ask(llm: LLM, prompt: list[int], timer: FirstTokenTimer | None = None) -> Answer:
-    before = llm.engine.scheduler.counters.cached_tokens
+    counters = llm.engine.scheduler.counters
+    cached_before = counters.cached_tokens
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     params.detokenize = False
     if timer is not None:
         timer.begin()
     start = time.perf_counter()
     stream = llm.stream(prompt, params)
-    first = next(stream)
+    tokens = list(next(stream).token_ids)
     seconds = time.perf_counter() - start
-    parts = timer.parts() if timer is not None else None
-    promoted = timer.promoted if timer is not None else 0
-    tokens = [*first.token_ids, *(token for piece in stream for token in piece.token_ids)]
+    parts = None if timer is None else timer.parts()
+    promoted_blocks = 0 if timer is None else timer.promoted_blocks
+    for output in stream:
+        tokens += output.token_ids
     if len(tokens) != OUTPUT:
-        raise OctavoError(f"{len(tokens)} of {OUTPUT} tokens arrived: not counted")
-    cached = llm.engine.scheduler.counters.cached_tokens - before
-    return Answer(seconds, tokens, cached, parts, promoted)
+        raise OctavoError(f"{len(tokens)} of {OUTPUT} tokens arrived, so the run does not count")
+    cached = counters.cached_tokens - cached_before
+    return Answer(seconds, tokens, cached, parts, promoted_blocks)
 
 
-def eager(llm: LLM) -> OffloadCosts:
-    """Make it load whatever it can. The costs it goes on measuring."""
+def force_loading(llm: LLM) -> OffloadCosts:
+    """Make the engine load every block that it can. It continues to measure the costs."""
     tiers = llm.engine.scheduler.tiers
     if tiers is None:
         raise OctavoError(
-            "this engine has no second tier: page-locked memory was refused, or no room was given"
+            "this engine has no host tier: page-locked memory was refused, or swap_space is 0"
         )
-    old = tiers.costs
-    tiers.costs = Eager(
-        old.block_size, old.load_seconds, old.fetch_seconds, old.prefill_tokens, old.prefill_seconds
+    costs = tiers.costs
+    tiers.costs = AlwaysLoad(
+        costs.block_size,
+        costs.load_seconds,
+        costs.fetch_seconds,
+        costs.prefill_tokens,
+        costs.prefill_seconds,
     )
     return tiers.costs
 
 
+# ---- the bench -----------------------------------------------------------------------------------
+
+
+class PromptSource:
+    """Makes random prompts of one length."""
+
+    def __init__(self, vocab_size: int, tokens: int):
+        self.generator = random.Random(0)
+        self.vocab_size = min(vocab_size, 10000)
+        self.tokens = tokens
+
+    def new_prompt(self) -> list[int]:
+        return [self.generator.randrange(self.vocab_size) for _ in range(self.tokens)]
+
+
+class HostAnswers(NamedTuple):
+    """The answers to the same prompts in the first run of the engine."""
+
+    prompts: list[list[int]]
+    cold: list[Answer]
+    device: list[Answer]
+    host: list[Answer]
+
+
 def measure(
-    make: Callable[[], LLM],
+    make_engine: Callable[[], LLM],
     directory: Path,
     tokens: int = 4000,
     repeat: int = 3,
-    done: Callable[[], None] = lambda: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """`make`: an engine whose pool holds one such prompt and little more, with host memory, and a disk at `directory`. Calls
-    `done` 4 * repeat times."""
-    rng = random.Random(0)
-    llm = make()
-    vocabulary = min(llm.config.vocab_size, 10000)
+    """Measure all tiers. `advance` is called 4 * repeat times.
 
-    def prompt() -> list[int]:
-        return [rng.randrange(vocabulary) for _ in range(tokens)]
-
-    llm.warm_up()
-    ask(llm, prompt())
-    costs = eager(llm)
-    tiers = llm.engine.scheduler.counters.tiers
-    timer = FirstTokenTimer(llm.engine.events)
-    prompts = [prompt() for _ in range(repeat)]
-    cold = list[Answer]()
-    device = list[Answer]()
-    host = list[Answer]()
-    for p in prompts:
-        cold.append(ask(llm, p, timer))
-        device.append(ask(llm, p, timer))
-        done()
-        ask(llm, prompt())  # other traffic: it takes all of the pool
-        host.append(ask(llm, p, timer))
-        done()
-        settle(directory)
-    link = copy_rate(llm.device, llm.memory.block_bytes)
-    load_bytes = timer.loaded_blocks * llm.memory.block_bytes
-    rate = load_bytes / timer.load_seconds if timer.load_seconds else 0.0
-    result: dict[str, Any] = {
-        "bench": "tiers",
-        "device": llm.device.type,
-        "dtype": str(llm.model_dtype).removeprefix("torch."),
-        "tokens": tokens,
-        "block_size": llm.cache.block_size,
-        "block_bytes": llm.memory.block_bytes,
-        "pool_blocks": llm.cache.num_blocks,
-        "host_blocks": llm.cache.host_blocks,
-        "cold_ttft_s": spread([a.seconds for a in cold]),
-        "device_ttft_s": spread([a.seconds for a in device]),
-        "host_ttft_s": spread([a.seconds for a in host]),
-        "host_ratio": spread([c.seconds / h.seconds for c, h in zip(cold, host, strict=True)]),
-        "host_cached_tokens": min(a.cached for a in host),
-        "load_bytes": load_bytes,
-        "load_bytes_s": rate,
-        "link_bytes_s": link,
-        "of_link": rate / link,
-        "chooses_host": OffloadCosts.loading_pays(costs),
-        "stores": tiers.stores,
-    }
+    `make_engine` returns an engine whose block pool holds one prompt and little more. It has host
+    memory, and a disk tier at `directory`.
+    """
+    llm = make_engine()
+    source = PromptSource(llm.config.vocab_size, tokens)
+    answers, result = measure_host(llm, source, directory, repeat, advance)
     llm.close()
     del llm
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
     records = settle(directory)
     forget_pages(directory)
-    llm = make()
-    llm.warm_up()
-    ask(llm, prompt())
-    costs = eager(llm)
-    count = llm.engine.scheduler.counters.tiers
-    timer = FirstTokenTimer(llm.engine.events)
-    runner = llm.runner.tiers
-    if runner is None or runner.disk is None:
-        raise OctavoError("this engine has no disk")
-    passes: list[list[Answer]] = []
-    readers: list[float] = []
-    for _ in range(2):  # the second time the system has the records in memory
-        passes.append([])
-        busy = runner.read_seconds
-        for p in prompts:
-            passes[-1].append(ask(llm, p, timer))
-            done()
-        waited = sum(a.parts.read for a in passes[-1] if a.parts is not None)
-        readers.append((runner.read_seconds - busy) / waited if waited else 0.0)
-        llm.reset_prefix_cache()
-    disk, paged = passes
-    record = len(prompts) * (tokens - 1) // llm.cache.block_size * llm.memory.block_bytes
-    result |= {
-        "disk_ttft_s": spread([a.seconds for a in disk]),
-        "disk_ratio": spread([c.seconds / d.seconds for c, d in zip(cold, disk, strict=True)]),
-        "disk_cached_tokens": min(a.cached for a in disk),
-        "disk_bytes_s": record / sum(a.seconds for a in disk),
-        "paged_ttft_s": spread([a.seconds for a in paged]),
-        "paged_ratio": spread([c.seconds / d.seconds for c, d in zip(cold, paged, strict=True)]),
-        "paged_cached_tokens": min(a.cached for a in paged),
-        "paged_bytes_s": record / sum(a.seconds for a in paged),
-        "parts_s": {
-            name: medians([a.parts for a in each if a.parts is not None])
-            for name, each in (("device", device), ("host", host), ("disk", disk), ("paged", paged))
-        },
-        "busy_readers": dict(zip(("disk", "paged"), readers, strict=True)),
-        "loaded_while_reading": {
-            "disk": min(a.promoted for a in disk),
-            "paged": min(a.promoted for a in paged),
-        },
-        "read_alone_bytes_s": read_rates(runner.disk, prompts[0], llm.cache.block_size),
-        "disk_records": records,
-        "disk_misses": dict(count.misses),
-        "chooses_disk": OffloadCosts.loading_pays(costs, disk=True),
-        "same_tokens": all(
-            len({tuple(a.tokens) for a in each}) == 1
-            for each in zip(device, host, disk, paged, strict=True)
-        ),
-        "same_as_computed": all(c.tokens == d.tokens for c, d in zip(cold, device, strict=True)),
-    }
+    llm = make_engine()
+    result["disk_records"] = records
+    result |= measure_disk(llm, source, answers, advance)
     llm.close()
     return result
 
 
-def medians(each: list[Parts]) -> dict[str, float]:
-    return {
-        name: statistics.median(getattr(parts, name) for parts in each) for name in Parts._fields
+def measure_host(
+    llm: LLM, source: PromptSource, directory: Path, repeat: int, advance: Callable[[], None]
+) -> tuple[HostAnswers, dict[str, Any]]:
+    """Measure prompts that are computed, in the cache of the device, and in host memory."""
+    llm.warm_up()
+    ask(llm, source.new_prompt())
+    costs = force_loading(llm)
+    timer = FirstTokenTimer(llm.engine.events)
+    prompts = [source.new_prompt() for _ in range(repeat)]
+    answers = HostAnswers(prompts, [], [], [])
+    for prompt in prompts:
+        answers.cold.append(ask(llm, prompt, timer))
+        answers.device.append(ask(llm, prompt, timer))
+        advance()
+        ask(llm, source.new_prompt())  # Other traffic takes the whole block pool.
+        answers.host.append(ask(llm, prompt, timer))
+        advance()
+        settle(directory)
+    link_rate = copy_rate(llm.device, llm.memory.block_bytes)
+    load_bytes = timer.loaded_blocks * llm.memory.block_bytes
+    load_rate = load_bytes / timer.load_seconds if timer.load_seconds else 0.0
+    result: dict[str, Any] = {
+        "bench": "tiers",
+        "device": llm.device.type,
+        "dtype": str(llm.model_dtype).removeprefix("torch."),
+        "tokens": source.tokens,
+        "block_size": llm.cache.block_size,
+        "block_bytes": llm.memory.block_bytes,
+        "pool_blocks": llm.cache.num_blocks,
+        "host_blocks": llm.cache.host_blocks,
+        "cold_ttft_s": spread_seconds(answers.cold),
+        "device_ttft_s": spread_seconds(answers.device),
+        "host_ttft_s": spread_seconds(answers.host),
+        "host_ratio": spread_ratio(answers.cold, answers.host),
+        "host_cached_tokens": min(answer.cached for answer in answers.host),
+        "load_bytes": load_bytes,
+        "load_bytes_s": load_rate,
+        "link_bytes_s": link_rate,
+        "of_link": load_rate / link_rate,
+        "chooses_host": OffloadCosts.loading_pays(costs),
+        "stores": llm.engine.scheduler.counters.tiers.stores,
+    }
+    return answers, result
+
+
+def measure_disk(
+    llm: LLM, source: PromptSource, answers: HostAnswers, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """Measure prompts that a new engine reads from disk, and again from the page cache."""
+    llm.warm_up()
+    ask(llm, source.new_prompt())
+    costs = force_loading(llm)
+    timer = FirstTokenTimer(llm.engine.events)
+    store = llm.runner.tiers
+    if store is None or store.disk is None:
+        raise OctavoError("this engine has no disk tier: set kv_disk to a directory")
+    passes: dict[str, list[Answer]] = {}
+    busy_readers: dict[str, float] = {}
+    for name in ("disk", "paged"):  # In the second pass the records are in the page cache.
+        reading_before = store.read_seconds
+        passes[name] = []
+        for prompt in answers.prompts:
+            passes[name].append(ask(llm, prompt, timer))
+            advance()
+        reading = store.read_seconds - reading_before
+        waited = sum(answer.parts.read for answer in passes[name] if answer.parts is not None)
+        busy_readers[name] = reading / waited if waited else 0.0
+        llm.reset_prefix_cache()
+    full_blocks = len(answers.prompts) * (source.tokens - 1) // llm.cache.block_size
+    record_bytes = full_blocks * llm.memory.block_bytes
+    result: dict[str, Any] = {}
+    for name, loaded in passes.items():
+        result |= {
+            f"{name}_ttft_s": spread_seconds(loaded),
+            f"{name}_ratio": spread_ratio(answers.cold, loaded),
+            f"{name}_cached_tokens": min(answer.cached for answer in loaded),
+            f"{name}_bytes_s": record_bytes / sum(answer.seconds for answer in loaded),
+        }
+    all_answers = {"device": answers.device, "host": answers.host, **passes}
+    return result | {
+        "parts_s": {name: median_parts(each) for name, each in all_answers.items()},
+        "busy_readers": busy_readers,
+        "loaded_while_reading": {
+            name: min(answer.promoted_blocks for answer in loaded)
+            for name, loaded in passes.items()
+        },
+        "read_alone_bytes_s": read_rates(store.disk, answers.prompts[0], llm.cache.block_size),
+        "disk_misses": dict(llm.engine.scheduler.counters.tiers.misses),
+        "chooses_disk": OffloadCosts.loading_pays(costs, disk=True),
+        "same_tokens": have_same_tokens(*all_answers.values()),
+        "same_as_computed": have_same_tokens(answers.cold, answers.device),
     }
 
 
-def read_rates(disk: Disk, prompt: list[int], size: int, rounds: int = 3) -> dict[str, float]:
-    """Bytes a second of the records of a prompt that the system has in memory, checked, by so many threads and nothing else."""
-    parent = b""
+def spread_seconds(answers: list[Answer]) -> dict[str, float]:
+    return spread([answer.seconds for answer in answers])
+
+
+def spread_ratio(cold: list[Answer], loaded: list[Answer]) -> dict[str, float]:
+    """Return how many times faster a loaded prompt is than a computed one."""
+    pairs = zip(cold, loaded, strict=True)
+    return spread([computed.seconds / other.seconds for computed, other in pairs])
+
+
+def have_same_tokens(*runs: list[Answer]) -> bool:
+    """Return whether all runs gave the same tokens for each prompt."""
+    for answers in zip(*runs, strict=True):
+        if any(answer.tokens != answers[0].tokens for answer in answers):
+            return False
+    return True
+
+
+def median_parts(answers: list[Answer]) -> dict[str, float]:
+    timings = [answer.parts for answer in answers if answer.parts is not None]
+    return {
+        field: statistics.median(getattr(timing, field) for timing in timings)
+        for field in FirstTokenParts._fields
+    }
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def read_rates(disk: Disk, prompt: list[int], block_size: int, rounds: int = 3) -> dict[str, float]:
+    """Return the bytes per second of threads that only read and check the records of a prompt.
+
+    The records are in the page cache. The keys are numbers of threads.
+    """
+    block_hash = b""
     records: list[tuple[bytes, array[int]]] = []
-    for j in range((len(prompt) - 1) // size):
-        tokens = array("i", prompt[j * size : (j + 1) * size])
-        records.append((parent := chain_hash(parent, tokens), tokens))
+    for block in range((len(prompt) - 1) // block_size):
+        tokens = array("i", prompt[block * block_size : (block + 1) * block_size])
+        block_hash = chain_hash(block_hash, tokens)
+        records.append((block_hash, tokens))
     memory = area(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
+
+    def read_record(index: int) -> None:
+        disk.read(*records[index], memory[index].data)
+
     rates = dict[str, float]()
     threads = 1
     while threads <= (os.cpu_count() or 1):
-        best = float("inf")
+        best_seconds = float("inf")
         with ThreadPoolExecutor(threads) as pool:
             for _ in range(rounds):
                 start = time.perf_counter()
-                list(
-                    pool.map(lambda k: disk.read(*records[k], memory[k].data), range(len(records)))
-                )
-                best = min(best, time.perf_counter() - start)
-        rates[str(threads)] = memory.nbytes / best
+                list(pool.map(read_record, range(len(records))))
+                best_seconds = min(best_seconds, time.perf_counter() - start)
+        rates[str(threads)] = memory.nbytes / best_seconds
         threads *= 2
     return rates
 
 
-def settle(directory: Path, patience: float = 60.0) -> int:
-    """Wait until no more records come. How many there are."""
-    count = -1
-    since = 0.0
-    deadline = time.monotonic() + patience
+def settle(directory: Path, timeout: float = 60.0) -> int:
+    """Wait until no more records are written, and return their number."""
+    record_count = -1
+    stable_since = 0.0
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         found = sum(1 for _ in directory.glob("kv-*/*.kv"))
-        if found != count:
-            count = found
-            since = time.monotonic()
-        elif time.monotonic() - since > SETTLE:
+        if found != record_count:
+            record_count = found
+            stable_since = time.monotonic()
+        elif time.monotonic() - stable_since > SETTLE_SECONDS:
             break
-        time.sleep(SETTLE / 10)
-    return count
+        time.sleep(SETTLE_SECONDS / 10)
+    return record_count
 
 
 def forget_pages(directory: Path) -> None:
-    """The records are to come from the disk and not from the system's memory of it, as far as the system lets us say so."""
+    """Ask the system to drop the records from its page cache, so that they come from the disk."""
     for path in directory.glob("kv-*/*.kv"):
-        file = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
-            os.close(file)
+            os.close(descriptor)
 
 
-def copy_rate(device: torch.device, size: int, total: int = 2**28, rounds: int = 5) -> float:
-    """Bytes a second from host memory to the device, in pieces of this size, the fastest of some rounds."""
-    cuda = device.type == "cuda"
-    count = max(total // size, 1)
-    source = torch.ones(count, size, dtype=torch.uint8, pin_memory=cuda)
-    target = torch.empty(count, size, dtype=torch.uint8, device=device)
-    best = float("inf")
+def copy_rate(
+    device: torch.device, block_bytes: int, total_bytes: int = 2**28, rounds: int = 5
+) -> float:
+    """Return the bytes per second from host memory to the device, in copies of a block."""
+    is_cuda = device.type == "cuda"
+    count = max(total_bytes // block_bytes, 1)
+    source = torch.ones(count, block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+    target = torch.empty(count, block_bytes, dtype=torch.uint8, device=device)
+    best_seconds = float("inf")
     for _ in range(rounds):
         start = time.perf_counter()
-        for i in range(count):
-            target[i].copy_(source[i], non_blocking=True)
-        if cuda:
+        for index in range(count):
+            target[index].copy_(source[index], non_blocking=True)
+        if is_cuda:
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return count * size / best
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return count * block_bytes / best_seconds

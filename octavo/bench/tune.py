@@ -1,7 +1,8 @@
-"""Which way to cut up the GPU's products with quantised weights is fastest, over all products of a step but the head.
+"""Finds the fastest kernel for products with quantized weights on a GPU.
 
-Ways that do not compile, do not fit or compute something else are left out. What is found goes into the tables of
-octavo/ops/triton/quant/__init__.py, by hand.
+The time is that of all products of a step except the head. Kernels that do not compile, do not fit
+or compute a wrong result are left out. The results are copied by hand into the tables of
+octavo/ops/triton/quant/__init__.py.
 """
 
 from __future__ import annotations
@@ -20,48 +21,48 @@ from octavo.model import quant
 from octavo.ops.weight import WeightFormat
 
 ROWS = (1, 16, 32, 64, 128, 256)
-THREADS = 12  # that compile
-EDGES = {"lm_head", "embed_tokens"}
+COMPILE_THREADS = 12
+EDGE_NAMES = {"lm_head", "embed_tokens"}
 
 
-def candidates(form: WeightFormat, rows: int) -> list[Any]:
-    """Ways that are worth trying for so many rows."""
+def candidates(weight_format: WeightFormat, rows: int) -> list[Any]:
+    """Return the kernels that are worth trying for this number of rows."""
     from octavo.ops.triton.quant.activation_gemm import Rounded
     from octavo.ops.triton.quant.hopper_gemm import SPLITS, TILES, known
     from octavo.ops.triton.quant.quant_gemm import Gemm
     from octavo.ops.triton.quant.quant_gemv import Gemv
 
-    tall = min(256, max(16, 1 << (rows - 1).bit_length()))
-    if form.quantizes_activations and rows > 16:
-        tiles = [(tall, 64), (tall, 128)] + ([(128, 128), (128, 256)] if tall == 256 else [])
-        return [
-            Rounded(Gemm(m, n, 2, s, 2 if m * n <= 8192 else 1))
-            for m, n in tiles
-            for s in (3, 4, 5)
-        ]
-    found: list[Any] = []
+    kernels: list[Any] = []
+    tile_rows = min(256, max(16, 1 << (rows - 1).bit_length()))
+    if weight_format.quantizes_activations and rows > 16:
+        tile_sizes = [(tile_rows, 64), (tile_rows, 128)]
+        if tile_rows == 256:
+            tile_sizes += [(128, 128), (128, 256)]
+        for tile_height, tile_width in tile_sizes:
+            residents = 2 if tile_height * tile_width <= 8192 else 1
+            for stages in (3, 4, 5):
+                kernels.append(Rounded(Gemm(tile_height, tile_width, 2, stages, residents)))
+        return kernels
     if rows == 1:
-        found += [Gemv(n, warps) for n in (2, 4, 8) for warps in (2, 4, 8)]
+        kernels += [Gemv(tile_width, warps) for tile_width in (2, 4, 8) for warps in (2, 4, 8)]
     if rows <= 32:
-        afters = (
-            (True, False)
-            if form.bits == 4 and form.group_size == 128 and not form.asymmetric
-            else (False,)
-        )
-        found += [
-            Gemm(tall, 64, b, s, r, a)
-            for b, s in ((1, 4), (1, 6), (2, 4), (4, 3))
-            for r in (2, 4)
-            for a in afters
+        is_grouped = weight_format.bits == 4 and weight_format.group_size == 128
+        can_scale_after = is_grouped and not weight_format.asymmetric
+        scale_after_options = (True, False) if can_scale_after else (False,)
+        kernels += [
+            Gemm(tile_rows, 64, blocks, stages, residents, scale_after)
+            for blocks, stages in ((1, 4), (1, 6), (2, 4), (4, 3))
+            for residents in (2, 4)
+            for scale_after in scale_after_options
         ]
     elif rows <= 128:
-        found += [
-            Gemm(tall, n, b, s, r)
-            for n, r in ((64, 2), (64, 3), (128, 1), (128, 2))
-            for b, s in ((1, 3), (1, 4), (2, 3))
+        kernels += [
+            Gemm(tile_rows, tile_width, blocks, stages, residents)
+            for tile_width, residents in ((64, 2), (64, 3), (128, 1), (128, 2))
+            for blocks, stages in ((1, 3), (1, 4), (2, 3))
         ]
     else:
-        shapes = (
+        tile_shapes = (
             (256, 128, 1),
             (256, 64, 2),
             (128, 128, 1),
@@ -69,103 +70,145 @@ def candidates(form: WeightFormat, rows: int) -> list[Any]:
             (128, 64, 2),
             (128, 256, 1),
         )
-        found += [Gemm(m, n, 1, s, r) for m, n, r in shapes for s in (3, 4)]
-    if rows > 32 and known(form):
-        found += [tile._replace(split=split) for tile in TILES for split in SPLITS]
-    return found
+        kernels += [
+            Gemm(tile_height, tile_width, 1, stages, residents)
+            for tile_height, tile_width, residents in tile_shapes
+            for stages in (3, 4)
+        ]
+    if rows > 32 and known(weight_format):
+        kernels += [tile._replace(split=split) for tile in TILES for split in SPLITS]
+    return kernels
 
 
 class TuningCase:
-    """Products of one format and number of rows, and one small enough to be computed exactly beside them."""
+    """The products of one format and number of rows.
+
+    A small product, which is also computed exactly, checks the result of a kernel.
+    """
 
     def __init__(
-        self, form: WeightFormat, rows: int, weights: dict[Product, list[Any]], device: str
+        self, weight_format: WeightFormat, rows: int, weights: dict[Product, list[Any]], device: str
     ):
-        from octavo.ops.triton import quant as packed
+        from octavo.ops.triton import quant as packed_ops
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float16
-        self.packed = packed
+        self.packed_ops = packed_ops
         self.weights = weights
         self.device = device
-        self.exact = not form.quantizes_activations
-        self.x = {p: torch.randn(rows, p.inputs, device=device).to(dtype) for p in weights}
+        self.is_exact = not weight_format.quantizes_activations
+        self.activations = {
+            product: torch.randn(rows, product.inputs, device=device).to(dtype)
+            for product in weights
+        }
         inputs = next(iter(weights)).inputs
-        small = random_weight(form, 256, inputs, device)
-        self.small = packed.TritonWeight(small)
-        self.small_x = torch.randn(rows, inputs, device=device).to(dtype)
-        self.want = self.small_x.float() @ small.dequantize().T
+        small_weight = random_weight(weight_format, 256, inputs, device)
+        self.small_weight = packed_ops.TritonWeight(small_weight)
+        self.small_activations = torch.randn(rows, inputs, device=device).to(dtype)
+        self.expected = self.small_activations.float() @ small_weight.dequantize().T
 
-    def fault(self, how: Any) -> str | None:
-        """Why this way is none. Compiles it, for every product."""
+    def current_kernel(self) -> Any:
+        """Return the kernel that the engine uses now."""
+        rows = len(self.small_activations)
+        weight = next(iter(self.weights.values()))[0]
+        return self.packed_ops.choose(rows, torch.bfloat16, weight)
+
+    def find_failure(self, kernel: Any) -> str | None:
+        """Compile a kernel for every product. Return why it fails, or None."""
         try:
             with torch.inference_mode():
-                for product, x in self.x.items():
-                    self.packed.linear(x, self.weights[product][0], how=how)
-                got = self.packed.linear(self.small_x, self.small, how=how).float()
-                error = float((got - self.want).norm() / self.want.norm())
-        except Exception as problem:  # whatever the compiler or the driver refuses
-            return " ".join(str(problem).split())[:100] or type(problem).__name__
-        return None if error < (0.01 if self.exact else 0.05) else f"off by {error:.2g}"
+                for product, activations in self.activations.items():
+                    self.packed_ops.linear(activations, self.weights[product][0], how=kernel)
+                result = self.packed_ops.linear(
+                    self.small_activations, self.small_weight, how=kernel
+                ).float()
+                error = float((result - self.expected).norm() / self.expected.norm())
+        except Exception as exception:  # The compiler or the driver may raise anything.
+            return " ".join(str(exception).split())[:100] or type(exception).__name__
+        tolerance = 0.01 if self.is_exact else 0.05
+        return None if error < tolerance else f"the result is off by {error:.2g}"
 
-    def cost(self, how: Any) -> float:
-        """Seconds."""
+    def total_seconds(self, kernel: Any) -> float:
+        """Return the seconds of all products of a step."""
 
-        def multiply(x: Tensor, weight: Any) -> Tensor:
-            return self.packed.linear(x, weight, how=how)
+        def multiply(activations: Tensor, weight: Any) -> Tensor:
+            return self.packed_ops.linear(activations, weight, how=kernel)
 
-        return sum(
-            p.times * seconds(partial(multiply, x), self.weights[p], self.device, 3)
-            for p, x in self.x.items()
-        )
+        total = 0.0
+        for product, activations in self.activations.items():
+            call = partial(multiply, activations)
+            total += product.times * seconds(call, self.weights[product], self.device, repeat=3)
+        return total
 
 
 def tune(
-    hf: dict[str, Any],
+    hf_config: dict[str, Any],
     formats: tuple[str, ...] = FORMATS,
     rows: tuple[int, ...] = ROWS,
-    told: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
     device: str = "cuda",
 ) -> list[dict[str, Any]]:
-    """The fastest way for each format and number of rows. `told` hears the three fastest, the present one, and what failed."""
+    """Return the fastest kernel for each format and number of rows.
+
+    `report` gets a line for each of the three fastest kernels, the current one and those that fail.
+    """
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest("ways to compute on a GPU can only be tried on one", "tune")
+        raise InvalidRequest(
+            "tuning measures GPU kernels and needs a CUDA GPU: run it on a machine that has one",
+            "tune",
+        )
     from octavo.ops.triton import TritonOps
 
     ops = TritonOps()
-    best = []
-    for name in formats:
-        form = quant.parse(name)
-        assert isinstance(form, WeightFormat)
+    fastest = []
+    for format_name in formats:
+        weight_format = quant.parse(format_name)
+        assert isinstance(weight_format, WeightFormat)
         weights = {
-            p: packed_weights(p, form, ops, device)
-            for p in products(hf)
-            if not EDGES.intersection(p.names)
+            product: packed_weights(product, weight_format, ops, device)
+            for product in products(hf_config)
+            if not EDGE_NAMES.intersection(product.names)
         }
-        for count in rows:
-            case = TuningCase(form, count, weights, device)
-            present = case.packed.choose(count, torch.bfloat16, next(iter(weights.values()))[0])
-            ways = list(dict.fromkeys([present, *candidates(form, count)]))
-            case.fault(present)  # alone first: what the compiler prepares once is then in place
-            with ThreadPoolExecutor(THREADS) as pool:
-                faults = dict(zip(ways, pool.map(case.fault, ways), strict=True))
-            for how, fault in faults.items():
-                if fault is not None:
-                    told(f"{name} {count} rows: no {how}: {fault}")
-            costs = {how: case.cost(how) for how, fault in faults.items() if fault is None}
-            order = sorted(costs, key=lambda how: costs[how])
-            for how in dict.fromkeys(order[:3] + [present] * (present in costs)):
-                told(
-                    f"{name} {count} rows: {1e6 * costs[how]:8.1f} us  {how}{' (present)' if how == present else ''}"
-                )
-            if order:
-                best.append(
+        for row_count in rows:
+            case = TuningCase(weight_format, row_count, weights, device)
+            title = f"{format_name} {row_count} rows"
+            times = time_kernels(case, candidates(weight_format, row_count), title, report)
+            if times:
+                kernel, kernel_seconds = min(times.items(), key=lambda item: item[1])
+                fastest.append(
                     {
-                        "format": name,
-                        "rows": count,
-                        "how": str(order[0]),
-                        "us": 1e6 * costs[order[0]],
+                        "format": format_name,
+                        "rows": row_count,
+                        "how": str(kernel),
+                        "us": 1e6 * kernel_seconds,
                     }
                 )
         del weights
         torch.cuda.empty_cache()
-    return best
+    return fastest
+
+
+def time_kernels(
+    case: TuningCase, kernels: list[Any], title: str, report: Callable[[str], None]
+) -> dict[Any, float]:
+    """Return the seconds of each kernel that works. The current choice is measured too."""
+    current = case.current_kernel()
+    kernels = list(dict.fromkeys([current, *kernels]))
+    # The first compilation runs alone, because it prepares what the others share.
+    case.find_failure(current)
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        failures = dict(zip(kernels, pool.map(case.find_failure, kernels), strict=True))
+    for kernel, failure in failures.items():
+        if failure is not None:
+            report(f"{title}: {kernel} fails: {failure}")
+    times = {
+        kernel: case.total_seconds(kernel)
+        for kernel, failure in failures.items()
+        if failure is None
+    }
+    reported = sorted(times, key=lambda kernel: times[kernel])[:3]
+    if current in times and current not in reported:
+        reported.append(current)
+    for kernel in reported:
+        note = " (current)" if kernel == current else ""
+        report(f"{title}: {1e6 * times[kernel]:8.1f} us  {kernel}{note}")
+    return times

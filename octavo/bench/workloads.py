@@ -1,11 +1,13 @@
-"""The workloads that systems are compared on, as token ids: speed does not depend on what random weights say.
+"""The workloads that systems are compared with, as token ids.
 
-offline        256 requests, prompt and output lengths uniform in 100..1024: nano-vllm's published one
-single         one request, 128 in, 256 out
-four           four short prompts, 32 out: what batching is worth
-decode         256 requests of 16 in, 512 out
-shared_prefix  256 requests that share 2,048 tokens and have 64 of their own, 64 out
-prefill        64 requests of 2,000 in, 1 out; counted in prompt tokens
+The speed does not depend on the ids, and works with random weights.
+
+    offline        256 requests with 100 to 1024 tokens in and out, uniform: that of nano-vllm
+    single         one request, 128 tokens in, 256 out
+    four           four short prompts, 32 tokens out: the gain of batching
+    decode         256 requests, 16 tokens in, 512 out
+    shared_prefix  256 requests that share 2,048 tokens and have 64 of their own, 64 out
+    prefill        64 requests, 2,000 tokens in, 1 out; counted in prompt tokens
 """
 
 from __future__ import annotations
@@ -18,30 +20,42 @@ from octavo.config import ModelConfig
 
 class Workload(NamedTuple):
     prompts: list[list[int]]
-    outputs: list[int]  # tokens of each
-    counts_prompt: bool = False  # prompt tokens are what is counted
-    shared: int = 0  # tokens that all prompts begin with
+    outputs: list[int]  # tokens of each reply
+    counts_prompt: bool = False  # the throughput counts prompt tokens instead of output tokens
+    shared: int = 0  # tokens that all prompts share at the start
 
 
-def _ids(rng: random.Random, count: int, vocab: int = 10000) -> list[int]:
-    return [rng.randint(0, vocab) for _ in range(count)]
+def _random_ids(generator: random.Random, count: int, vocab_size: int = 10000) -> list[int]:
+    return [generator.randint(0, vocab_size) for _ in range(count)]
 
 
-def offline(n: int = 256, low: int = 100, high: int = 1024) -> Workload:
-    rng = random.Random(0)
-    prompts = [_ids(rng, rng.randint(low, high)) for _ in range(n)]
-    return Workload(prompts, [rng.randint(low, high) for _ in range(n)])
+def offline(count: int = 256, shortest: int = 100, longest: int = 1024) -> Workload:
+    generator = random.Random(0)
+    prompts = [_random_ids(generator, generator.randint(shortest, longest)) for _ in range(count)]
+    return Workload(prompts, [generator.randint(shortest, longest) for _ in range(count)])
 
 
-def uniform(n: int, prompt: int, output: int, counts_prompt: bool = False) -> Workload:
-    rng = random.Random(2)
-    return Workload([_ids(rng, prompt) for _ in range(n)], [output] * n, counts_prompt)
+def uniform(
+    count: int, prompt_tokens: int, output_tokens: int, counts_prompt: bool = False
+) -> Workload:
+    generator = random.Random(2)
+    return Workload(
+        [_random_ids(generator, prompt_tokens) for _ in range(count)],
+        [output_tokens] * count,
+        counts_prompt,
+    )
 
 
-def shared_prefix(n: int = 256, prefix: int = 2048, tail: int = 64, output: int = 64) -> Workload:
-    rng = random.Random(1)
-    head = _ids(rng, prefix)
-    return Workload([head + _ids(rng, tail) for _ in range(n)], [output] * n, shared=prefix)
+def shared_prefix(
+    count: int = 256, prefix_tokens: int = 2048, suffix_tokens: int = 64, output_tokens: int = 64
+) -> Workload:
+    generator = random.Random(1)
+    shared_ids = _random_ids(generator, prefix_tokens)
+    return Workload(
+        [shared_ids + _random_ids(generator, suffix_tokens) for _ in range(count)],
+        [output_tokens] * count,
+        shared=prefix_tokens,
+    )
 
 
 WORKLOADS = {
@@ -54,33 +68,44 @@ WORKLOADS = {
 }
 
 
-class Machine(NamedTuple):
-    """Measured bandwidth and arithmetic rate of the device, from which limits are computed."""
+class HardwareRates(NamedTuple):
+    """The measured bandwidth and arithmetic rate of the device, which determine the limits."""
 
     bytes_per_second: float
     flops_per_second: float
 
 
 def limit_seconds(
-    load: Workload,
-    model: ModelConfig,
+    workload: Workload,
+    model_config: ModelConfig,
     parameters: int,
     step_bytes: int,
     kv_per_token: int,
-    machine: Machine,
+    machine: HardwareRates,
 ) -> float:
-    """The shortest time in which the hardware can run the workload.
+    """Return the shortest time in which the hardware can run the workload.
 
     Each prompt token is computed once with all parameters except the embedding and the head. Each
     step then reads the weights (`step_bytes`) and the KV of each sequence once. A shared prefix is
-    computed once and read once per step."""
-    lengths = [len(prompt) - load.shared for prompt in load.prompts]
-    tokens = load.shared + sum(lengths)
-    pairs = load.shared**2 / 2 + sum(n * load.shared + n * n / 2 for n in lengths)
-    body = parameters - (1 if model.tied else 2) * model.vocab_size * model.hidden_size
-    flops = 2 * body * tokens + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
-    read = 0.0
-    for step in range(1, max(load.outputs)):
-        live = [n + step for n, out in zip(lengths, load.outputs, strict=True) if out > step]
-        read += step_bytes + (load.shared + sum(live)) * kv_per_token
-    return flops / machine.flops_per_second + read / machine.bytes_per_second
+    computed once and read once per step.
+    """
+    lengths = [len(prompt) - workload.shared for prompt in workload.prompts]
+    prompt_tokens = workload.shared + sum(lengths)
+    attention_pairs = workload.shared**2 / 2 + sum(
+        length * workload.shared + length * length / 2 for length in lengths
+    )
+    embedding_parameters = model_config.vocab_size * model_config.hidden_size
+    if not model_config.tied:
+        embedding_parameters *= 2
+    layer_parameters = parameters - embedding_parameters
+    attention_width = model_config.num_layers * model_config.num_heads * model_config.head_dim
+    flops = 2 * layer_parameters * prompt_tokens + 4 * attention_width * attention_pairs
+    read_bytes = 0.0
+    for step in range(1, max(workload.outputs)):
+        live_lengths = [
+            length + step
+            for length, output in zip(lengths, workload.outputs, strict=True)
+            if output > step
+        ]
+        read_bytes += step_bytes + (workload.shared + sum(live_lengths)) * kv_per_token
+    return flops / machine.flops_per_second + read_bytes / machine.bytes_per_second

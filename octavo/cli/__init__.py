@@ -1,6 +1,6 @@
-"""The `octavo` command. Each subcommand is one file. Shared options are in options.py.
+"""The `octavo` command. Each subcommand is one module, and shared options are in options.py.
 
-Nothing here or at the top of those files imports torch, so that `octavo --help` is quick.
+No module imports torch at the top, so `octavo --help` answers at once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from octavo.cli import (
     simulate_command,
 )  # fmt: skip
 
-# These modules add their commands to the group of bench.py.
+# These modules and bench.py add their commands to one group.
 BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",
-    epilog="Without a MODEL, commands use the embedded model (except quantize). OCTAVO_DEBUG=1 "
-    "shows where an error arose.",
+    epilog="Without MODEL, commands except quantize use the embedded model. "
+    "Set OCTAVO_DEBUG=1 to see tracebacks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -67,18 +67,18 @@ def octavo(
 
 
 class OneLine(logging.Formatter):
-    """Formats a log record without its traceback: users need only the message of an exception."""
+    """Formats a log record without its traceback, and with the message of the exception."""
 
     def formatException(self, info: object) -> str:
         return ""
 
     def format(self, record: logging.LogRecord) -> str:
-        what = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
-        return f"{record.levelname.lower()}: {record.getMessage()}{what}"
+        reason = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
+        return f"{record.levelname.lower()}: {record.getMessage()}{reason}"
 
 
 def main() -> None:
-    # a byte that is no text, or a terminal without some character
+    # Input may contain invalid bytes, and a terminal may lack some characters.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""`octavo bench eviction`: bounded KV over long replies and long texts."""
+"""`octavo bench eviction`: measures bounded KV with long replies and long texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.cli.terminal import in_bytes, say, table
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-ALONE = EngineOptions(max_num_seqs=1, enable_prefix_caching=False)
+EVICTION_OPTIONS = EngineOptions(max_num_seqs=1, enable_prefix_caching=False)
 
 
 @app.command()
@@ -54,7 +54,7 @@ def eviction(
         Path | None, option("Draw the result in this SVG file.", None, "FILE")
     ] = None,
     output: Output = None,
-    engine: EngineOptions = ALONE,
+    engine: EngineOptions = EVICTION_OPTIONS,
 ) -> None:
     """Measure bounded KV: blocks and speed of a long reply, perplexity of a long text."""
     from rich.progress import TextColumn
@@ -63,17 +63,20 @@ def eviction(
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
 
-    chosen = tuple(policies.split(","))
-    if unknown := sorted(set(chosen) - set(POLICIES)):
+    chosen_policies = tuple(policies.split(","))
+    if unknown := sorted(set(chosen_policies) - set(POLICIES)):
         raise InvalidRequest(
             f"unknown policy {', '.join(unknown)}: use {', '.join(POLICIES)}", "policies"
         )
     if not tokens and not text:
-        raise InvalidRequest("nothing to measure: give --tokens or --text", "tokens")
+        raise InvalidRequest(
+            "--tokens and --text are both 0, so there is nothing to measure: give one of them",
+            "tokens",
+        )
     if 0 < text <= budget:
         raise InvalidRequest(
-            f"a text of {text} tokens fits the budget of {budget}: nothing would leave. Use a longer "
-            "text",
+            f"a text of {text} tokens fits the budget of {budget}, so nothing would be dropped: "
+            "raise --text",
             "text",
         )
 
@@ -85,13 +88,15 @@ def eviction(
     with Steps(*columns) as progress:
         task = progress.add_task("loading", total=None, note="")
 
-        def show_progress(what: str, count: int, total: int, note: str) -> None:
-            progress.update(task, description=what, completed=count, total=total, note=note)
+        def advance(description: str, completed: int, total: int, note: str) -> None:
+            progress.update(
+                task, description=description, completed=completed, total=total, note=note
+            )
 
-        rows = measure(load, budget, tokens, text, chosen, show_progress)
+        results = measure(load, budget, tokens, text, chosen_policies, advance)
     if picture is not None:
-        draw(picture, *panels(rows))
-    show(rows, bool(text))
+        draw(picture, *panels(results))
+    show_results(results, bool(text))
     finish(
         {
             "bench": "eviction",
@@ -99,32 +104,43 @@ def eviction(
             "budget": budget,
             "tokens": tokens,
             "text": text,
-            "rows": rows,
+            "rows": results,
         },
         output,
     )
 
 
-def show(rows: list[dict[str, Any]], has_perplexity: bool) -> None:
+def show_results(results: list[dict[str, Any]], has_perplexity: bool) -> None:
     columns = (
         *("policy", "keeps", "perplexity", "ratio", "blocks"),
         *("KV", "tok/s, first", "last", "kept", "memory grew"),
     )
-    cells = []
-    for r in rows:
-        row = [r["policy"], f"{r['kv_tokens']:,}"]
-        row += [f"{r['perplexity']:.3f}", f"{r['ratio']:.4f}"] if has_perplexity else ["", ""]
-        if parts := r.get("parts"):
-            row += [
-                str(max(part["blocks"] for part in parts)),
-                in_bytes(parts[-1]["kv_bytes"]),
-                f"{r['first_tok_s']:.1f}",
-                f"{r['last_tok_s']:.1f}",
-                f"{r['speed_kept']:.1%}",
-                f"{r['rss_bytes_grown'] / 2**20:+.1f} MiB",
+    rows = []
+    for result in results:
+        segments = result.get("parts", [])
+        measurements = (
+            [f"{result['perplexity']:.3f}", f"{result['ratio']:.4f}"]
+            if has_perplexity
+            else ["", ""]
+        )
+        if segments:
+            measurements += [
+                str(max(segment["blocks"] for segment in segments)),
+                in_bytes(segments[-1]["kv_bytes"]),
+                f"{result['first_tok_s']:.1f}",
             ]
-        cells.append(row)
-    table(None, columns, cells)
-    for r in rows:
-        if speeds := " ".join(f"{p['tok_s']:.0f}" for p in r.get("parts", [])):
-            say(f"{r['policy']}, tok/s of each {r['parts'][0]['tokens']:,} tokens: {speeds}")
+            measurements += [
+                f"{result['last_tok_s']:.1f}",
+                f"{result['speed_kept']:.1%}",
+                f"{result['rss_bytes_grown'] / 2**20:+.1f} MiB",
+            ]
+        rows.append((result["policy"], f"{result['kv_tokens']:,}", *measurements))
+    table(None, columns, rows)
+    for result in results:
+        if segment_speeds := " ".join(
+            f"{segment['tok_s']:.0f}" for segment in result.get("parts", [])
+        ):
+            say(
+                f"{result['policy']}, tok/s of each {result['parts'][0]['tokens']:,} tokens: "
+                f"{segment_speeds}"
+            )

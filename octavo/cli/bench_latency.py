@@ -1,4 +1,4 @@
-"""`octavo bench latency`: how long a caller waits."""
+"""`octavo bench latency`: measures how long a client waits for tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.cli.options import command, option, size, sizes
 from octavo.cli.terminal import table
 from octavo.engine_options import EngineOptions
 
-LATENCY = EngineOptions(max_model_len=4096, enable_prefix_caching=False)
+LATENCY_OPTIONS = EngineOptions(max_model_len=4096, enable_prefix_caching=False)
 
 
 @app.command()
@@ -32,36 +32,42 @@ def latency(
         int, option("Runs per number of concurrent requests.", None, "N", show_default=True, min=1)
     ] = 3,
     output: Output = None,
-    engine: EngineOptions = LATENCY,
+    engine: EngineOptions = LATENCY_OPTIONS,
 ) -> None:
     """Measure time to first token and inter-token latency of concurrent requests."""
     from octavo.bench.latency import QUANTILES, measure
     from octavo.cli.progress import Steps
 
-    counts = sizes(batches)
+    request_counts = sizes(batches)
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()
-        progress.update(task, description="measuring", total=len(counts) * (1 + repeat))
-        results = measure(llm, counts, prompt, tokens, repeat, lambda: progress.advance(task))
-    columns = ["requests"]
-    for name in ("TTFT", "ITL"):
-        columns += [f"{name} ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "limit", "of limit"]
+        progress.update(task, description="measuring", total=len(request_counts) * (1 + repeat))
+        results = measure(
+            llm, request_counts, prompt, tokens, repeat, lambda: progress.advance(task)
+        )
+    metric_columns = ["requests"]
+    for metric in ("TTFT", "ITL"):
+        metric_columns += [
+            f"{metric} ms: p50",
+            *(f"p{quantile}" for quantile in QUANTILES[1:]),
+            "limit",
+            "% of limit",
+        ]
     rows = []
-    for r in results:
+    for result in results:
         cells = []
-        for name in ("ttft", "itl"):
-            cells += [f"{r[f'{name}_p{q}_ms']:,.1f}" for q in QUANTILES]
-            cells += [f"{r[f'{name}_limit_ms']:,.2f}", f"{r[f'{name}_of_limit']:.0%}"]
-        rows.append((str(r["requests"]), *cells, f"{r['tok_s']:,.0f}"))
-    table(None, (*columns, "tok/s"), rows, left=())
-    name = str(llm.model_dtype).removeprefix("torch.")
-    about = {
+        for metric in ("ttft", "itl"):
+            cells += [f"{result[f'{metric}_p{quantile}_ms']:,.1f}" for quantile in QUANTILES]
+            cells += [f"{result[f'{metric}_limit_ms']:,.2f}", f"{result[f'{metric}_of_limit']:.0%}"]
+        rows.append((str(result["requests"]), *cells, f"{result['tok_s']:,.0f}"))
+    table(None, (*metric_columns, "tok/s"), rows, left=())
+    description = {
         "model": model or "smollm2",
         "device": llm.device.type,
-        "dtype": name,
+        "dtype": str(llm.model_dtype).removeprefix("torch."),
         "prompt": prompt,
         "output": tokens,
     }
-    finish({"bench": "latency", **about, "results": results}, output)
+    finish({"bench": "latency", **description, "results": results}, output)

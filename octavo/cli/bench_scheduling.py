@@ -1,4 +1,4 @@
-"""`octavo bench batching-modes` and `octavo bench priority`: what scheduling is worth."""
+"""`octavo bench batching-modes` and `octavo bench priority`: measure scheduling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.cli.terminal import say, table
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-SMALL = EngineOptions(max_num_seqs=16, max_model_len=1024, enable_prefix_caching=False)
+MODES_OPTIONS = EngineOptions(max_num_seqs=16, max_model_len=1024, enable_prefix_caching=False)
 
 
 @app.command("batching-modes")
@@ -54,7 +54,7 @@ def batching_modes(
             "X",
             show_default=True,
         ),
-    ] = SMALL.window_ms,
+    ] = MODES_OPTIONS.window_ms,
     target_ms: Annotated[
         float,
         option(
@@ -63,50 +63,54 @@ def batching_modes(
             "X",
             show_default=True,
         ),
-    ] = SMALL.target_ms,
+    ] = MODES_OPTIONS.target_ms,
     output: Output = None,
-    engine: EngineOptions = SMALL,
+    engine: EngineOptions = MODES_OPTIONS,
 ) -> None:
     """Compare continuous batching with batches that form and run to their end."""
     from octavo.bench.scheduling import modes as measure
     from octavo.cli.progress import Steps
     from octavo.core.batching import check_batching
 
-    names = modes.split(",")
-    check_batching(names, SMALL.max_batch, window_ms, target_ms)
-    if engine.max_batch != SMALL.max_batch:
+    mode_names = modes.split(",")
+    check_batching(mode_names, MODES_OPTIONS.max_batch, window_ms, target_ms)
+    if engine.max_batch != MODES_OPTIONS.max_batch:
         raise InvalidRequest(
-            "a batch has as many requests as run at once: use --max-num-seqs", "max_batch"
+            "--max-batch has no effect here: use --max-num-seqs, which sets the size of a batch",
+            "max_batch",
         )
     with Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
         llm.warm_up()
-        progress.update(task, description="measuring", total=1 + len(names))
+        progress.update(task, description="measuring", total=1 + len(mode_names))
         llm.schedule = replace(
             llm.schedule, batch_window=window_ms / 1e3, latency_target=target_ms / 1e3
         )
-        r = measure(llm, names, requests, load, longest, lambda: progress.advance(task))
+        report = measure(llm, mode_names, requests, load, longest, lambda: progress.advance(task))
     columns = (
-        *("batching", "tok/s", "of continuous"),
+        *("batching", "tok/s", "% of continuous"),
         *("TTFT p50", "p99 ms", "ITL p50", "p99 ms", "E2E p50", "p99 ms"),
     )
     rows = []
-    for one in r["results"]:
-        part = f"{1 / r['over_' + one['batching']]:.0%}" if f"over_{one['batching']}" in r else ""
-        times = [
-            f"{one[f'{name}_p{q}_ms']:,.0f}" for name in ("ttft", "itl", "e2e") for q in (50, 99)
+    for mode_result in report["results"]:
+        mode = mode_result["batching"]
+        share = f"{1 / report[f'over_{mode}']:.0%}" if f"over_{mode}" in report else ""
+        latencies = [
+            f"{mode_result[f'{metric}_p{quantile}_ms']:,.0f}"
+            for metric in ("ttft", "itl", "e2e")
+            for quantile in (50, 99)
         ]
-        rows.append((one["batching"], f"{one['tok_s']:,.0f}", part, *times))
+        rows.append((mode, f"{mode_result['tok_s']:,.0f}", share, *latencies))
     say(
-        f"{r['requests']} requests, {r['output_tokens']:,} tokens, "
-        f"{r['requests_a_second']:.1f} a second, {r['batch_limit']} at once"
+        f"{report['requests']} requests with {report['output_tokens']:,} output tokens, "
+        f"{report['requests_a_second']:.1f} requests/s, batch size {report['batch_limit']}"
     )
     table(None, columns, rows)
-    finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
+    finish({"model": model or "smollm2", "device": llm.device.type, **report}, output)
 
 
-BUSY = EngineOptions(max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False)
+PRIORITY_OPTIONS = EngineOptions(max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False)
 
 
 @app.command()
@@ -140,10 +144,10 @@ def priority(
         ),
     ] = 128,
     output: Output = None,
-    engine: EngineOptions = BUSY,
+    engine: EngineOptions = PRIORITY_OPTIONS,
 ) -> None:
     """Measure the time to first token of urgent requests, on an idle and on a busy engine."""
-    from octavo.bench.scheduling import LOADED
+    from octavo.bench.scheduling import MIN_LOADED, PriorityLoad
     from octavo.bench.scheduling import priority as measure
     from octavo.cli.progress import Steps
 
@@ -152,47 +156,43 @@ def priority(
         llm = load_shape(engine, model)
         llm.warm_up()
         progress.update(task, description="measuring", total=3)
-        r = measure(
-            llm,
-            low,
-            high,
-            prompt,
-            longest,
-            tokens,
-            engine.depth or 1,
-            lambda: progress.advance(task),
-        )
-    columns = (
-        *("urgent", "TTFT p50", "p99", "max ms", "others finished"),
+        load = PriorityLoad(low, high, prompt, longest, tokens)
+        report = measure(llm, load, engine.depth or 1, lambda: progress.advance(task))
+    column_names = (
+        *("urgent", "TTFT p50", "p99", "max ms", "background finished"),
         *("tok/s", "preempted", "recomputed", "paused"),
     )
-    idle = (f"{r['idle'][f'ttft_p{q}_ms']:,.1f}" for q in (50, 99))
+    idle = (f"{report['idle'][f'ttft_p{quantile}_ms']:,.1f}" for quantile in (50, 99))
     rows = [("idle engine", *idle, *[""] * 6)]
-    for name in ("fcfs", "priority"):
-        one = r[name]
+    for policy in ("fcfs", "priority"):
+        policy_result = report[policy]
         rows.append(
             (
-                f"full load, {name}",
-                *(f"{one[f'ttft_{q}_ms']:,.1f}" for q in ("p50", "p99", "max")),
-                f"{one['low_finished']} of {r['low']}",
-                f"{one['low_tok_s']:,.0f}",
-                f"{one['preemptions']}",
-                f"{one['recomputed_tokens']:,}",
-                f"{one['paused']:,}",
+                f"full load, {policy}",
+                *(
+                    f"{policy_result[f'ttft_{quantile}_ms']:,.1f}"
+                    for quantile in ("p50", "p99", "max")
+                ),
+                f"{policy_result['low_finished']} of {report['low']}",
+                f"{policy_result['low_tok_s']:,.0f}",
+                f"{policy_result['preemptions']}",
+                f"{policy_result['recomputed_tokens']:,}",
+                f"{policy_result['paused']:,}",
             )
         )
     say(
-        f"{high} urgent requests of {prompt} tokens, every {r['every_ms']:,.0f} ms; {r['rows']} rows"
+        f"{high} urgent requests of {prompt} tokens, one every {report['every_ms']:,.0f} ms; "
+        f"{report['rows']} batch slots"
     )
-    table(None, columns, rows)
+    table(None, column_names, rows)
     say(
-        f"p99 under load is {r['ratio_of_p99']:.2f} times an idle engine's, and "
-        f"{r['ratio_p99']:.2f} times its p50 (p50: {r['ratio_p50']:.2f}); "
-        f"the others have {r['low_speed']:.0%} of their speed under fcfs"
+        f"the p99 under load is {report['ratio_of_p99']:.2f} times the p99 of an idle engine and "
+        f"{report['ratio_p99']:.2f} times its p50 (p50: {report['ratio_p50']:.2f}); background "
+        f"requests run at {report['low_speed']:.0%} of their speed with fcfs"
     )
-    if (loaded := r["priority"]["loaded"]) < LOADED:
+    if (loaded_share := report["priority"]["loaded"]) < MIN_LOADED:
         say(
-            f"[bold yellow]not to be trusted[/bold yellow]: {loaded:.0%} came under full load; "
-            "raise --low"
+            f"[bold yellow]not reliable[/bold yellow]: only {loaded_share:.0%} of the urgent "
+            "requests arrived under full load; raise --low"
         )
-    finish({"model": model or "smollm2", "device": llm.device.type, **r}, output)
+    finish({"model": model or "smollm2", "device": llm.device.type, **report}, output)

@@ -1,4 +1,4 @@
-"""`octavo bench serve`: requests over HTTP, counted strictly."""
+"""`octavo bench serve`: measures requests over HTTP with a strict client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.bench.http_load import Load
 
 PROMPT = "The secret to building a high performance system is"
-SERVED = EngineOptions(max_num_seqs=64, max_model_len=1024)
+SERVE_OPTIONS = EngineOptions(max_num_seqs=64, max_model_len=1024)
 
 
 @app.command("serve")
@@ -63,29 +63,29 @@ def bench_serve(
         int, option("Runs per case; the median is reported.", None, "N", show_default=True, min=1)
     ] = 3,
     output: Output = None,
-    engine: EngineOptions = SERVED,
+    engine: EngineOptions = SERVE_OPTIONS,
 ) -> None:
     """Measure replies per second over HTTP, and the time that the server adds to first tokens.
 
-    The exit code is 1 if a reply is wrong."""
+    The exit code is 1 if a reply is wrong.
+    """
 
     from octavo.bench.http_load import Load
     from octavo.bench.measure_serve import CASES
     from octavo.cli.progress import Steps
 
-    names = cases.split(",")
-    if unknown := sorted(set(names) - set(CASES)):
+    case_names = cases.split(",")
+    if unknown := sorted(set(case_names) - set(CASES)):
         raise InvalidRequest(f"unknown case {', '.join(unknown)}: use {', '.join(CASES)}", "cases")
     load = Load(0, clients=clients, requests=requests, tokens=tokens, prompt=prompt)
     with Steps() as progress:
-        task = progress.add_task("starting", total=len(names) * repeat)
-        step = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
-        results = (
-            ask_url(url, load, names, repeat, step)
-            if url
-            else ask_fresh(model, engine, load, names, repeat, step)
-        )
-    show(results, load)
+        task = progress.add_task("starting", total=len(case_names) * repeat)
+        advance = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
+        if url:
+            results = measure_url(url, load, case_names, repeat, advance)
+        else:
+            results = measure_new_server(model, engine, load, case_names, repeat, advance)
+    show_results(results, load)
     finish(
         {
             "bench": "serve",
@@ -96,31 +96,38 @@ def bench_serve(
         },
         output,
     )
-    if any(r["wrong"] for r in results):
+    if any(result["wrong"] for result in results):
         raise typer.Exit(1)
 
 
-def ask_url(url: str, load: Load, names: list[str], repeat: int, step: Any) -> list[dict[str, Any]]:
-    from octavo.bench.measure_serve import Running, measure
+def measure_url(
+    url: str, load: Load, case_names: list[str], repeat: int, advance: Any
+) -> list[dict[str, Any]]:
+    from octavo.bench.measure_serve import RunningServer, measure
 
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    address = urlsplit(url)
+    if address.scheme != "http" or not address.hostname:
         raise InvalidRequest(f"{url} is not the address of a server: give http://HOST:PORT", "url")
-    running = Running(parts.hostname, parts.port or 80)
+    running = RunningServer(address.hostname, address.port or 80)
     try:
         socket.create_connection((running.host, running.port), timeout=5).close()
     except OSError as error:
         raise OctavoError(
             f"no server answers at {url} ({error.strerror or error}): start one with `octavo serve`"
         ) from None
-    return measure(running, load, names, repeat, step)
+    return measure(running, load, case_names, repeat, advance)
 
 
-def ask_fresh(
-    model: str | None, engine: EngineOptions, load: Load, names: list[str], repeat: int, step: Any
+def measure_new_server(
+    model: str | None,
+    engine: EngineOptions,
+    load: Load,
+    case_names: list[str],
+    repeat: int,
+    advance: Any,
 ) -> list[dict[str, Any]]:
-    """One server for what is counted, one whose engine notes its times, then the engine alone."""
-    from octavo.bench.measure_serve import CASES, STAMPED, in_process, measure, server
+    """Start a server for most cases and one that records its times, then run the engine alone."""
+    from octavo.bench.measure_serve import CASES, TRACED_CASES, in_process, measure, server
     from octavo.bench.model_shapes import SHAPES, write_directory
 
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as scratch:
@@ -130,65 +137,78 @@ def ask_fresh(
             engine = replace(engine, load_format="dummy")
             load = replace(load, exact=True)
         results = []
-        for some, trace in (
-            ([n for n in names if n not in STAMPED], None),
-            ([n for n in names if n in STAMPED], "trace.jsonl"),
+        for group, trace_name in (
+            ([case_name for case_name in case_names if case_name not in TRACED_CASES], None),
+            ([case_name for case_name in case_names if case_name in TRACED_CASES], "trace.jsonl"),
         ):
-            if some:
-                with server(model, engine, Path(scratch) / trace if trace else None) as running:
-                    results += measure(running, load, some, repeat, step)
-        if counted := [r for r in results if r["case"] not in STAMPED]:
+            if group:
+                with server(
+                    model, engine, Path(scratch) / trace_name if trace_name else None
+                ) as running:
+                    results += measure(running, load, group, repeat, advance)
+        if counted_results := [result for result in results if result["case"] not in TRACED_CASES]:
             llm = load_llm(model, engine)
             llm.warm_up()
-            alone: dict[tuple[int, bool], float] = {}  # streamed or not is the same to the engine
-            for r in counted:
-                case = CASES[r["case"]](load)
-                if (kind := (case.requests, case.distinct)) not in alone:
-                    alone[kind] = in_process(llm, case, repeat)
-                r["device"] = llm.device.type
-                r["in_process_tok_s"] = alone[kind]
-                r["of_in_process"] = r["tok_s"] / r["in_process_tok_s"]
+            # Streaming makes no difference to the engine, so it is not part of the key.
+            engine_speeds: dict[tuple[int, bool], float] = {}
+            for result in counted_results:
+                case = CASES[result["case"]](load)
+                if (load_kind := (case.requests, case.distinct)) not in engine_speeds:
+                    engine_speeds[load_kind] = in_process(llm, case, repeat)
+                result["device"] = llm.device.type
+                result["in_process_tok_s"] = engine_speeds[load_kind]
+                result["of_in_process"] = result["tok_s"] / result["in_process_tok_s"]
     return results
 
 
-def show(results: list[dict[str, Any]], load: Load) -> None:
+def show_results(results: list[dict[str, Any]], load: Load) -> None:
     columns = (
-        *("case", "requests", "a second", "tok/s", "in-process", "of it"),
+        *("case", "requests", "requests/s", "tok/s", "in-process", "% of in-process"),
         *("p50", "p95", "p99 ms", "TTFT p50", "p99 ms"),
     )
     rows = []
-    for r in results:
-        alone = (
-            [f"{r['in_process_tok_s']:,.0f}", f"{r['of_in_process']:.0%}"]
-            if "in_process_tok_s" in r
-            else ["", ""]
-        )
-        latency = [f"{r['latency_ms'].get(q, 0):,.1f}" for q in ("p50", "p95", "p99")]
-        first = [f"{r['ttft_ms'][q]:,.1f}" if r["ttft_ms"] else "" for q in ("p50", "p99")]
-        speed = (f"{r['good']:,}", f"{r['requests_s']:,.1f}", f"{r['tok_s']:,.0f}")
-        rows.append((r["case"], *speed, *alone, *latency, *first))
-    say(f"{load.clients} clients, {load.tokens} tokens a reply")
+    for result in results:
+        engine_cells = ["", ""]
+        if "in_process_tok_s" in result:
+            engine_cells = [f"{result['in_process_tok_s']:,.0f}", f"{result['of_in_process']:.0%}"]
+        latency_cells = [
+            f"{result['latency_ms'].get(quantile, 0):,.1f}" for quantile in ("p50", "p95", "p99")
+        ]
+        first_token_cells = [
+            f"{result['ttft_ms'][quantile]:,.1f}" if result["ttft_ms"] else ""
+            for quantile in ("p50", "p99")
+        ]
+        speed = (f"{result['good']:,}", f"{result['requests_s']:,.1f}", f"{result['tok_s']:,.0f}")
+        rows.append((result["case"], *speed, *engine_cells, *latency_cells, *first_token_cells))
+    say(f"{load.clients} clients, {load.tokens} tokens per reply")
     table(None, columns, rows)
-    for r in results:
-        cpu = ", ".join(f"{name} {us:,.0f}" for name, us in r["cpu_us_a_request"].items() if us)
-        say(f"[dim]{r['case']}: us of CPU a request: {cpu}[/dim]")
-    for r in (r for r in results if "added_ms" in r):
-        way = ", ".join(
-            f"{name} {r[f'{part}_ms']['p50']:.2f} ({r[f'{part}_ms']['p99']:.2f})"
-            for part, name in WAY.items()
+    for result in results:
+        cpu_times = ", ".join(
+            f"{process} {microseconds:,.0f}"
+            for process, microseconds in result["cpu_us_a_request"].items()
+            if microseconds
         )
-        say(f"{r['case']}: ms to the first byte, p50 (p99): {way}")
-    for r in results:
-        for why, count in r["wrong"].items():
+        say(f"[dim]{result['case']}: CPU microseconds per request: {cpu_times}[/dim]")
+    for result in results:
+        if "added_ms" not in result:
+            continue
+        time_parts = ", ".join(
+            f"{process} {result[f'{part}_ms']['p50']:.2f} ({result[f'{part}_ms']['p99']:.2f})"
+            for part, process in TIME_PARTS.items()
+        )
+        say(f"{result['case']}: milliseconds to the first byte, p50 (p99): {time_parts}")
+    for result in results:
+        for problem, count in result["wrong"].items():
             say(
-                f"[bold red]{r['case']}: {count} replies are wrong and not counted[/bold red]: {why}"
+                f"[bold red]{result['case']}: {count} replies are wrong and do not count[/bold "
+                f"red]: {problem}"
             )
 
 
-WAY = {
-    "in": "on the way in",
+TIME_PARTS = {
+    "in": "way in",
     "engine": "engine",
-    "picked_up": "in the engine's queue",
-    "out": "on the way out",
+    "picked_up": "queue in the engine",
+    "out": "way out",
     "added": "added by the server",
 }

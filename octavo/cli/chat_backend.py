@@ -1,6 +1,7 @@
-"""Whom a conversation is held with: here, a model in this process; in remote.py, one behind a server. Prints nothing.
+"""The model of a conversation: here in this process, in remote_backend.py behind a server.
 
-Must not import torch at its top: `octavo chat --url` does without.
+This module must not import torch at the top, because `octavo chat --url` works without torch. It
+prints nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Prompt:
-    """What messages become."""
+    """The prompt that messages are rendered to."""
 
     messages: Messages
-    ids: list[int]  # empty where a server does not tell
-    end: str  # its last few characters
+    ids: list[int]  # empty if the server does not report them
+    end: str  # the last few characters
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class Piece(NamedTuple):
-    """Some of a reply, and counts of all of it so far."""
+    """A piece of a reply, with the counts of the whole reply so far."""
 
     text: str
     generated_tokens: int
@@ -38,54 +39,67 @@ class Piece(NamedTuple):
     finish_reason: str | None
 
 
-class Partner(Protocol):
-    context: int  # tokens of prompt and reply together; 0: nobody knows
+class ChatBackend(Protocol):
+    context: int  # maximum tokens of prompt and reply together; 0 if unknown
 
     def encode(self, messages: Messages) -> Prompt: ...
 
     def pieces(self, prompt: Prompt, sampling: SamplingOptions) -> Iterator[Piece]:
-        """A reply as it comes, up to its end or `stop`. Raises OctavoError."""
+        """Yield a reply as it arrives, until its end or `stop`. Raises OctavoError."""
 
     def stop(self) -> None:
-        """End the reply that is coming. May be called by a signal handler, at any time."""
+        """End the current reply. A signal handler may call this at any time."""
 
     def memory(self) -> str | None:
-        """How the KV pool stands."""
+        """Describe the use of the KV block pool."""
 
 
-class Local:
+class LocalBackend:
     def __init__(self, llm: LLM):
         self.llm = llm
         self.context = min(
             llm.schedule.max_model_len, llm.cache.num_blocks * llm.cache.block_size + 1
         )
-        self._stopped = False  # the reply that is coming, or the next one
+        self._stopped = False  # ends the current reply, or the next one
 
     def encode(self, messages: Messages) -> Prompt:
-        said: list[Any] = messages
-        ids = self.llm.encode_chat(said)
+        conversation: list[Any] = messages
+        token_ids = self.llm.encode_chat(conversation)
+        tokenizer = self.llm.get_tokenizer()
         return Prompt(
-            messages, ids, self.llm.get_tokenizer().decode(ids[-8:], skip_special_tokens=False)
+            messages=messages,
+            ids=token_ids,
+            end=tokenizer.decode(token_ids[-8:], skip_special_tokens=False),
         )
 
     def pieces(self, prompt: Prompt, sampling: SamplingOptions) -> Iterator[Piece]:
-        """Ends when `stop` was called, between two steps of a long prompt as well."""
+        """Yield a reply. `stop` ends it, also between two steps of a long prompt."""
         llm = self.llm
-        count = self.llm.engine.scheduler.counters
-        room = self.context - len(prompt)
-        stream = llm.stream(prompt.ids, sampling.params(max_tokens=min(sampling.max_tokens, room)))
-        generated = count.generated_tokens
-        cached = count.cached_tokens
-        said = 0
+        counters = self.llm.engine.scheduler.counters
+        remaining = self.context - len(prompt)
+        stream = llm.stream(
+            prompt.ids, sampling.params(max_tokens=min(sampling.max_tokens, remaining))
+        )
+        generated_before = counters.generated_tokens
+        cached_before = counters.cached_tokens
+        generated = 0
         try:
-            while not (self._stopped or llm.engine.idle) and count.generated_tokens == generated:
+            while (
+                not (self._stopped or llm.engine.idle)
+                and counters.generated_tokens == generated_before
+            ):
                 llm.step()
-            while not self._stopped and (piece := next(stream, None)) is not None:
-                said += len(piece.token_ids)
-                yield Piece(piece.text, said, count.cached_tokens - cached, piece.finish_reason)
+            while not self._stopped and (output := next(stream, None)) is not None:
+                generated += len(output.token_ids)
+                yield Piece(
+                    output.text,
+                    generated,
+                    counters.cached_tokens - cached_before,
+                    output.finish_reason,
+                )
         finally:
             self._stopped = False
-            for request in list(llm.engine.scheduler.requests):  # there is at most this one
+            for request in list(llm.engine.scheduler.requests):  # There is at most one.
                 llm.abort(request)
 
     def stop(self) -> None:
@@ -93,7 +107,11 @@ class Local:
 
     def memory(self) -> str:
         pool = self.llm.engine.scheduler.pool
-        used = pool.num_blocks - len(pool.free_blocks)
-        cached = pool.num_cached
-        free = len(pool.free_blocks) - cached
-        return f"{used:,} used, {cached:,} cached, {free:,} free, of {self.llm.cache.block_size} tokens each"
+        used_blocks = pool.num_blocks - len(pool.free_blocks)
+        cached_blocks = pool.num_cached
+        free_blocks = len(pool.free_blocks) - cached_blocks
+        block_size = self.llm.cache.block_size
+        return (
+            f"{used_blocks:,} used, {cached_blocks:,} cached, {free_blocks:,} free, of "
+            f"{block_size} tokens each"
+        )

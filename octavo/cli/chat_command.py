@@ -1,10 +1,12 @@
 """`octavo chat`: a conversation in the terminal, or line by line from a pipe.
 
-    Chat     the conversation: messages, one reply at a time, what the last one cost. Prints nothing. With a model of this process
-             or a server's (partner.py, remote.py)
-    ChatSession  the words around it: the prompt, the commands, Ctrl-C
+    Chat          the conversation: messages, one reply at a time, and statistics of the last reply.
+                  It prints nothing. The model is local (chat_backend.py) or on a server
+                  (remote_backend.py).
+    ChatSession   the terminal: the prompt, the commands and Ctrl-C
 
-Each turn sends the whole conversation; the prefix cache has all of it but the latest message, so turns stay cheap.
+Each turn sends the whole conversation. The prefix cache holds everything except the latest message,
+so each turn is cheap.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.chat_backend import Local, Messages, Partner, Prompt
+from octavo.cli.chat_backend import ChatBackend, LocalBackend, Messages, Prompt
 from octavo.cli.options import (
     EMBEDDED,
     FALLBACK,
@@ -34,7 +36,7 @@ from octavo.cli.options import (
     load_llm,
     option,
 )
-from octavo.cli.reasoning_filter import OPEN, Thinking
+from octavo.cli.reasoning_filter import OPEN_TAG, ReasoningFilter
 from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, tokens
 from octavo.engine_options import EngineOptions, flag_of
 from octavo.errors import InvalidRequest, OctavoError
@@ -43,11 +45,11 @@ HELP = """\
 /reset           forget the conversation, keep the system prompt
 /history         show the conversation
 /system [TEXT]   show the system prompt, or set it; /system - removes it
-/stats           speed and memory of the last reply
-/help            this list
-/exit            leave; so do Ctrl-D, and Ctrl-C at an empty prompt
-Ctrl-C           while a reply is coming: stop it there
-Alt-Enter        begin a new line in your message"""
+/stats           show speed and memory of the last reply
+/help            show this list
+/exit            leave; Ctrl-D, and Ctrl-C at an empty prompt, also leave
+Ctrl-C           during a reply: stop the reply
+Alt-Enter        insert a line break in your message"""
 
 
 SAMPLING = SamplingOptions(max_tokens=1024)
@@ -81,155 +83,175 @@ def chat(
     sampling: SamplingOptions = SAMPLING,
     engine: EngineOptions = ENGINE,
 ) -> None:
-    """Talk to a model. /help in the conversation lists what else it understands."""
-    sampling.params()  # a bad value is reported before the model is loaded
+    """Talk to a model. Type /help in the conversation to see the commands."""
+    sampling.params()  # reports an invalid value before the model is loaded
     seed = secrets.randbits(32) if sampling.seed in (None, -1) else sampling.seed
-    given = {
+    given_options = {
         name
         for name in context.params
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
     }
     if url is None:
-        partner, defaults = here(model, engine, seed)
+        backend, defaults = open_local(model, engine, seed)
     else:
-        partner, defaults = there(model, url, api_key, given, seed)
+        backend, defaults = open_remote(model, url, api_key, given_options, seed)
     sampling = sampling.with_defaults(defaults, CHAT_FALLBACK)
-    sampling.seed = None  # each reply gets a seed of its own, derived from `seed`
-    talk = Chat(partner, sampling, system)
-    ChatSession(talk, show_thinking, seed).run()
+    sampling.seed = None  # Each reply gets its own seed, derived from `seed`.
+    conversation = Chat(backend, sampling, system)
+    ChatSession(conversation, show_thinking, seed).run()
 
 
-def here(model: str | None, engine: EngineOptions, seed: int) -> tuple[Partner, dict[str, Any]]:
-    """The model, loaded, and the sampling parameters that it recommends."""
+def open_local(
+    model: str | None, engine: EngineOptions, seed: int
+) -> tuple[ChatBackend, dict[str, Any]]:
+    """Load the model. Return its backend and the sampling parameters that it recommends."""
     from octavo.memory import parameter_count
 
     llm = load_llm(model, engine, seed=seed)
-    name = Path(model).name if model else EMBEDDED
+    model_name = Path(model).name if model else EMBEDDED
     if llm.get_tokenizer().chat_template is None:
         raise InvalidRequest(
-            f"{name} has no chat template, so it cannot hold a conversation: use `octavo complete {model or ''}`"
+            f"{model_name} has no chat template, so it cannot chat: use `octavo complete "
+            f"{model or ''}`"
         )
     parameters = short(parameter_count(llm.model))
     dtype = str(llm.model_dtype).removeprefix("torch.")
-    partner = Local(llm)
+    backend = LocalBackend(llm)
     note(
-        f"{name}, {parameters} parameters, {dtype}, context {tokens(partner.context)}; /help, or Ctrl-D to leave"
+        f"{model_name}, {parameters} parameters, {dtype}, context {tokens(backend.context)}; "
+        "type /help for help, or Ctrl-D to leave"
     )
-    return partner, llm.default_sampling
+    return backend, llm.default_sampling
 
 
-def there(
-    model: str | None, url: str, key: str | None, given: set[str], seed: int
-) -> tuple[Partner, dict[str, Any]]:
-    """A server's model, and the sampling parameters that it recommends, if the server tells."""
-    from octavo.cli.remote_backend import Remote
+def open_remote(
+    model: str | None, url: str, api_key: str | None, given_options: set[str], seed: int
+) -> tuple[ChatBackend, dict[str, Any]]:
+    """Connect to a server. Return its backend and the recommended sampling parameters."""
+    from octavo.cli.remote_backend import RemoteBackend
 
-    useless = sorted(given & {field.name for field in fields(EngineOptions)})
-    if useless:
+    unusable = sorted(given_options & {field.name for field in fields(EngineOptions)})
+    if unusable:
         raise InvalidRequest(
-            f"{flag_of(useless[0])} is for a model that is loaded here, not for a server's (--url)"
+            f"{flag_of(unusable[0])} sets how a model is loaded and cannot be used with --url: "
+            "leave it out"
         )
-    partner = Remote(url, key, model, seed)
-    context = f", context {tokens(partner.context)}" if partner.context else ""
-    note(f"{partner.model} at {partner.url}{context}; /help, or Ctrl-D to leave")
-    return partner, partner.default_sampling
+    backend = RemoteBackend(url, api_key, model, seed)
+    context = f", context {tokens(backend.context)}" if backend.context else ""
+    note(f"{backend.model} at {backend.url}{context}; type /help for help, or Ctrl-D to leave")
+    return backend, backend.default_sampling
 
 
-# ---- the conversation -------------------------------------------------------------------------------------
+# ---- the conversation ----------------------------------------------------------------------------
 
 
 @dataclass
-class Stats:
-    """What one reply cost."""
+class ReplyStats:
+    """Statistics of one reply."""
 
     prompt_tokens: int
     cached_tokens: int = 0
     generated_tokens: int = 0
-    first_s: float | None = None  # until the first token
-    total_s: float = 0.0
-    finish_reason: str | None = None  # None: stopped by the user
+    first_token_seconds: float | None = None  # until the first token
+    total_seconds: float = 0.0
+    finish_reason: str | None = None  # None means that the user stopped it
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second, after the first."""
-        if self.first_s is None or self.generated_tokens < 2 or self.total_s <= self.first_s:
+        """Return the tokens per second after the first token."""
+        if (
+            self.first_token_seconds is None
+            or self.generated_tokens < 2
+            or self.total_seconds <= self.first_token_seconds
+        ):
             return None
-        return (self.generated_tokens - 1) / (self.total_s - self.first_s)
+        return (self.generated_tokens - 1) / (self.total_seconds - self.first_token_seconds)
 
 
 class Chat:
-    def __init__(self, partner: Partner, sampling: SamplingOptions, system: str | None = None):
-        self.partner = partner
+    def __init__(self, backend: ChatBackend, sampling: SamplingOptions, system: str | None = None):
+        self.backend = backend
         self.sampling = sampling
         self.system = system
-        self.turns: list[tuple[str, str]] = []  # what was said, what was replied
-        self.context = partner.context
-        self.stats: Stats | None = None
+        self.turns: list[tuple[str, str]] = []  # (message, answer)
+        self.context = backend.context
+        self.stats: ReplyStats | None = None
 
-    def messages(self, latest: str | None = None) -> Messages:
-        said = [{"role": "system", "content": self.system}] if self.system else []
-        for user, assistant in self.turns:
-            said += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-        return said if latest is None else [*said, {"role": "user", "content": latest}]
+    def messages(self, latest_message: str | None = None) -> Messages:
+        conversation = [{"role": "system", "content": self.system}] if self.system else []
+        for question, answer in self.turns:
+            conversation += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        if latest_message is not None:
+            conversation.append({"role": "user", "content": latest_message})
+        return conversation
 
-    def make_room(self, latest: str) -> tuple[Prompt, int]:
-        """The prompt, and how many of the oldest exchanges had to go. Down to half the context where any must: dropping one at
-        every turn would change the beginning each time, and the prefix cache would never have it."""
-        reply = min(self.sampling.max_tokens, self.context // 4)
-        prompt = self.partner.encode(self.messages(latest))
-        if len(prompt) + reply <= self.context or not self.context:
+    def make_room(self, latest_message: str) -> tuple[Prompt, int]:
+        """Return the prompt, and how many of the oldest exchanges were dropped to make it fit.
+
+        If the context is full, exchanges are dropped until half of it is free. Dropping one
+        exchange at every turn would change the start of the prompt each time, and the prefix cache
+        would never match.
+        """
+        reply_tokens = min(self.sampling.max_tokens, self.context // 4)
+        prompt = self.backend.encode(self.messages(latest_message))
+        if len(prompt) + reply_tokens <= self.context or not self.context:
             return prompt, 0
-        before = len(self.turns)
-        kept = self.turns
+        turns_before = len(self.turns)
+        all_turns = self.turns
         while self.turns and len(prompt) > self.context // 2:
             self.turns = self.turns[1:]
-            prompt = self.partner.encode(self.messages(latest))
+            prompt = self.backend.encode(self.messages(latest_message))
         if len(prompt) >= self.context:
-            self.turns = kept
+            self.turns = all_turns
             raise InvalidRequest(
-                f"this message makes a prompt of {len(prompt):,} tokens, but the context holds {self.context:,}: shorten it"
+                f"with this message the prompt has {len(prompt):,} tokens, but the context holds "
+                f"{self.context:,}: shorten the message"
             )
-        return prompt, before - len(self.turns)
+        return prompt, turns_before - len(self.turns)
 
-    def reply(self, latest: str, prompt: Prompt) -> Iterator[tuple[bool, str]]:
-        """(is a thought, text) as it comes. Whatever came of the answer is in `turns` afterwards."""
-        stats = self.stats = Stats(len(prompt))
-        start = time.monotonic()
-        thinking = Thinking(prompt.end.rstrip().endswith(OPEN))
+    def reply(self, latest_message: str, prompt: Prompt) -> Iterator[tuple[bool, str]]:
+        """Yield (is reasoning, text) as the reply arrives. The answer is added to `turns`."""
+        stats = self.stats = ReplyStats(len(prompt))
+        started = time.monotonic()
+        reasoning_filter = ReasoningFilter(prompt.end.rstrip().endswith(OPEN_TAG))
         answer = ""
         try:
-            for piece in self.partner.pieces(prompt, self.sampling):
+            for piece in self.backend.pieces(prompt, self.sampling):
                 stats.cached_tokens = piece.cached_tokens
                 stats.generated_tokens = piece.generated_tokens
-                stats.total_s = time.monotonic() - start
-                if stats.first_s is None:
-                    stats.first_s = stats.total_s
+                stats.total_seconds = time.monotonic() - started
+                if stats.first_token_seconds is None:
+                    stats.first_token_seconds = stats.total_seconds
                 stats.finish_reason = piece.finish_reason or stats.finish_reason
-                for thought, text in thinking.push(piece.text) + (
-                    thinking.finish() if piece.finish_reason else []
-                ):
-                    if not thought:
+                texts = reasoning_filter.push(piece.text)
+                if piece.finish_reason:
+                    texts += reasoning_filter.finish()
+                for is_reasoning, text in texts:
+                    if not is_reasoning:
                         text = text if answer else text.lstrip()
                         answer += text
-                    yield thought, text
+                    yield is_reasoning, text
         except OctavoError:
             stats.finish_reason = "error"
             raise
         finally:
             if answer.strip() and stats.finish_reason != "error":
-                self.turns.append((latest, answer.rstrip()))
+                self.turns.append((latest_message, answer.rstrip()))
 
     def stop(self) -> None:
-        """End the reply that is coming; what has come of it stays."""
-        self.partner.stop()
+        """End the current reply. The part that has arrived stays."""
+        self.backend.stop()
 
 
-# ---- the words around it ----------------------------------------------------------------------------------
+# ---- the terminal --------------------------------------------------------------------------------
 
 
 class ChatSession:
-    def __init__(self, talk: Chat, show_thinking: bool, seed: int):
-        self.chat = talk
+    def __init__(self, chat: Chat, show_thinking: bool, seed: int):
+        self.chat = chat
         self.show_thinking = show_thinking
         self.seed = seed
         self.commands = {
@@ -243,21 +265,20 @@ class ChatSession:
         }
 
     def run(self) -> None:
-        lines = (
-            ask()
-            if sys.stdin.isatty() and sys.stdout.isatty()
-            else (line.rstrip("\n") for line in sys.stdin)
-        )
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            lines = read_terminal()
+        else:
+            lines = (line.rstrip("\n") for line in sys.stdin)
         try:
             for line in lines:
-                name, _, rest = line.strip().partition(" ")
-                if not name:
+                command_name, _, argument = line.strip().partition(" ")
+                if not command_name:
                     continue
                 try:
-                    if name in self.commands:
-                        self.commands[name](rest.strip())
-                    elif re.fullmatch(r"/\w*", name):
-                        note(f"there is no command {name}: /help lists them")
+                    if command_name in self.commands:
+                        self.commands[command_name](argument.strip())
+                    elif re.fullmatch(r"/\w*", command_name):
+                        note(f"unknown command {command_name}: /help lists the commands")
                     else:
                         self.answer(line.strip())
                 except OctavoError as error:
@@ -267,50 +288,51 @@ class ChatSession:
             pass
 
     def answer(self, message: str) -> None:
-        talk = self.chat
-        before = len(talk.turns)
-        prompt, dropped = talk.make_room(message)
-        if dropped:
+        chat = self.chat
+        turns_before = len(chat.turns)
+        prompt, dropped_turns = chat.make_room(message)
+        if dropped_turns:
             note(
-                f"(the context of {talk.context:,} tokens is full: the oldest {dropped} of {before} exchanges were dropped)"
+                f"(the context of {chat.context:,} tokens is full: the oldest {dropped_turns} of "
+                f"{turns_before} exchanges were dropped)"
             )
         writer = Writer()
-        waiting = False  # the word "thinking..." is on the screen
+        shows_waiting = False  # "thinking..." is on the screen
         try:
-            with ctrl_c_stops(talk):
-                for thought, text in talk.reply(message, prompt):
-                    if thought and not self.show_thinking:
-                        if writer.terminal and not waiting:
-                            waiting = True
+            with stop_on_ctrl_c(chat):
+                for is_reasoning, text in chat.reply(message, prompt):
+                    if is_reasoning and not self.show_thinking:
+                        if writer.terminal and not shows_waiting:
+                            shows_waiting = True
                             print(dim("thinking...", True), end="", flush=True)
                         continue
-                    if waiting:
-                        waiting = False
+                    if shows_waiting:
+                        shows_waiting = False
                         print(ERASE_LINE, end="")
-                    writer.write(text, DIM if thought else "")
+                    writer.write(text, DIM if is_reasoning else "")
         finally:
-            if waiting:
+            if shows_waiting:
                 print(ERASE_LINE, end="")
             writer.end()
-        assert talk.stats is not None
-        reason = talk.stats.finish_reason
-        answered = len(talk.turns) > before - dropped
-        if reason == "error":
-            note("error: the computation failed; your message is taken back")
-        elif not answered:
-            note(
-                f"({'stopped before an answer' if reason is None else 'no answer'}: your message is taken back)"
-            )
-        elif reason is None:
+        assert chat.stats is not None
+        finish_reason = chat.stats.finish_reason
+        has_answer = len(chat.turns) > turns_before - dropped_turns
+        if finish_reason == "error":
+            note("error: the computation failed; your message was removed from the conversation")
+        elif not has_answer:
+            cause = "stopped before an answer" if finish_reason is None else "no answer"
+            note(f"({cause}: your message was removed from the conversation)")
+        elif finish_reason is None:
             note("(stopped)")
-        elif reason == "length":
+        elif finish_reason == "length":
             note(
-                f"(cut at {talk.stats.generated_tokens:,} tokens: see --max-tokens and --max-model-len)"
+                f"(the reply ended at {chat.stats.generated_tokens:,} tokens: see --max-tokens and "
+                "--max-model-len)"
             )
 
     def reset(self, _: str) -> None:
         self.chat.turns = []
-        note("(the conversation begins anew)")
+        note("(the conversation starts again)")
 
     def history(self, _: str) -> None:
         writer = Writer()
@@ -318,84 +340,88 @@ class ChatSession:
             writer.write(f"{message['role']}: {message['content']}")
             writer.end()
         if not self.chat.turns:
-            note("(nothing has been said yet)")
+            note("(the conversation is empty)")
 
     def system(self, text: str) -> None:
         if text:
             self.chat.system = None if text == "-" else text
-            note(
-                "(the system prompt is set)"
-                if self.chat.system
-                else "(there is no system prompt now)"
-            )
+            removed = self.chat.system is None
+            note("(the system prompt is removed)" if removed else "(the system prompt is set)")
         else:
-            print(
-                self.chat.system
-                or "no system prompt is set; the model's template may bring its own"
-            )
+            no_prompt = "no system prompt is set; the template of the model may have its own"
+            print(self.chat.system or no_prompt)
 
     def stats(self, _: str) -> None:
-        last = self.chat.stats
-        memory = self.chat.partner.memory()
-        if last is not None:
-            rate = "-" if last.rate is None else f"{last.rate:.1f} tokens/s"
-            first = "-" if last.first_s is None else f"{last.first_s * 1000:.0f} ms"
-            print(f"speed        {rate}, first token after {first}")
-            print(f"last reply   {last.generated_tokens:,} tokens in {last.total_s:.2f} s")
-            if last.prompt_tokens:
-                share = last.cached_tokens / last.prompt_tokens
+        last_stats = self.chat.stats
+        memory_usage = self.chat.backend.memory()
+        if last_stats is not None:
+            rate = "-" if last_stats.rate is None else f"{last_stats.rate:.1f} tokens/s"
+            first_token = "-"
+            if last_stats.first_token_seconds is not None:
+                first_token = f"{last_stats.first_token_seconds * 1000:.0f} ms"
+            print(f"speed        {rate}, first token after {first_token}")
+            duration = f"{last_stats.total_seconds:.2f} s"
+            print(f"last reply   {last_stats.generated_tokens:,} tokens in {duration}")
+            if last_stats.prompt_tokens:
+                cached_share = last_stats.cached_tokens / last_stats.prompt_tokens
                 print(
-                    f"prompt       {last.prompt_tokens:,} tokens, {last.cached_tokens:,} of them cached ({share:.0%})"
+                    f"prompt       {last_stats.prompt_tokens:,} tokens, "
+                    f"{last_stats.cached_tokens:,} of them cached ({cached_share:.0%})"
                 )
-        if memory is not None:
-            print(f"KV blocks    {memory}")
-        chosen = {name: getattr(self.chat.sampling, name) for name in NEUTRAL}
-        unusual = [f"{name} {value:g}" for name, value in chosen.items() if value != NEUTRAL[name]]
-        print(f"sampling     {', '.join([*unusual, f'seed {self.seed}'])}")
+        if memory_usage is not None:
+            print(f"KV blocks    {memory_usage}")
+        sampling_values = {name: getattr(self.chat.sampling, name) for name in NEUTRAL}
+        non_default = [
+            f"{name} {value:g}" for name, value in sampling_values.items() if value != NEUTRAL[name]
+        ]
+        print(f"sampling     {', '.join([*non_default, f'seed {self.seed}'])}")
 
     def leave(self, _: str) -> None:
         raise EOFError
 
 
-def ask() -> Iterator[str]:
-    """Lines typed at a terminal. Ctrl-C empties the line, and on an empty one ends the program."""
+def read_terminal() -> Iterator[str]:
+    """Yield lines typed at a terminal.
+
+    Ctrl-C clears the line. On an empty line it ends the program.
+    """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    keys = KeyBindings()
+    key_bindings = KeyBindings()
 
-    @keys.add("escape", "enter")
+    @key_bindings.add("escape", "enter")
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    @keys.add("c-c")
+    @key_bindings.add("c-c")
     def clear_or_leave(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
         else:
             event.app.exit(exception=KeyboardInterrupt)
 
-    session: PromptSession[str] = PromptSession(key_bindings=keys)
+    session: PromptSession[str] = PromptSession(key_bindings=key_bindings)
     while True:
         print()
         yield session.prompt(FormattedText([("bold ansicyan", "> ")]))
 
 
 @contextmanager
-def ctrl_c_stops(talk: Chat) -> Iterator[None]:
-    """Ctrl-C asks the reply to end, where nothing is half done. One who insists ends the program."""
-    presses = 0
+def stop_on_ctrl_c(chat: Chat) -> Iterator[None]:
+    """Make Ctrl-C end the reply between two steps. The third Ctrl-C ends the program."""
+    press_count = 0
 
     def on_press(*_: Any) -> None:
-        nonlocal presses
-        presses += 1
-        talk.stop()
-        if presses >= 3:
+        nonlocal press_count
+        press_count += 1
+        chat.stop()
+        if press_count >= 3:
             raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGINT, on_press)
+    previous_handler = signal.signal(signal.SIGINT, on_press)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGINT, previous_handler)

@@ -1,4 +1,4 @@
-"""`octavo complete`: prompts in, text out, streamed where there is one text to stream."""
+"""`octavo complete`: continues prompts. A single text is streamed."""
 
 from __future__ import annotations
 
@@ -47,96 +47,102 @@ def complete(
 ) -> None:
     """Continue text: [bold]octavo complete -p "Once upon a time"[/bold]"""
     prompts = prompt or [read_stdin()]
-    more = dict(n=n, min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs)
-    sampling.params(**more)  # a bad value is reported before the model is loaded
+    extra_params = dict(n=n, min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs)
+    sampling.params(**extra_params)  # reports an invalid value before the model is loaded
     llm = load_llm(model, engine)
-    params = sampling.with_defaults(llm.default_sampling).params(**more)
+    params = sampling.with_defaults(llm.default_sampling).params(**extra_params)
     if len(prompts) == 1 and n == 1 and not as_json:
-        stream(llm, prompts[0], params)
+        stream_completion(llm, prompts[0], params)
         return
     results = llm.generate(list(prompts), params, use_tqdm=sys.stderr.isatty())
-    for i, result in enumerate(results, 1):
+    for prompt_number, result in enumerate(results, 1):
         for completion in result.outputs:
             if as_json:
-                print(json.dumps(record(result, completion), ensure_ascii=False))
+                print(json.dumps(completion_record(result, completion), ensure_ascii=False))
             else:
-                place = f"{i}.{completion.index + 1}" if n > 1 else f"{i}"
-                print(f"==> {place}: {' '.join((result.prompt or '').split())[:60]} <==")
+                label = f"{prompt_number}.{completion.index + 1}" if n > 1 else f"{prompt_number}"
+                print(f"==> {label}: {' '.join((result.prompt or '').split())[:60]} <==")
                 writer = Writer()
                 writer.write(completion.text)
                 writer.end()
                 show_logprobs(completion)
-    cut = [
-        len(c.token_ids)
+    truncated = [
+        len(completion.token_ids)
         for result in results
-        for c in result.outputs
-        if ends_early(c.finish_reason, len(c.token_ids), params)
+        for completion in result.outputs
+        if is_truncated(completion.finish_reason, len(completion.token_ids), params)
     ]
-    if cut:
-        report_cut(min(cut), params)
-    failed = [
+    if truncated:
+        report_truncation(min(truncated), params)
+    errors = [
         result.error
         for result in results
-        if any(c.finish_reason == "error" for c in result.outputs)
+        if any(completion.finish_reason == "error" for completion in result.outputs)
     ]
-    if failed:
-        fail(f"{len(failed)} of {len(results)} prompts failed: {failed[0]}", code=1)
+    if errors:
+        fail(f"{len(errors)} of {len(results)} prompts failed: {errors[0]}", code=1)
 
 
 def read_stdin() -> str:
     if sys.stdin.isatty():
         fail('give a prompt: octavo complete -p "Once upon a time", or pipe one in')
-    # which `echo` added and the model would take for a paragraph's end
+    # `echo` adds a newline, which the model would read as the end of a paragraph.
     return sys.stdin.read().removesuffix("\n")
 
 
-def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def stream_completion(llm: LLM, prompt: str, params: SamplingParams) -> None:
     writer = Writer()
-    whole: CompletionOutput | None = None
-    count = 0
+    collected: CompletionOutput | None = None
+    token_count = 0
     try:
-        for piece in llm.stream(prompt, params):
-            writer.write(piece.text)
-            count += len(piece.token_ids)
-            if whole is None:
-                whole = piece
+        for output in llm.stream(prompt, params):
+            writer.write(output.text)
+            token_count += len(output.token_ids)
+            if collected is None:
+                collected = output
             else:
-                whole.logprobs = (whole.logprobs or []) + (piece.logprobs or [])
-                whole.finish_reason = piece.finish_reason
+                collected.logprobs = (collected.logprobs or []) + (output.logprobs or [])
+                collected.finish_reason = output.finish_reason
     finally:
         writer.end()
-    if whole is not None:
-        show_logprobs(whole)
-        if whole.finish_reason == "error":
-            fail("the model's computation failed half-way", code=1)
-        if ends_early(whole.finish_reason, count, params):
-            report_cut(count, params)
+    if collected is not None:
+        show_logprobs(collected)
+        if collected.finish_reason == "error":
+            fail("the computation failed before the text was complete", code=1)
+        if is_truncated(collected.finish_reason, token_count, params):
+            report_truncation(token_count, params)
 
 
-def ends_early(reason: str | None, count: int, params: SamplingParams) -> bool:
-    """There was no room for more tokens, though more were asked for."""
-    return reason == "length" and params.max_tokens is not None and count < params.max_tokens
+def is_truncated(finish_reason: str | None, token_count: int, params: SamplingParams) -> bool:
+    """Return whether the context was full before max_tokens were generated."""
+    if finish_reason != "length" or params.max_tokens is None:
+        return False
+    return token_count < params.max_tokens
 
 
-def report_cut(count: int, params: SamplingParams) -> None:
+def report_truncation(token_count: int, params: SamplingParams) -> None:
     note(
-        f"{count} of {params.max_tokens} tokens: then the context was full (--max-model-len, --num-blocks)"
+        f"the context was full after {token_count} of {params.max_tokens} tokens: raise "
+        "--max-model-len or --num-blocks"
     )
 
 
 def show_logprobs(completion: CompletionOutput) -> None:
     if not completion.logprobs:
         return
-    for found in completion.logprobs:
-        chosen, *others = (f"{p.decoded_token!r} {p.logprob:.3f}" for p in found.values())
+    for candidates in completion.logprobs:
+        chosen, *others = (
+            f"{candidate.decoded_token!r} {candidate.logprob:.3f}"
+            for candidate in candidates.values()
+        )
         print(f"  {chosen:<24} {'  '.join(others)}".rstrip())
 
 
-def record(result: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-    first = result.metrics.time_to_first_token
-    total = result.metrics.latency
-    count = len(completion.token_ids)
-    found: dict[str, Any] = {
+def completion_record(result: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    first_token_seconds = result.metrics.time_to_first_token
+    total_seconds = result.metrics.latency
+    token_count = len(completion.token_ids)
+    fields: dict[str, Any] = {
         "prompt": result.prompt,
         "prompt_tokens": len(result.prompt_token_ids),
         "cached_tokens": result.num_cached_tokens,
@@ -145,20 +151,27 @@ def record(result: RequestOutput, completion: CompletionOutput) -> dict[str, Any
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "time_to_first_token_s": first,
-        "latency_s": total,
-        "tokens_per_s": (count - 1) / (total - first)
-        if first is not None and total is not None and total > first
-        else None,
+        "time_to_first_token_s": first_token_seconds,
+        "latency_s": total_seconds,
+        "tokens_per_s": None,
     }
+    if first_token_seconds is not None and total_seconds is not None:
+        decode_seconds = total_seconds - first_token_seconds
+        if decode_seconds > 0:
+            fields["tokens_per_s"] = (token_count - 1) / decode_seconds
     if result.error is not None:
-        found["error"] = result.error
+        fields["error"] = result.error
     if completion.logprobs is not None:
-        found["logprobs"] = [
+        fields["logprobs"] = [
             [
-                {"token": t, "text": p.decoded_token, "logprob": p.logprob, "rank": p.rank}
-                for t, p in at.items()
+                {
+                    "token": token_id,
+                    "text": candidate.decoded_token,
+                    "logprob": candidate.logprob,
+                    "rank": candidate.rank,
+                }
+                for token_id, candidate in candidates.items()
             ]
-            for at in completion.logprobs
+            for candidates in completion.logprobs
         ]
-    return found
+    return fields

@@ -1,6 +1,6 @@
-"""`octavo doctor`: is this machine fit to run Octavo, and what would make it fitter? One line a check.
+"""`octavo doctor`: checks whether this machine can run Octavo, and how it could run it better.
 
-With --pid: what another process, such as a server, uses of memory and processor, from /proc.
+With --pid it shows the memory and processor use of another process, such as a server, from /proc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.cli.options import command, fail, flag, option
 from octavo.cli.terminal import in_bytes
 from octavo.errors import OctavoError
 
-HUB_PATIENCE = 2.0  # seconds
+HUB_TIMEOUT = 2.0  # seconds
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
 OPTIONAL = {
@@ -32,7 +32,7 @@ OPTIONAL = {
     "huggingface_hub": "models by their name on the hub",
     "tqdm": "progress bars",
 }
-FLAGS = {
+CPU_EXTENSIONS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
     "avx512_vnni": "AVX-512 VNNI",
@@ -44,7 +44,7 @@ FLAGS = {
 class DoctorCheck(NamedTuple):
     state: str  # "ok" | "warn" | "fail"
     subject: str
-    found: str  # and what to do, where something is to be done
+    found: str  # what the check found, and what to do about it
 
 
 @command
@@ -67,12 +67,12 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """DoctorCheck this machine: versions, processor, memory, GPU, models. Exit code 1 if a check fails."""
+    """Check versions, processor, memory, GPU and models. Exits with 1 if a check fails."""
     if pid is not None:
-        observe(pid, csv, watch)
+        show_process(pid, csv, watch)
         return
     if csv or watch is not None:
-        fail("--csv and --watch are for --pid N")
+        fail("--csv and --watch need --pid N")
     failed = False
     for check in checks(smoke):
         failed = failed or check.state == "fail"
@@ -86,59 +86,73 @@ def colour(state: str) -> str:
     return f"\x1b[{code}m{state:<4}\x1b[0m" if sys.stdout.isatty() else f"{state:<4}"
 
 
-# ---- checks -----------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def checks(smoke: bool) -> Iterator[DoctorCheck]:
     yield DoctorCheck(
         "ok",
         "octavo",
-        f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        f"{__version__}, Python {platform.python_version()}, {platform.system()} "
+        f"{platform.machine()}",
     )
     yield libraries()
-    for name, purpose in OPTIONAL.items():
-        if (found := installed(name)) is None:
-            yield DoctorCheck("warn", name, f"not installed: pip install {name} for {purpose}")
+    for package, purpose in OPTIONAL.items():
+        if (installed_version := installed(package)) is None:
+            yield DoctorCheck(
+                "warn", package, f"not installed: pip install {package} for {purpose}"
+            )
         else:
-            yield DoctorCheck("ok", name, f"{found}: {purpose}")
+            yield DoctorCheck("ok", package, f"{installed_version}: {purpose}")
     yield processor()
     if installed("torch") is None:
-        return  # what follows imports it
+        return  # The remaining checks import torch.
     for check in (memory, gpu, backend, embedded, hub):
         yield check()
     if smoke:
         yield generation()
 
 
-def installed(name: str) -> str | None:
+def installed(package: str) -> str | None:
     try:
-        return version(name)
+        return version(package)
     except PackageNotFoundError:
         return None
 
 
 def libraries() -> DoctorCheck:
-    found = {name: installed(name) for name in REQUIRED}
-    if lost := [name for name, number in found.items() if number is None]:
-        return DoctorCheck("fail", "libraries", f"missing: pip install {' '.join(lost)}")
+    versions = {package: installed(package) for package in REQUIRED}
+    if missing := [
+        package for package, package_version in versions.items() if package_version is None
+    ]:
+        return DoctorCheck("fail", "libraries", f"missing: pip install {' '.join(missing)}")
     return DoctorCheck(
-        "ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items())
+        "ok",
+        "libraries",
+        ", ".join(f"{package} {package_version}" for package, package_version in versions.items()),
     )
 
 
 def processor() -> DoctorCheck:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    found = re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)
-    has = [FLAGS[flag] for flag in FLAGS if found and flag in found[1].split()]
+    cpu_info = Path("/proc/cpuinfo")
+    cpu_text = cpu_info.read_text() if cpu_info.exists() else ""
+    name_match = re.search(r"^model name\s*: (.*)$", cpu_text, re.MULTILINE)
+    flags_match = re.search(r"^flags\s*: (.*)$", cpu_text, re.MULTILINE)
+    extensions = [
+        CPU_EXTENSIONS[flag]
+        for flag in CPU_EXTENSIONS
+        if flags_match and flag in flags_match[1].split()
+    ]
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    what = f"{name[1] if name else platform.processor() or platform.machine()}, {cores} cores for this process"
-    if found and "AVX2" not in has:
-        return DoctorCheck("warn", "cpu", f"{what}; no AVX2: generation will be slow")
-    return DoctorCheck("ok", "cpu", f"{what}, {', '.join(has) or 'vector extensions unknown'}")
+    cpu_name = name_match[1] if name_match else platform.processor() or platform.machine()
+    description = f"{cpu_name}, {cores} cores for this process"
+    if flags_match and "AVX2" not in extensions:
+        return DoctorCheck("warn", "cpu", f"{description}; no AVX2: generation will be slow")
+    return DoctorCheck(
+        "ok", "cpu", f"{description}, {', '.join(extensions) or 'vector extensions unknown'}"
+    )
 
 
 def memory() -> DoctorCheck:
@@ -147,14 +161,15 @@ def memory() -> DoctorCheck:
     from octavo.memory import available_memory
 
     free, total = available_memory(torch.device("cpu"))
-    found = f"{in_bytes(free)} of {in_bytes(total)} available"
+    description = f"{in_bytes(free)} of {in_bytes(total)} available"
     if free < 2**31:
         return DoctorCheck(
             "warn",
             "memory",
-            f"{found}: the embedded model wants 2 GiB; close something, or lower --max-model-len",
+            f"{description}: the embedded model needs 2 GiB; close other programs, or lower "
+            "--max-model-len",
         )
-    return DoctorCheck("ok", "memory", found)
+    return DoctorCheck("ok", "memory", description)
 
 
 def gpu() -> DoctorCheck:
@@ -164,30 +179,39 @@ def gpu() -> DoctorCheck:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         major, minor = torch.cuda.get_device_capability()
-        name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-        found = f"{name}, {in_bytes(free)} of {in_bytes(total)} free, driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
+        device_name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+        description = (
+            f"{device_name}, {in_bytes(free)} of {in_bytes(total)} free, "
+            f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
+        )
         if (major, minor) < (8, 0):
-            return DoctorCheck("warn", "gpu", f"{found}; without bfloat16: use --dtype float16")
-        return DoctorCheck("ok", "gpu", found)
+            return DoctorCheck(
+                "warn", "gpu", f"{description}; it does not support bfloat16: use --dtype float16"
+            )
+        return DoctorCheck("ok", "gpu", description)
     if driver is None:
-        return DoctorCheck("ok", "gpu", "none: no NVIDIA driver is loaded; the CPU is used")
+        return DoctorCheck("ok", "gpu", "none: no NVIDIA driver is loaded, so the CPU is used")
     if torch.version.cuda is None:
         return DoctorCheck(
             "warn",
             "gpu",
-            f"driver {driver} is there, but this torch is built for CPUs: install one for CUDA",
+            f"driver {driver} is loaded, but this torch is built for CPUs: install a build for "
+            "CUDA",
         )
     return DoctorCheck(
         "warn",
         "gpu",
-        f"driver {driver} does not serve CUDA {torch.version.cuda}, which torch needs: update the driver",
+        f"driver {driver} does not support CUDA {torch.version.cuda}, which torch needs: update "
+        "the driver",
     )
 
 
 def nvidia_driver() -> str | None:
     path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Kernel Module\D*([\d.]+)", path.read_text()) if path.exists() else None
-    return found[1] if found else None
+    if not path.exists():
+        return None
+    version_match = re.search(r"Kernel Module\D*([\d.]+)", path.read_text())
+    return version_match[1] if version_match else None
 
 
 def backend() -> DoctorCheck:
@@ -196,19 +220,18 @@ def backend() -> DoctorCheck:
     from octavo.ops import select
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = select(device).name
+    backend_name = select(device).name
     if device == "cpu" and not torch.backends.mkldnn.is_available():
         return DoctorCheck(
             "warn",
             "ops",
-            f"{name}: torch finds a CPU only and has no oneDNN, so weights are not packed: slower",
+            f"{backend_name}: torch finds only a CPU and has no oneDNN, so weights are not packed "
+            "and generation is slower",
         )
-    why = (
-        "torch can use a GPU"
-        if device == "cuda"
-        else "torch finds a CPU only; oneDNN packs the weights"
-    )
-    return DoctorCheck("ok", "ops", f"{name}: {why}")
+    reason = "torch finds only a CPU; oneDNN packs the weights"
+    if device == "cuda":
+        reason = "torch can use a GPU"
+    return DoctorCheck("ok", "ops", f"{backend_name}: {reason}")
 
 
 def embedded() -> DoctorCheck:
@@ -221,54 +244,59 @@ def embedded() -> DoctorCheck:
     return DoctorCheck(
         "ok",
         "model",
-        f"{embedded.NAME} is here and its checksum is right ({in_bytes(path.stat().st_size)})",
+        f"{embedded.NAME} is installed and its checksum is correct "
+        f"({in_bytes(path.stat().st_size)})",
     )
 
 
 def hub() -> DoctorCheck:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
-    have = f"{models} model{'s' * (models != 1)} in {cache}"
+    model_count = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
+    cached_models = f"{model_count} model{'s' * (model_count != 1)} in {cache}"
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return DoctorCheck("ok", "hub", f"HF_HUB_OFFLINE is set; {have}")
+        return DoctorCheck("ok", "hub", f"HF_HUB_OFFLINE is set; {cached_models}")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     refusal = unreachable(endpoint)
     if refusal is None:
-        return DoctorCheck("ok", "hub", f"{endpoint} answers; {have}")
+        return DoctorCheck("ok", "hub", f"{endpoint} answers; {cached_models}")
     return DoctorCheck(
-        "warn", "hub", f"{endpoint}: {refusal}. Use local directories or .gguf files; {have}"
+        "warn",
+        "hub",
+        f"{endpoint}: {refusal}. Use local directories or .gguf files; {cached_models}",
     )
 
 
 def unreachable(url: str) -> str | None:
-    """Why not, or None. In a thread, because looking up a name knows no time limit."""
+    """Return why the URL cannot be reached, or None.
+
+    The request runs in a thread, because name resolution has no timeout.
+    """
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    answer: list[str | None] = [f"no answer within {HUB_PATIENCE:g} s"]
+    problem: list[str | None] = [f"no answer within {HUB_TIMEOUT:g} s"]
 
-    def knock() -> None:
+    def send_request() -> None:
         try:
-            urlopen(Request(url, method="HEAD"), timeout=HUB_PATIENCE).close()
-            answer[0] = None
-        except HTTPError as error:  # it answered; a page that is not there is none of our concern
-            answer[0] = (
-                None if error.code < 500 and error.code not in (403, 407) else f"HTTP {error.code}"
-            )
+            urlopen(Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
+            problem[0] = None
+        except HTTPError as error:  # The hub answered. A missing page is not a problem.
+            is_blocked = error.code >= 500 or error.code in (403, 407)
+            problem[0] = f"HTTP {error.code}" if is_blocked else None
         except (OSError, ValueError) as error:
-            answer[0] = " ".join(str(error).split())[:80]
+            problem[0] = " ".join(str(error).split())[:80]
 
-    thread = threading.Thread(target=knock, daemon=True)
+    thread = threading.Thread(target=send_request, daemon=True)
     thread.start()
-    thread.join(HUB_PATIENCE)
-    return answer[0]
+    thread.join(HUB_TIMEOUT)
+    return problem[0]
 
 
 def generation() -> DoctorCheck:
     from octavo import LLM, SamplingParams
 
-    start = time.monotonic()
+    started = time.monotonic()
     try:
         llm = LLM(max_num_seqs=1, max_model_len=256, progress=False)
         loaded = time.monotonic()
@@ -276,49 +304,51 @@ def generation() -> DoctorCheck:
         result = llm.generate("The capital of France is", params, use_tqdm=False)[0]
     except OctavoError as error:
         return DoctorCheck("fail", "smoke", str(error))
-    done = time.monotonic()
-    ids = result.outputs[0].token_ids
-    if len(ids) != 5 or result.error:
+    finished = time.monotonic()
+    token_ids = result.outputs[0].token_ids
+    if len(token_ids) != 5 or result.error:
         return DoctorCheck(
             "fail",
             "smoke",
-            f"{len(ids)} of 5 tokens came: {result.error or 'without an error'}. Please report it",
+            f"{len(token_ids)} of 5 tokens were generated: {result.error or 'no error'}. Please "
+            "report this",
         )
-    times = f"loaded in {loaded - start:.1f} s, generated in {done - loaded:.2f} s"
+    timings = f"loaded in {loaded - started:.1f} s, generated in {finished - loaded:.2f} s"
     return DoctorCheck(
-        "ok", "smoke", f"5 tokens on {llm.device.type}: {result.outputs[0].text!r}; {times}"
+        "ok", "smoke", f"5 tokens on {llm.device.type}: {result.outputs[0].text!r}; {timings}"
     )
 
 
-# ---- a process --------------------------------------------------------------------------------------------
+# ---- a process -----------------------------------------------------------------------------------
 
-COLUMNS: dict[str, Callable[[int], str]] = {
+COLUMN_FORMATS: dict[str, Callable[[int], str]] = {
     "rss_bytes": in_bytes,
     "peak_rss_bytes": in_bytes,
-}  # as people read them; others: as they are
+}  # Other columns are plain numbers.
 
 
-def observe(pid: int, csv: bool, watch: float | None) -> None:
+def show_process(pid: int, csv: bool, watch: float | None) -> None:
     if watch is not None and not watch > 0:
-        fail(f"--watch takes a positive number of seconds, not {watch:g}")
-    start = time.monotonic()
+        fail(f"--watch must be a positive number of seconds, got {watch:g}")
+    started = time.monotonic()
     if (sample := read_process(pid)) is None:
         fail(
-            f"no process {pid} can be seen in /proc: is it running, on this machine, and is this Linux?"
+            f"/proc has no process {pid}: check that it runs on this machine, and that this is "
+            "Linux"
         )
     if csv:
         print(",".join(["seconds", *sample]))
     while sample is not None:
-        seconds = time.monotonic() - start
+        seconds = time.monotonic() - started
         if csv:
             print(",".join([f"{seconds:.1f}", *map(str, sample.values())]), flush=True)
         else:
-            words = {
-                name: COLUMNS[name](value) if name in COLUMNS else f"{value:,}"
+            texts = {
+                name: COLUMN_FORMATS[name](value) if name in COLUMN_FORMATS else f"{value:,}"
                 for name, value in sample.items()
             }
             print(
-                "  ".join(f"{name.removesuffix('_bytes')} {word}" for name, word in words.items()),
+                "  ".join(f"{name.removesuffix('_bytes')} {text}" for name, text in texts.items()),
                 flush=True,
             )
         if watch is None:
@@ -328,27 +358,31 @@ def observe(pid: int, csv: bool, watch: float | None) -> None:
 
 
 def read_process(pid: int) -> dict[str, int] | None:
-    """None: there is no such process, or none that may be looked at."""
+    """Return the resource use of a process, or None if it does not exist or is not accessible."""
 
-    def status(path: Path) -> dict[str, str]:
+    def read_status(path: Path) -> dict[str, str]:
         return dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
 
-    def count(fields: dict[str, str], name: str) -> int:
-        return int(fields.get(name, "0").split()[0])
+    def field_value(status_fields: dict[str, str], field: str) -> int:
+        return int(status_fields.get(field, "0").split()[0])
 
     try:
-        whole = status(Path(f"/proc/{pid}/status"))
-        # The process's own file counts the switches of its first thread alone.
-        threads = [status(path / "status") for path in Path(f"/proc/{pid}/task").iterdir()]
+        process = read_status(Path(f"/proc/{pid}/status"))
+        # The status file of the process counts only the switches of its first thread.
+        threads = [read_status(path / "status") for path in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         return None
-    if whole.get("State", "Z").split()[0] == "Z":
+    if process.get("State", "Z").split()[0] == "Z":
         return None
     return {
         "pid": pid,
-        "rss_bytes": count(whole, "VmRSS") * 1024,
-        "peak_rss_bytes": count(whole, "VmHWM") * 1024,
-        "threads": count(whole, "Threads"),
-        "voluntary_switches": sum(count(t, "voluntary_ctxt_switches") for t in threads),
-        "involuntary_switches": sum(count(t, "nonvoluntary_ctxt_switches") for t in threads),
+        "rss_bytes": field_value(process, "VmRSS") * 1024,
+        "peak_rss_bytes": field_value(process, "VmHWM") * 1024,
+        "threads": field_value(process, "Threads"),
+        "voluntary_switches": sum(
+            field_value(thread, "voluntary_ctxt_switches") for thread in threads
+        ),
+        "involuntary_switches": sum(
+            field_value(thread, "nonvoluntary_ctxt_switches") for thread in threads
+        ),
     }

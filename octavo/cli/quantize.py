@@ -1,4 +1,4 @@
-"""`octavo quantize`: writes a checkpoint with its weights in another format."""
+"""`octavo quantize`: writes a checkpoint with quantised weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quantize(
         str | None, option("Branch, tag or commit of the model on huggingface.co.", None, "NAME")
     ] = None,
 ) -> None:
-    """Write a checkpoint with quantised weights, which every command then loads as it is."""
+    """Write a checkpoint with quantised weights, which every command can load."""
     from octavo.cli.progress import Steps
     from octavo.cli.terminal import in_bytes
     from octavo.model import quant, quantized
@@ -38,27 +38,29 @@ def quantize(
     from octavo.ops.weight import WeightFormat
     from octavo.text.gguf_tokenizer import write_tokenizer
 
-    parsed = quant.parse(form)
-    if not isinstance(parsed, WeightFormat):
+    weight_format = quant.parse(form)
+    if not isinstance(weight_format, WeightFormat):
         fail(f"--quant must be one of {', '.join(quant.FORMATS)}, not {form}")
     if out.exists():
-        fail(f"{out} exists already: give another directory")
+        fail(f"{out} exists: give a directory that does not exist")
     checkpoint = open_checkpoint(model, revision)
-    if bits := quantized.quantised_bits(checkpoint, parsed):
+    if current_bits := quantized.quantised_bits(checkpoint, weight_format):
         print(
-            f"{model} is quantised already, to {bits:.1f} bits a weight: quantising it again to {form} costs quality. "
-            "Where there is one, start from the checkpoint in 16 bits.",
+            f"{model} is quantised already, with {current_bits:.1f} bits per weight: quantising it "
+            f"again to {form} costs quality. If there is a 16-bit checkpoint, start from that.",
             file=sys.stderr,
         )
     with Steps() as progress:
         task = progress.add_task("quantising tensors", total=len(checkpoint.tensors))
         quantized.write(
             checkpoint,
-            parsed,
+            weight_format,
             out,
             lambda count, total: progress.update(task, completed=count, total=total),
         )
     if checkpoint.gguf_metadata is not None:
         write_tokenizer(checkpoint.gguf_metadata, out)
-    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(f"{out}: {in_bytes(size)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}")
+    written_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(
+        f"{out}: {in_bytes(written_bytes)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}"
+    )

@@ -1,40 +1,42 @@
-"""Tells a reasoning model's thoughts from its answer, piece by piece: what stands between <think> and </think>.
+"""Separates the reasoning of a model, between <think> and </think>, from its answer.
 
-Works on text alone, however it was split; a tag that arrives in pieces is held back until it is whole.
+The filter works on text, however it is split. It holds back a tag that is incomplete.
 """
 
 from __future__ import annotations
 
-OPEN = "<think>"
-CLOSE = "</think>"
+OPEN_TAG = "<think>"
+CLOSE_TAG = "</think>"
 
 
-class Thinking:
-    """`thinking` starts as True where the prompt itself ends with an opening tag."""
+class ReasoningFilter:
+    """`in_reasoning` is true at the start if the prompt ends with an opening tag."""
 
-    def __init__(self, thinking: bool = False):
-        self.thinking = thinking
-        self._held = ""
+    def __init__(self, in_reasoning: bool = False):
+        self.in_reasoning = in_reasoning
+        self._held_text = ""
 
     def push(self, text: str) -> list[tuple[bool, str]]:
-        """What the text makes certain: (is a thought, text), in order, without the tags."""
-        text = self._held + text
-        out = []
+        """Return the text that is certain now as (is reasoning, text), without the tags."""
+        text = self._held_text + text
+        pieces = []
         while True:
-            tag = CLOSE if self.thinking else OPEN
-            before, found, after = text.partition(tag)
-            if not found:
+            tag = CLOSE_TAG if self.in_reasoning else OPEN_TAG
+            before_tag, tag_found, after_tag = text.partition(tag)
+            if not tag_found:
                 break
-            out.append((self.thinking, before))
-            self.thinking = not self.thinking
-            text = after
-        keep = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
-        self._held = text[len(text) - keep :]
-        out.append((self.thinking, text[: len(text) - keep]))
-        return [piece for piece in out if piece[1]]
+            pieces.append((self.in_reasoning, before_tag))
+            self.in_reasoning = not self.in_reasoning
+            text = after_tag
+        held_length = next(
+            (length for length in range(len(tag) - 1, 0, -1) if text.endswith(tag[:length])), 0
+        )
+        self._held_text = text[len(text) - held_length :]
+        pieces.append((self.in_reasoning, text[: len(text) - held_length]))
+        return [piece for piece in pieces if piece[1]]
 
     def finish(self) -> list[tuple[bool, str]]:
-        """Nothing more comes: half a tag is text after all."""
-        held = self._held
-        self._held = ""
-        return [(self.thinking, held)] if held else []
+        """Return the text that was held back. It is not a tag."""
+        held_text = self._held_text
+        self._held_text = ""
+        return [(self.in_reasoning, held_text)] if held_text else []

@@ -1,7 +1,7 @@
-"""How commands write: generated text and tables on stdout, remarks on stderr.
+"""Writes to the terminal: generated text to stdout, remarks to stderr.
 
-Colours and line breaks of our own appear only on a terminal. Generated text may contain anything,
-so characters that control a terminal are left out. This module knows nothing of models.
+Colours and line breaks are added only on a terminal. Generated text may contain anything, so
+characters that control a terminal are removed. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DIM = "\x1b[2m"
 BOLD = "\x1b[1m"
 RESET = "\x1b[0m"
 ERASE_LINE = "\r\x1b[K"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
 
 
 def plain(text: str) -> str:
-    """Remove control characters: a model must not move the cursor or set the window's title."""
+    """Remove control characters: a model must not move the cursor or set the window title."""
     return _CONTROL.sub("", text)
 
 
@@ -35,18 +35,18 @@ def note(text: str) -> None:
 
 
 def in_bytes(count: float) -> str:
-    """Bytes for people: 512 B, 45 KiB, 8.00 GiB."""
+    """Format a number of bytes: 512 B, 45 KiB, 8.00 GiB."""
     sign = "-" if count < 0 else ""
     count = abs(count)
-    for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0)):
+    for unit, decimals in (("B", 0), ("KiB", 0), ("MiB", 0)):
         if count < 1024:
-            return f"{sign}{count:.{digits}f} {unit}"
+            return f"{sign}{count:.{decimals}f} {unit}"
         count /= 1024
     return f"{sign}{count:,.2f} GiB"
 
 
 def short(count: float) -> str:
-    """Parameters for people: 135M, 1.1B."""
+    """Format a number of parameters: 135M, 1.1B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= scale:
             return f"{count / scale:.{0 if count >= 100 * scale else 1}f}{unit}"
@@ -54,7 +54,7 @@ def short(count: float) -> str:
 
 
 def tokens(count: int) -> str:
-    """Lengths for people: 8K, 1000, 131,072 as 128K."""
+    """Format a number of tokens: 8K, 1000, 128K for 131,072."""
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else f"{count:,}"
 
 
@@ -72,8 +72,9 @@ def table(
     left: Collection[int] = (0,),
     dim: Collection[int] = (),
 ) -> None:
-    """Print a table on stdout. All columns but those in `left` are aligned to the right. The table is
-    as wide as its content: a narrow terminal wraps lines and does not cut numbers short."""
+    """Print a table on stdout. All columns but those in `left` are aligned to the right. The table
+    is as wide as its content: a narrow terminal wraps lines and does not cut numbers short.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -94,8 +95,11 @@ def table(
 
 
 class Writer:
-    """Writes generated text on stdout as it arrives. On a terminal, lines break between words: the
-    last word is held back until it is complete, because it may not fit the line."""
+    """Prints generated text as it arrives.
+
+    On a terminal, lines break between words. The last word is held back until it is complete,
+    because it may not fit the line.
+    """
 
     # Longer words, and scripts without spaces, are shown as they arrive.
     LONGEST_WORD = 30
@@ -103,51 +107,54 @@ class Writer:
     def __init__(self) -> None:
         self.terminal = sys.stdout.isatty()
         self._column = 0
-        self._word = ""
+        self._partial_word = ""
         self._style = ""
-        self._fresh = True  # nothing is on the current line
+        self._at_line_start = True
 
     def write(self, text: str, style: str = "") -> None:
         if not self.terminal:
             sys.stdout.write(text)
-            self._fresh = text.endswith("\n") if text else self._fresh
+            self._at_line_start = text.endswith("\n") if text else self._at_line_start
         else:
             if style != self._style:
-                self._put(self._word)
-                self._word = ""
+                self._print_word(self._partial_word)
+                self._partial_word = ""
                 self._style = style
-            *parts, self._word = re.split(r"(\s)", self._word + plain(text))
-            for part in parts:
-                self._put(part)
-            if len(self._word) > self.LONGEST_WORD or cell_len(self._word) > len(self._word):
-                self._put(self._word)
-                self._word = ""
+            *complete_parts, self._partial_word = re.split(
+                r"(\s)", self._partial_word + plain(text)
+            )
+            for complete_part in complete_parts:
+                self._print_word(complete_part)
+            if len(self._partial_word) > self.LONGEST_WORD or cell_len(self._partial_word) > len(
+                self._partial_word
+            ):
+                self._print_word(self._partial_word)
+                self._partial_word = ""
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Show the word that was held back, and end the line."""
-        self._put(self._word)
-        self._word = ""
+        """Print the text that was held back, and start a new line."""
+        self._print_word(self._partial_word)
+        self._partial_word = ""
         self._style = ""
-        if not self._fresh:
+        if not self._at_line_start:
             sys.stdout.write("\n")
         self._column = 0
-        self._fresh = True
+        self._at_line_start = True
         sys.stdout.flush()
 
-    def _put(self, part: str) -> None:
-        """Write one word, or one white-space character."""
-        if not part:
+    def _print_word(self, text: str) -> None:
+        """Print one word, or one whitespace character."""
+        if not text:
             return
         columns = shutil.get_terminal_size().columns
-        width = 8 - self._column % 8 if part == "\t" else cell_len(part)
-        if part != "\n" and 0 < self._column <= columns < self._column + width:
+        text_width = 8 - self._column % 8 if text == "\t" else cell_len(text)
+        if text != "\n" and 0 < self._column <= columns < self._column + text_width:
             sys.stdout.write("\n")
             self._column = 0
-            if part.isspace():
+            if text.isspace():
                 return
-        sys.stdout.write(
-            f"{self._style}{part}{RESET}" if self._style and not part.isspace() else part
-        )
-        self._column = 0 if part == "\n" else (self._column + width - 1) % columns + 1
-        self._fresh = part == "\n"
+        styled = self._style and not text.isspace()
+        sys.stdout.write(f"{self._style}{text}{RESET}" if styled else text)
+        self._column = 0 if text == "\n" else (self._column + text_width - 1) % columns + 1
+        self._at_line_start = text == "\n"

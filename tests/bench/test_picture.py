@@ -69,7 +69,14 @@ def test_larger_is_further_right_and_further_up():
 
 def test_a_log_axis_gives_equal_factors_equal_room():
     tree = ET.fromstring(
-        svg(points("t", [Series("", [(1, 1), (10, 1), (100, 1)])], Axis("x", log=True), Axis("y")))
+        svg(
+            points(
+                "t",
+                [Series("", [(1, 1), (10, 1), (100, 1)])],
+                Axis("x", is_logarithmic=True),
+                Axis("y"),
+            )
+        )
     )
     a, b, c = (float(c.get("cx", 0)) for c in tree.iter(f"{SVG}circle"))
     assert b - a == pytest.approx(c - b, abs=0.2)
@@ -144,7 +151,7 @@ def test_what_cannot_be_drawn_is_refused(bad: list[tuple[float, float]]):
     with pytest.raises(OctavoError, match="finite"):
         points("t", [Series("", bad)], Axis("x"), Axis("y"))
     with pytest.raises(OctavoError, match="logarithmic"):
-        points("t", [Series("", [(0.0, 1.0)])], Axis("x", log=True), Axis("y"))
+        points("t", [Series("", [(0.0, 1.0)])], Axis("x", is_logarithmic=True), Axis("y"))
     for values in ([-1.0], [1.0, 2.0], [None], [float("nan")]):
         with pytest.raises(OctavoError, match="not negative"):
             bars("t", ["a"], {"": values}, "s")

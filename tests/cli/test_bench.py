@@ -14,7 +14,7 @@ from typer.testing import Result
 from octavo import LLM
 from octavo.bench import measure_batching
 from octavo.bench.model_shapes import TINYLLAMA_1B
-from octavo.bench.workloads import Machine, Workload, limit_seconds
+from octavo.bench.workloads import HardwareRates, Workload, limit_seconds
 from octavo.cli.options import load_llm
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
@@ -65,7 +65,7 @@ def test_figures_from_a_busy_machine_are_marked(octavo: Octavo, tiny: str) -> No
         in measure_batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
     )
     result = octavo("bench", "batching", tiny, "--repeat", 1, "--max-tokens", 2)
-    assert "not to be trusted: 1 repeats show no spread" in result.stdout
+    assert "not to be trusted: 1 repeats are too few to show the spread" in result.stdout
     assert json.loads(result.stdout.splitlines()[-1])["noise"]
 
 
@@ -90,15 +90,15 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
     assert parameter_count(plain.model) == parameter_count(small.model)
     assert measure_batching.bytes_per_step(small) < 0.5 * measure_batching.bytes_per_step(plain)
 
-    def limit(llm: LLM, machine: Machine) -> float:
+    def limit(llm: LLM, machine: HardwareRates) -> float:
         parameters, load = parameter_count(llm.model), Workload([[1] * 9] * 3, [4] * 3)
         return limit_seconds(
             load, llm.config, parameters, measure_batching.bytes_per_step(llm), 4, machine
         )
 
     computes, reads = (
-        Machine(bytes_per_second=1e30, flops_per_second=1e9),
-        Machine(bytes_per_second=1e9, flops_per_second=1e30),
+        HardwareRates(bytes_per_second=1e30, flops_per_second=1e9),
+        HardwareRates(bytes_per_second=1e9, flops_per_second=1e30),
     )
     assert limit(plain, computes) == limit(small, computes) and limit(small, reads) < 0.6 * limit(
         plain, reads
@@ -107,7 +107,11 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
 
 def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert 1e8 < measure_batching.copy_bandwidth(torch.device("cpu"), size=2**22, rounds=2) < 1e13
+    assert (
+        1e8
+        < measure_batching.copy_bandwidth(torch.device("cpu"), copy_bytes=2**22, rounds=2)
+        < 1e13
+    )
 
 
 def test_the_default_model_has_no_tokenizer_and_realistic_prompts() -> None:

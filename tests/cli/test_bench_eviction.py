@@ -45,7 +45,7 @@ def test_every_policy_is_compared_with_a_whole_cache(
 
 def test_a_text_that_fits_the_budget_shows_nothing(octavo: Octavo, tiny: str) -> None:
     result = octavo("bench", "eviction", tiny, "--text", 40, "--budget", 48)
-    assert result.exit_code == 2 and "nothing would leave" in result.output
+    assert result.exit_code == 2 and "nothing would be dropped" in result.output
 
 
 def test_only_parts_that_began_with_a_full_cache_are_compared() -> None:

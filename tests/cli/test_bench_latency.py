@@ -11,7 +11,7 @@ from typer.testing import Result
 
 from octavo import LLM
 from octavo.bench import latency
-from octavo.bench.workloads import Machine
+from octavo.bench.workloads import HardwareRates
 from octavo.core.simulate import Report
 
 Octavo = Callable[..., Result]
@@ -20,7 +20,7 @@ SMALL = ("--prompt", 20, "--tokens", 6, "--repeat", 2, "--max-model-len", 64, "-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "measure_machine", lambda llm: Machine(1e12, 1e15))
+    monkeypatch.setattr(latency, "measure_machine", lambda llm: HardwareRates(1e12, 1e15))
 
 
 def test_percentiles_and_floors_of_each_batch(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_warms_up_does_not_count(tiny: str, monkeypatch: pytest.MonkeyPatch
 
 def test_the_floor_reads_weights_and_kv_and_makes_products(tiny: str) -> None:
     llm = LLM(tiny, max_model_len=64, progress=False)
-    reads, computes = Machine(1e9, 1e30), Machine(1e30, 1e9)
+    reads, computes = HardwareRates(1e9, 1e30), HardwareRates(1e30, 1e9)
     weights = latency.bytes_per_step(llm)
     assert latency.limits(llm, 1, 20, 6, reads) == pytest.approx(
         (weights / 1e9, (weights + 23 * llm.memory.kv_per_token) / 1e9)

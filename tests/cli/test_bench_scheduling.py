@@ -40,7 +40,7 @@ def test_every_mode_plays_the_same_requests(octavo: Octavo, tiny: str, tmp_path:
     assert r == json.loads((tmp_path / "r.json").read_text())
     assert [one["batching"] for one in r["results"]] == ["continuous", "window", "static", "none"]
     assert all(one["requests"] == 6 and one["errors"] == 0 for one in r["results"])
-    assert r["batch_limit"] == 2 and r["over_static"] > 0 and "of continuous" in result.stdout
+    assert r["batch_limit"] == 2 and r["over_static"] > 0 and "% of continuous" in result.stdout
     steps = {one["batching"]: one["steps"] for one in r["results"]}
     assert steps["none"] == r["output_tokens"] and steps["continuous"] < steps["none"]
 
@@ -73,7 +73,7 @@ def test_urgent_requests_among_others(octavo: Octavo, tiny: str) -> None:
     )
 
 
-@pytest.mark.parametrize("spare", [scheduling.SPARE, 0.01])
+@pytest.mark.parametrize("spare", [scheduling.SPARE_WORK, 0.01])
 def test_there_is_enough_other_work_for_every_urgent_request(
     spare: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,9 +90,9 @@ def test_there_is_enough_other_work_for_every_urgent_request(
         return simulate(trace, costs, cache, schedule)
 
     monkeypatch.setattr(scheduling, "play", play)
-    monkeypatch.setattr(scheduling, "SPARE", spare)
-    r = scheduling.priority(llm, high=100)
-    assert r["priority"]["loaded"] >= scheduling.LOADED and r["depth"] == 1
+    monkeypatch.setattr(scheduling, "SPARE_WORK", spare)
+    r = scheduling.priority(llm, scheduling.PriorityLoad(high=100))
+    assert r["priority"]["loaded"] >= scheduling.MIN_LOADED and r["depth"] == 1
     assert (played.count("priority") == 3) == (spare > 1), (
         "a warm-up, a guess, and again if it was too low"
     )
@@ -100,12 +100,12 @@ def test_there_is_enough_other_work_for_every_urgent_request(
         r["priority"]["low_finished"] == r["fcfs"]["low_finished"] == r["low"]
         and r["ratio_p99"] < 2
     )
-    few = scheduling.priority(llm, low=4, high=10)
-    assert few["low"] == 4 and few["priority"]["loaded"] < scheduling.LOADED, "as asked for"
+    few = scheduling.priority(llm, scheduling.PriorityLoad(low=4, high=10))
+    assert few["low"] == 4 and few["priority"]["loaded"] < scheduling.MIN_LOADED, "as asked for"
 
 
 def test_replies_are_ragged_and_arrivals_random() -> None:
-    trace = scheduling.arrive(scheduling.ragged(2000), rate=10.0)
+    trace = scheduling.with_arrivals(scheduling.ragged_trace(2000), requests_per_second=10.0)
     outputs = [entry.output for entry in trace]
     assert min(outputs) == 16 and max(outputs) > 500
     assert 0.3 < sum(n < 50 for n in outputs) / 2000 < 0.36, (
@@ -120,4 +120,4 @@ def test_tokens_that_did_not_arrive_are_not_counted(
     llm = LLM(tiny, progress=False, max_num_seqs=2)
     monkeypatch.setattr(scheduling, "replay", lambda engine, asked: Report(tokens=1))
     with pytest.raises(OctavoError, match="1 of 16 tokens arrived"):
-        scheduling.play(llm, scheduling.ragged(1, 16, 16), llm.schedule)
+        scheduling.play(llm, scheduling.ragged_trace(1, 16, 16), llm.schedule)

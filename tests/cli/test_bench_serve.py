@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from octavo.bench.http_load import Load, judge, measure
-from octavo.bench.measure_serve import added, percentiles
+from octavo.bench.http_load import Load, check_reply, measure
+from octavo.bench.measure_serve import added_latency, percentiles
 from octavo.bench.model_shapes import GPT2_124M, write_directory
 from octavo.errors import OctavoError
 from octavo.text.tokenizer import Tokenizer
@@ -47,14 +47,14 @@ def streamed(*texts: str, tokens: int = 3, end: bytes = b"data: [DONE]\n\n") -> 
 
 
 def test_a_good_reply_counts_by_its_own_usage() -> None:
-    assert judge(LOAD, whole()) == (200, "req_1", 3, None)
-    assert judge(Load(0, tokens=3, exact=True, stream=True), streamed("a", "b", "c")) == (
+    assert check_reply(LOAD, whole()) == (200, "req_1", 3, None)
+    assert check_reply(Load(0, tokens=3, exact=True, stream=True), streamed("a", "b", "c")) == (
         200,
         "req_1",
         3,
         None,
     )
-    assert judge(Load(0, tokens=3, stream=True), streamed("two words")) == (
+    assert check_reply(Load(0, tokens=3, stream=True), streamed("two words")) == (
         200,
         "req_1",
         3,
@@ -75,25 +75,25 @@ def test_a_good_reply_counts_by_its_own_usage() -> None:
     ],
 )
 def test_anything_else_does_not(data: bytes, why: str) -> None:
-    found = judge(LOAD, data)[3]
+    found = check_reply(LOAD, data)[3]
     assert found is not None and why in found
 
 
 @pytest.mark.parametrize(
     "data, why",
     [
-        (streamed("a", "b", "c", end=b""), "the stream has no end"),
+        (streamed("a", "b", "c", end=b""), "the stream does not end with [DONE]"),
         (streamed("a", "b", "c").replace(b"\r\n0\r\n", b"\r\n1\r\n"), "not a reply"),
         (streamed("a", "b"), "a text of 2 characters"),
         (streamed("a", "b", "c", tokens=2), "usage says 2"),
         (
             streamed("a", "b", "c").replace(b'"finish_reason": null', b'"finish_reason": true', 1),
-            "it went on after its end",
+            "the stream continues after its finish_reason",
         ),
     ],
 )
 def test_a_stream_has_to_be_whole(data: bytes, why: str) -> None:
-    found = judge(Load(0, tokens=3, exact=True, stream=True), data)[3]
+    found = check_reply(Load(0, tokens=3, exact=True, stream=True), data)[3]
     assert found is not None and why in found
 
 
@@ -208,7 +208,7 @@ def test_a_shapes_text_tells_how_many_tokens_it_has(tmp_path: Path) -> None:
 def test_what_the_server_adds_is_the_way_in_and_the_way_out(tmp_path: Path) -> None:
     line = {"id": "req_1-0", "submitted": 1.001, "queued": 1.003, "first_token": 1.010}
     (tmp_path / "trace").write_text(json.dumps(line) + "\n")
-    found = added([("req_1", 1.0, 1.012, 1.5)], tmp_path / "trace")
+    found = added_latency([("req_1", 1.0, 1.012, 1.5)], tmp_path / "trace")
     middle = {name: round(times["p50"], 6) for name, times in found.items()}
     assert middle == {
         "in_ms": 1.0,
@@ -217,8 +217,8 @@ def test_what_the_server_adds_is_the_way_in_and_the_way_out(tmp_path: Path) -> N
         "out_ms": 2.0,
         "added_ms": 3.0,
     }
-    with pytest.raises(OctavoError, match="noted nothing of request req_2"):
-        added([("req_2", 1.0, 1.012, 1.5)], tmp_path / "trace")
+    with pytest.raises(OctavoError, match="no entry for request req_2"):
+        added_latency([("req_2", 1.0, 1.012, 1.5)], tmp_path / "trace")
 
 
 def test_percentiles() -> None:

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import Result
 
 from octavo import LLM, SamplingParams
-from octavo.cli.chat_backend import Local
+from octavo.cli.chat_backend import LocalBackend
 from octavo.cli.chat_command import SAMPLING, Chat
 from octavo.cli.options import SamplingOptions
 from octavo.errors import InvalidRequest
@@ -54,7 +54,10 @@ def test_each_line_is_answered_knowing_the_lines_before(octavo: Octavo, tiny: st
 
 def test_the_banner_says_what_it_is_and_how_to_leave(octavo: Octavo, tiny: str) -> None:
     banner = octavo("chat", tiny).stderr
-    assert banner == "tiny, 35.2K parameters, float32, context 1K; /help, or Ctrl-D to leave\n"
+    assert (
+        banner
+        == "tiny, 35.2K parameters, float32, context 1K; type /help for help, or Ctrl-D to leave\n"
+    )
 
 
 def test_a_pipe_gets_no_control_characters(octavo: Octavo, tiny: str) -> None:
@@ -87,7 +90,7 @@ def test_history_and_reset(octavo: Octavo, tiny: str) -> None:
         stdin="/system -\nHi\n/history\n/reset\n/history\nHi\n",
     )
     assert result.stdout == f"{said}\nuser: Hi\nassistant: {said}\n{said}\n"
-    assert "begins anew" in result.stderr and "nothing has been said" in result.stderr
+    assert "starts again" in result.stderr and "conversation is empty" in result.stderr
 
 
 def test_stats_show_speed_cache_and_blocks(octavo: Octavo, tiny: str) -> None:
@@ -115,7 +118,7 @@ def test_stats_show_speed_cache_and_blocks(octavo: Octavo, tiny: str) -> None:
 def test_stats_before_any_reply_and_unknown_commands_do_no_harm(octavo: Octavo, tiny: str) -> None:
     result = octavo("chat", tiny, stdin="/stats\n/nonsense\n/exit\nnever read\n")
     assert result.exit_code == 0 and "KV blocks" in result.stdout and "never" not in result.output
-    assert "no command /nonsense: /help lists them" in result.stderr
+    assert "unknown command /nonsense: /help lists the commands" in result.stderr
 
 
 def test_a_path_is_not_a_command(octavo: Octavo, tiny: str) -> None:
@@ -176,7 +179,7 @@ def test_thoughts_are_hidden_unless_asked_for(octavo: Octavo, tmp_path: Path) ->
     )
     assert "<think>" in (tmp_path / "deep" / "tokenizer_config.json").read_text()
     hidden = octavo("chat", model, *GREEDY, stdin="Hi\n/history\n")
-    assert hidden.stdout == "" and "no answer: your message is taken back" in hidden.stderr
+    assert hidden.stdout == "" and "no answer: your message was removed" in hidden.stderr
     assert octavo("chat", model, *GREEDY, "--show-thinking", stdin="Hi\n").stdout.strip() == reply(
         model, "Hi"
     )
@@ -239,7 +242,7 @@ def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, tiny: 
 
 def test_after_dropping_several_turns_find_their_prefix_in_the_cache(tiny: str) -> None:
     llm = LLM(tiny, progress=False, max_model_len=512, max_num_seqs=1)
-    talk = Chat(Local(llm), SamplingOptions(temperature=0, max_tokens=8), "Stay.")
+    talk = Chat(LocalBackend(llm), SamplingOptions(temperature=0, max_tokens=8), "Stay.")
     full_misses = 0
     for i in range(20):
         ids, _ = talk.make_room(f"message number {i}, of some length")
@@ -250,11 +253,11 @@ def test_after_dropping_several_turns_find_their_prefix_in_the_cache(tiny: str) 
 
 
 def test_a_message_too_long_for_the_context_is_refused_and_nothing_is_forgotten(tiny: str) -> None:
-    talk = Chat(Local(LLM(tiny, progress=False, max_model_len=256)), SAMPLING)
+    talk = Chat(LocalBackend(LLM(tiny, progress=False, max_model_len=256)), SAMPLING)
     talk.turns = [("a", "b")]
     with pytest.raises(
         InvalidRequest,
-        match=r"this message makes a prompt of \d+ tokens, but the context holds 256",
+        match=r"the prompt has \d+ tokens, but the context holds 256",
     ):
         talk.make_room("x" * 300)
     assert talk.turns == [("a", "b")]
@@ -272,7 +275,7 @@ def test_a_pool_smaller_than_the_context_is_the_limit(octavo: Octavo, tiny: str)
 
 def test_stopping_frees_everything_and_keeps_what_was_said(tiny: str) -> None:
     llm = LLM(tiny, progress=False)
-    talk = Chat(Local(llm), SamplingOptions(temperature=0, max_tokens=500))
+    talk = Chat(LocalBackend(llm), SamplingOptions(temperature=0, max_tokens=500))
     ids, _ = talk.make_room("Hi")
     said = ""
     for _, text in talk.reply("Hi", ids):
@@ -280,12 +283,12 @@ def test_stopping_frees_everything_and_keeps_what_was_said(tiny: str) -> None:
         if len(said) >= 20:
             talk.stop()
     assert talk.turns == [("Hi", said.strip())] and len(said) < 30
-    assert llm.engine.idle and talk.partner.memory().startswith("0 used, ")  # type: ignore[union-attr]
+    assert llm.engine.idle and talk.backend.memory().startswith("0 used, ")  # type: ignore[union-attr]
 
 
 def test_stopping_works_while_a_long_prompt_is_computed(tiny: str) -> None:
     llm = LLM(tiny, progress=False, max_num_seqs=1, max_num_batched_tokens=16)
-    talk = Chat(Local(llm), SamplingOptions(max_tokens=500))
+    talk = Chat(LocalBackend(llm), SamplingOptions(max_tokens=500))
     ids, _ = talk.make_room("x" * 600)
     real_step, steps = llm.step, 0
 
@@ -298,7 +301,7 @@ def test_stopping_works_while_a_long_prompt_is_computed(tiny: str) -> None:
 
     llm.step = step  # type: ignore[method-assign,assignment]
     assert list(talk.reply("x", ids)) == [] and steps == 5
-    assert talk.turns == [] and llm.engine.idle and talk.partner.memory().startswith("0 used, ")  # type: ignore[union-attr]
+    assert talk.turns == [] and llm.engine.idle and talk.backend.memory().startswith("0 used, ")  # type: ignore[union-attr]
 
 
 # ---- at a terminal -----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_it_says_when_the_context_was_full_before_the_length_was_reached(
     assert (
         result.exit_code == 0
         and result.stderr
-        == f"{left} of 99 tokens: then the context was full (--max-model-len, --num-blocks)\n"
+        == f"the context was full after {left} of 99 tokens: raise --max-model-len or --num-blocks\n"
     )
 
 

@@ -90,7 +90,7 @@ def test_an_unreachable_hub_is_a_warning_within_its_patience(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     state, what = lines(octavo("doctor"))["hub"]
     assert state == "warn" and "refused" in what and "local directories" in what
-    monkeypatch.setattr(doctor, "HUB_PATIENCE", 0.2)
+    monkeypatch.setattr(doctor, "HUB_TIMEOUT", 0.2)
     answer = threading.Event()
 
     def silence(*args: object, **options: object) -> None:
@@ -113,7 +113,7 @@ def test_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.gpu() == doctor.DoctorCheck(
         "warn",
         "gpu",
-        "driver 580.1 is there, but this torch is built for CPUs: install one for CUDA",
+        "driver 580.1 is loaded, but this torch is built for CPUs: install a build for CUDA",
     )
 
 
@@ -180,7 +180,7 @@ def test_watching_ends_with_the_process(octavo: Octavo, sleeper: subprocess.Pope
     ("args", "message"),
     [
         (("--pid", 2**22 + 1), "no process"),
-        (("--csv",), "are for --pid"),
+        (("--csv",), "need --pid"),
         (("--pid", 1, "--watch", 0), "positive number of seconds"),
     ],
 )

@@ -29,7 +29,7 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
         "   0 s  loading",
         "   0 s  measuring 0 of 3",
     ]
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "REPEAT_SECONDS", 0.0)
     lines = shown(monkeypatch, terminal=False).splitlines()
     assert [f"   0 s  measuring {i} of 3" for i in range(4)] == list(dict.fromkeys(lines))[1:]
     assert "measuring 1 of 3" not in shown(monkeypatch, terminal=True)
@@ -38,7 +38,7 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_takes_long_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=out))
-    monkeypatch.setattr(progress, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "REPEAT_SECONDS", 0.02)
     with Steps() as steps:
         steps.add_task("measuring", total=2)
         time.sleep(0.3)

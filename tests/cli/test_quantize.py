@@ -30,7 +30,7 @@ def test_quantising_a_quantised_model_again_is_said_to_cost_quality(
 ) -> None:
     octavo("quantize", tiny, tmp_path / "small", "--quant", "int8")
     again = octavo("quantize", tmp_path / "small", tmp_path / "again", "--quant", "int4-g32")
-    assert "is quantised already, to 8." in again.stderr
+    assert "is quantised already, with 8." in again.stderr
     assert "costs quality" in again.stderr
     same = octavo("quantize", tmp_path / "small", tmp_path / "same", "--quant", "int8")
     assert "costs quality" not in same.stderr

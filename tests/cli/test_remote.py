@@ -16,7 +16,7 @@ pytest.importorskip("starlette")
 
 from octavo.cli.chat_command import Chat
 from octavo.cli.options import SamplingOptions
-from octavo.cli.remote_backend import Remote, ServerError
+from octavo.cli.remote_backend import RemoteBackend, ServerError
 from tests.cli.test_chat import GREEDY, Terminal
 from tests.serve.running import NAME, Running, free_port, server
 
@@ -45,13 +45,13 @@ def test_a_server_says_what_the_model_says_here(
     octavo: Octavo, tiny: str, serving: Running
 ) -> None:
     lines = "Hi\nMore\n/system Be brief.\nHi\n/history\n/reset\n/history\nHi\n"
-    here, there = (
+    local, remote = (
         octavo("chat", tiny, *GREEDY, stdin=lines),
         octavo("chat", "--url", serving.url, *GREEDY, stdin=lines),
     )
-    assert (there.exit_code, there.stdout) == (0, here.stdout)
-    assert there.stderr.startswith(
-        f"{NAME} at {serving.url}, context 1K; /help, or Ctrl-D to leave\n"
+    assert (remote.exit_code, remote.stdout) == (0, local.stdout)
+    assert remote.stderr.startswith(
+        f"{NAME} at {serving.url}, context 1K; type /help for help, or Ctrl-D to leave\n"
     )
 
 
@@ -97,8 +97,8 @@ def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, servin
     )
     too_long = octavo("chat", "--url", serving.url, *GREEDY, stdin=f"{'x' * 2000}\nHi\n")
     assert (
-        "the server says 400: the prompt has" in too_long.stderr
-        or "this message makes a prompt of" in too_long.stderr
+        "the server answers with status 400: the prompt has" in too_long.stderr
+        or "with this message the prompt has" in too_long.stderr
     )
     assert too_long.exit_code == 0 and len(too_long.stdout.splitlines()) == 1, (
         "the next message is answered"
@@ -114,7 +114,7 @@ def test_nobody_there(octavo: Octavo) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert (
         result.stderr
-        == f"error: no server answers at {url} (Connection refused): `octavo serve` starts one\n"
+        == f"error: no server answers at {url} (Connection refused): start one with `octavo serve`\n"
     )
 
 
@@ -125,7 +125,8 @@ def test_no_address(octavo: Octavo, url: str) -> None:
     result = octavo("chat", "--url", url)
     assert (
         result.exit_code == 2
-        and "is no server's address: give something like http://127.0.0.1:8000" in result.stderr
+        and "is not the address of a server: give one such as http://127.0.0.1:8000"
+        in result.stderr
     )
 
 
@@ -147,7 +148,8 @@ def test_another_kind_of_server(octavo: Octavo) -> None:
         result = octavo("chat", "--url", f"127.0.0.1:{other.server_port}")
         other.shutdown()
     assert (
-        result.exit_code == 2 and "does not answer as a server of this kind does" in result.stderr
+        result.exit_code == 2
+        and "does not answer like an OpenAI-compatible server" in result.stderr
     )
 
 
@@ -164,10 +166,10 @@ def test_keys(octavo: Octavo, guarded: Running, monkeypatch: pytest.MonkeyPatch)
     none = octavo("chat", "--url", guarded.url)
     assert (
         none.stderr
-        == f"error: {guarded.url} wants an API key: give --api-key, or set OCTAVO_API_KEY\n"
+        == f"error: {guarded.url} needs an API key: give --api-key, or set OCTAVO_API_KEY\n"
     )
     wrong = octavo("chat", "--url", guarded.url, "--api-key", "guessed-at-random")
-    assert wrong.stderr == f"error: {guarded.url} does not take this API key\n"
+    assert wrong.stderr == f"error: {guarded.url} does not accept this API key\n"
     assert none.exit_code == wrong.exit_code == 2
     assert octavo(
         "chat", "--url", guarded.url, "--api-key", "open-sesame-open", *GREEDY, stdin="Hi\n"
@@ -201,12 +203,9 @@ def test_a_model_that_the_server_does_not_have(octavo: Octavo, serving: Running)
 
 def test_options_of_a_model_that_is_loaded_here(octavo: Octavo, serving: Running) -> None:
     result = octavo("chat", "--url", serving.url, "--max-model-len", "512")
+    assert result.exit_code == 2 and "--max-model-len sets how a model is loaded" in result.stderr
     assert (
-        result.exit_code == 2
-        and "--max-model-len is for a model that is loaded here" in result.stderr
-    )
-    assert (
-        "error: --quant is for a model"
+        "error: --quant sets how a model"
         in octavo("chat", "--url", serving.url, "--quant", "int8").stderr
     )
 
@@ -214,10 +213,10 @@ def test_options_of_a_model_that_is_loaded_here(octavo: Octavo, serving: Running
 def test_a_server_that_dies_takes_the_message_back(tiny: str, tmp_path: Path) -> None:
     with server(tmp_path, model=tiny) as mortal:
         talk = Chat(
-            Remote(mortal.url, None, None, 1), SamplingOptions(temperature=0, max_tokens=900)
+            RemoteBackend(mortal.url, None, None, 1), SamplingOptions(temperature=0, max_tokens=900)
         )
         prompt, _ = talk.make_room("Hi")
-        with pytest.raises(ServerError, match="broke off|does not answer"):
+        with pytest.raises(ServerError, match="closed the connection|does not answer"):
             for _ in talk.reply("Hi", prompt):
                 mortal.process.send_signal(signal.SIGKILL)
         assert talk.turns == []
@@ -234,7 +233,9 @@ def settled(running: Running) -> None:
 
 
 def test_stopping_closes_the_stream_and_keeps_what_was_said(serving: Running) -> None:
-    talk = Chat(Remote(serving.url, None, None, 1), SamplingOptions(temperature=0, max_tokens=900))
+    talk = Chat(
+        RemoteBackend(serving.url, None, None, 1), SamplingOptions(temperature=0, max_tokens=900)
+    )
     for _ in range(2):
         prompt, _ = talk.make_room("Hi")
         said = ""

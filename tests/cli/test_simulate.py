@@ -60,7 +60,9 @@ def test_policies_and_modes_are_compared(octavo: Octavo, tmp_path: Path) -> None
 def test_costs_come_from_a_real_run_and_are_compared_with_one(
     octavo: Octavo, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate_command, "OTHER", "poisson:rate=80,n=6,prompt=4-30,output=2-6")
+    monkeypatch.setattr(
+        simulate_command, "CHECK_TRACE", "poisson:rate=80,n=6,prompt=4-30,output=2-6"
+    )
     costs = tmp_path / "costs.json"
     result = octavo("simulate", TRACE, "--calibrate", tiny, "--out", costs, "--max-num-seqs", 4, "--max-model-len", 256,
                     "--picture", tmp_path / "p.svg")  # fmt: skip
@@ -115,7 +117,7 @@ def test_no_feature_makes_a_step_shorter() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ([], "give a TRACE"),
+        ([], "a TRACE is missing"),
         (["poisson:what=1"], "has no what"),
         (["/no/such/file"], "No such file"),
         ([TRACE, "--policy", "best"], "unknown scheduling policy 'best'"),

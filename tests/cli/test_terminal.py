@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.reasoning_filter import Thinking
+from octavo.cli.reasoning_filter import ReasoningFilter
 from octavo.cli.terminal import Writer, in_bytes, plain, short, tokens
 
 
@@ -119,7 +119,7 @@ def merged(pieces: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
 @pytest.mark.parametrize("text", CASES)
 def test_thoughts_are_told_from_the_answer_however_the_text_is_split(text: str) -> None:
     for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
-        thinking = Thinking()
+        thinking = ReasoningFilter()
         pieces = [
             p
             for part in (text[:first], text[first:second], text[second:])
@@ -129,5 +129,5 @@ def test_thoughts_are_told_from_the_answer_however_the_text_is_split(text: str) 
 
 
 def test_a_prompt_may_open_the_thought() -> None:
-    thinking = Thinking(thinking=True)
+    thinking = ReasoningFilter(in_reasoning=True)
     assert thinking.push("a</think>b") == [(True, "a"), (False, "b")]

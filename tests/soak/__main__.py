@@ -198,8 +198,10 @@ def report(found: dict[str, Any], out: Path) -> None:
         for role in ROLES
     ]
     x = Axis("minutes")
-    y = Axis("resident memory, MiB", zero=True)
-    picture = points("Memory under load and attacks", series, x, y, joined=True, width=900, size=1)
+    y = Axis("resident memory, MiB", starts_at_zero=True)
+    picture = points(
+        "Memory under load and attacks", series, x, y, connected=True, width=900, mark_size=1
+    )
     draw(out.with_suffix(".svg"), picture)
     print(
         f"\n{found['seconds'] / 60:.0f} minutes: {sum(found['requests'].values()):,d} requests,",

@@ -23,7 +23,7 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple
 
-from octavo.collect import Collector, made_later
+from octavo.collect import Collector, is_decoded_at_end
 from octavo.errors import DeviceOutOfMemory, NotANumber
 from octavo.outputs import CompletionOutput
 from octavo.serve.api import api_errors
@@ -230,7 +230,7 @@ class Call:
         if output.finish_reason in ("error", "abort"):
             self.fail(self._engine_error(output))
             return None
-        stopped = collector.take(output)
+        stopped = collector.add(output)
         if self.follow and collector.pieces:
             self._pieces += [(prompt_index, piece) for piece in collector.pieces]
             collector.pieces.clear()
@@ -366,7 +366,7 @@ class EngineClient:
                 request.priority,
                 request.deadline,
                 request.tenant,
-                whole=not call.follow and made_later(request.params, call.until),
+                whole=not call.follow and is_decoded_at_end(request.params, call.until),
             )
             self.supervisor.send(message, on_sent)
 
