@@ -130,7 +130,9 @@ def open_remote(
     """Connect to a server. Return its backend and the recommended sampling parameters."""
     from octavo.cli.remote_backend import RemoteBackend
 
-    unusable = sorted(given_options & {field.name for field in fields(EngineOptions)})
+    engine_options = {field.name for field in fields(EngineOptions)}
+    sampling_options = {field.name for field in fields(SamplingOptions)}  # --seed is both
+    unusable = sorted(given_options & engine_options - sampling_options)
     if unusable:
         raise InvalidRequest(
             f"{flag_of(unusable[0])} sets how a model is loaded and cannot be used with --url: "

@@ -180,7 +180,7 @@ def test_the_command_fails_where_replies_are_wrong(octavo: Octavo) -> None:
             1,
         )
     assert result.exit_code == 1
-    assert "4 replies are wrong and not counted: usage says 2 tokens, not 30" in " ".join(
+    assert "4 replies are wrong and do not count: usage says 2 tokens, not 30" in " ".join(
         result.stdout.split()
     )
     (case,) = json.loads(result.stdout.splitlines()[-1])["cases"]
