@@ -93,7 +93,7 @@ STILL_USED_MODULES: set[str] = set()
 STILL_USED: dict[str, set[str]] = {
     "octavo/serve/http/body.py": {"patience"},
     "octavo/serve/front/client.py": {"news", "untold"},
-    "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "told", "untold"},
+    "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "untold"},
     "octavo/serve/channel/sockets.py": {"said", "told"},
     "octavo/serve/front/loop_watchdog.py": {"beat"},
     "octavo/serve/channel/messages.py": {"look", "news", "patience", "untold"},

@@ -16,6 +16,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
+from octavo.events import EventLog, StepFailed, StepPlanned
 from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve.channel.messages import (
     Abort,
@@ -30,10 +31,11 @@ from octavo.serve.channel.messages import (
     encode,
 )
 from octavo.serve.engine.engine_process import DeviceLost, EngineLoop
+from octavo.serve.engine.step_reports import LongSteps
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.supervisor import Supervisor
 from octavo.serve.serve_config import ServeConfig
-from octavo.types import Output, TokenLogprobs
+from octavo.types import Item, Output, Plan, TokenLogprobs
 from tests.fake_runner import FakeRunner
 from tests.toy_guide import ToyGuide
 
@@ -144,6 +146,13 @@ def test_a_request_is_said_to_have_begun_once() -> None:
     _, sent = run([add("a", 40, max_tokens=3), *[None] * 10])
     (begun,) = [m.begun for m in sent if isinstance(m, News) and m.begun]
     assert [id for id, _ in begun] == ["a"] and 0 <= time.monotonic() - begun[0][1] < 60
+
+
+def test_a_request_with_forks_and_a_preempted_one_start_once() -> None:
+    loop, sent = run([add("a", 90, n=3, temperature=1.0, max_tokens=60), *[None] * 90])
+    assert loop.engine.scheduler.counters.preemptions > 0
+    started = [id for m in sent if isinstance(m, News) for id, _ in m.begun]
+    assert started == ["a"]
 
 
 def test_what_can_never_run_is_refused() -> None:
@@ -393,6 +402,19 @@ def test_a_long_step_is_told_of_until_it_has_landed(
     )
     first = next(i for i, m in enumerate(sent) if isinstance(m, News))
     assert sent[first].begun and not sent[first].outputs and sent[first].patience == 14
+
+
+def test_a_long_step_that_fails_is_not_waited_for() -> None:
+    announced: list[float] = []
+    events = EventLog()
+    long_steps = LongSteps(events, seconds_per_token=1.0, announce=announced.append)
+    long_plan = Plan(1, items=[Item(1, 0, 0, 0, 14, True, 14)])
+    short_plan = Plan(2, items=[Item(1, 0, 0, None, 1, True, 15)])
+    for plan in (long_plan, short_plan):
+        events.emit(StepPlanned(plan))
+    assert announced == [14.0] and long_steps.longest == 14.0
+    events.emit(StepFailed(long_plan, RuntimeError()))
+    assert long_steps.longest == 0.0
 
 
 def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have_left() -> None:

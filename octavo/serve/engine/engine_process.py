@@ -1,11 +1,12 @@
-"""The engine process: builds the model, then steps for ever. The front starts it; it serves one front and ends with it.
+"""The engine process: it builds the model, then runs steps for ever. It serves the front that started
+it, and ends with it.
 
-    main thread    takes messages in, steps, sends news out; sleeps in the socket while there is nothing to do
-    guide threads  compile what structured output asks for (octavo/text/guide.py); the request is held meanwhile
-    heartbeat      sends a heartbeat to the front every quarter of a second, and what the socket had no room for
+    main thread    receives messages, runs steps, sends results; sleeps in the socket while it is idle
+    guide threads  compile structured output (octavo/text/guide.py); the request is held meanwhile
+    heartbeat      sends a heartbeat four times a second, and what the socket had no room for
 
-The socket's own queue is the inbox, and sending never waits (sockets.py).
-Knows tokens and no text but what the tokenizer's place is. Installs no signal handlers but for dumping stacks.
+The queue of the socket is the inbox, and sending never waits (sockets.py). This process knows tokens and
+no text. It installs no signal handlers, except one that writes all stacks to a file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,7 +53,7 @@ from octavo.serve.channel.sockets import EngineLink
 from octavo.serve.engine.live_view import Viewer
 from octavo.serve.engine.step_reports import LongSteps, StepCounts
 from octavo.serve.process import die_with_parent
-from octavo.types import Guide, Output, Request
+from octavo.types import Guide, Output, Request, Sequence
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -59,10 +61,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.25
-# operations a second, of a core and of a GPU, that the slowest reach
+# Operations per second that the slowest core and the slowest GPU reach.
 SLOWEST = {"cpu": 5e9, "cuda": 5e13}
-# seconds between two looks at what is being compiled, while there is nothing else to do
-TICK = 0.002
+POLL_SECONDS = 0.002  # between two checks of guides that are being compiled, in an idle engine
+MAX_DUMPED = 64  # sequences, and blocks of each, in the log after a violated invariant
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 
 
@@ -105,40 +107,40 @@ class EngineLoop:
         self._snapshot()
 
     def run(self) -> None:
-        """Until the front says Shutdown."""
+        """Run until the front sends Shutdown."""
         engine = self.engine
-        told = 0.0
+        snapshot_at = 0.0
         while True:
-            rested = False
-            while (
-                message := self.link.receive(
-                    0.0 if not engine.idle else TICK if self.held else None
-                )
-            ) is not None:
-                rested = rested or engine.idle
+            was_idle = False
+            while (message := self.link.receive(self._receive_timeout())) is not None:
+                was_idle = was_idle or engine.idle
                 if isinstance(message, Shutdown):
                     return
-                self._take(message)
-            self._release()
+                self._handle(message)
+            self._add_compiled()
             outputs = engine.step()
-            if (
-                any(out.finish_reason == "error" and out.code is None for out in outputs)
-                and not self.alive()
-            ):
-                raise DeviceLost("the device computes no more")
+            failed = any(output.finish_reason == "error" and not output.code for output in outputs)
+            if failed and not self.alive():
+                raise DeviceLost("the device computes nothing more")
             self.send(outputs)
             now = time.monotonic()
-            resting = engine.idle and not self.held
+            is_idle = engine.idle and not self.held
             if self.check_interval and now - self.checked > self.check_interval:
                 self.checked = now
                 self._check()
-            if rested or resting or now - told > HEARTBEAT_SECONDS:
-                told = now
+            if was_idle or is_idle or now - snapshot_at > HEARTBEAT_SECONDS:
+                snapshot_at = now
                 self._snapshot()
-                if rested or resting:
+                if was_idle or is_idle:
                     self.link.send(self.heartbeat)
 
-    def _take(self, message: ToEngine) -> None:
+    def _receive_timeout(self) -> float | None:
+        """Return how long to wait for a message. None: until one arrives."""
+        if not self.engine.idle:
+            return 0.0
+        return POLL_SECONDS if self.held else None
+
+    def _handle(self, message: ToEngine) -> None:
         engine = self.engine
         if isinstance(message, Add):
             spec = message.params.structured_outputs
@@ -147,59 +149,64 @@ class EngineLoop:
             else:
                 self.held[message.id] = message, self.guides.start(spec)
         elif isinstance(message, Abort):
-            untold = 0
-            for id in message.ids:
-                self.held.pop(id, None)
-                untold += sum(map(len, self.whole.pop(id, {}).values()))
-                engine.abort(id)
-            rests = engine.idle and not self.held
-            was = self.full
-            self.full = self.full and not rests
-            if untold or was != self.full:
-                self.link.send(News([], [], [], untold, self.patience, self.full))
-            if rests:
-                self._snapshot()
-                self.link.send(self.heartbeat)
+            self._abort(message.ids)
         elif isinstance(message, Look):
             self._send_view()
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
 
-    def _add(self, m: Add, guide: Guide | None = None) -> bool:
+    def _abort(self, request_ids: list[str]) -> None:
+        num_unsent = 0  # tokens
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+            num_unsent += sum(map(len, self.whole.pop(request_id, {}).values()))
+            self.engine.abort(request_id)
+        is_idle = self.engine.idle and not self.held
+        was_full = self.full
+        self.full = self.full and not is_idle
+        if num_unsent or was_full != self.full:
+            self.link.send(News([], [], untold=num_unsent, patience=self.patience, full=self.full))
+        if is_idle:
+            self._snapshot()
+            self.link.send(self.heartbeat)
+
+    def _add(self, message: Add, guide: Guide | None = None) -> bool:
+        """Queue a request, or refuse it."""
         try:
-            request = Request(
-                m.id,
-                m.prompt,
-                m.params,
-                m.arrival,
-                m.salt,
-                m.priority,
-                m.deadline,
-                m.key,
-                guide,
-                m.submitted,
+            self.engine.add(
+                Request(
+                    id=message.id,
+                    prompt=message.prompt,
+                    params=message.params,
+                    arrival=message.arrival,
+                    cache_salt=message.salt,
+                    priority=message.priority,
+                    deadline=message.deadline,
+                    tenant=message.key,
+                    guide=guide,
+                    submitted=message.submitted,
+                )
             )
-            self.engine.add(request)
         except InvalidRequest as error:
-            self.link.send(Refused(m.id, str(error), error.param, error.code))
+            self.link.send(Refused(message.id, str(error), error.param, error.code))
             return False
-        if m.whole:
-            self.whole[m.id] = {}
+        if message.whole:
+            self.whole[message.id] = {}
         return True
 
-    def _release(self) -> None:
-        """Queue the held requests whose guide is there, and refuse those that will have none."""
-        for id, (message, work) in list(self.held.items()):
+    def _add_compiled(self) -> None:
+        """Queue the held requests whose guide is compiled, and refuse those whose guide cannot be."""
+        for request_id, (message, compilation) in list(self.held.items()):
             try:
-                guide = work.poll()
+                guide = compilation.poll()
             except InvalidRequest as error:
-                self.link.send(Refused(id, str(error), error.param, error.code))
+                self.link.send(Refused(request_id, str(error), error.param, error.code))
             else:
                 if guide is None:
                     continue
                 if self._add(message, guide):
-                    self.link.send(Taken(id))
-            del self.held[id]
+                    self.link.send(Taken(request_id))
+            del self.held[request_id]
 
     def send(self, outputs: list[Output]) -> None:
         """Send the outputs of a step, and what else the front must know."""
@@ -268,16 +275,13 @@ class EngineLoop:
         except Exception as error:
             self.check_failures += 1
             self._snapshot()
+            live = scheduler.live.values()
             dump = {
                 "event": "invariant_broken",
                 "error": f"{type(error).__name__}: {error}",
                 "scheduler": msgspec.structs.asdict(self.heartbeat),
-                "sequences": [
-                    dict(request=s.request.id, index=s.index, status=s.status.value, computed=s.computed, planned=s.planned,
-                         inflight=s.steps_in_flight, epoch=s.epoch, row=s.slot, published=s.published_blocks, table=s.block_table[:64])
-                    for s in list(scheduler.live.values())[:64]
-                ],
-            }  # fmt: skip
+                "sequences": [describe_sequence(seq) for seq in islice(live, MAX_DUMPED)],
+            }
             log.error("%s", json.dumps(dump))
 
     def _snapshot(self) -> None:
@@ -323,8 +327,24 @@ class EngineLoop:
         )
 
 
+def describe_sequence(seq: Sequence) -> dict[str, Any]:
+    """Return the state of a sequence for the log."""
+    return {
+        "request": seq.request.id,
+        "index": seq.index,
+        "status": seq.status.value,
+        "computed": seq.computed,
+        "planned": seq.planned,
+        "steps_in_flight": seq.steps_in_flight,
+        "epoch": seq.epoch,
+        "slot": seq.slot,
+        "published_blocks": seq.published_blocks,
+        "block_table": seq.block_table[:MAX_DUMPED],
+    }
+
+
 def tier_state(tiers: TierIndex) -> dict[str, float]:
-    """Counters, and how many slots of host memory are in which state."""
+    """Return the counters of the tiers, and how many host blocks are in each state."""
     state: dict[str, float] = {
         name: value for name, value in asdict(tiers.counters).items() if name != "misses"
     }
@@ -413,10 +433,10 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
     )
 
 
-def canary(engine: Engine) -> None:
+def smoke_test(engine: Engine) -> None:
     """Run one small request through the engine. An engine that cannot do this is not ready."""
     with engine.rehearsal():
-        engine.add(Request("canary", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
+        engine.add(Request("smoke-test", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
         while not engine.idle:
             for output in engine.step():
                 if output.finish_reason == "error":
@@ -424,7 +444,7 @@ def canary(engine: Engine) -> None:
 
 
 def slowest_token(llm: LLM) -> float:
-    """Seconds that a token of a prompt takes on the slowest machine that is of any use."""
+    """Return the seconds that a prompt token takes on the slowest machine worth supporting."""
     import torch
 
     from octavo.memory import parameter_count
@@ -434,7 +454,8 @@ def slowest_token(llm: LLM) -> float:
 
 
 def device_alive(llm: LLM) -> bool:
-    """An error on a GPU stays, and every later call reports it: then only a new process helps."""
+    """Return whether the device still computes. After an error on a GPU every later call reports it,
+    and only a new process helps."""
     if llm.device.type != "cuda":
         return True
     import torch
@@ -447,7 +468,8 @@ def device_alive(llm: LLM) -> bool:
 
 
 def main(end: str, stacks: int) -> int:
-    """`end`: the descriptor of our end of the link. `stacks`: that of a file, where SIGUSR1 writes all threads' stacks."""
+    """Run the engine process. `end` is the descriptor of its end of the link. `stacks` is the
+    descriptor of the file to which SIGUSR1 writes the stacks of all threads."""
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
@@ -462,7 +484,7 @@ def main(end: str, stacks: int) -> int:
     try:
         llm = build(start, link)
         link.send(Phase("warming"))
-        canary(llm.engine)
+        smoke_test(llm.engine)
         llm.warm_up()
     except OctavoError as error:
         link.send(Failed(str(error)))
