@@ -84,7 +84,8 @@ class RequestLoop:
             self.step()
         if not self.engine.idle:
             raise InvalidRequest(
-                f"{len(self.collectors)} requests are open: finish or close them first"
+                f"the engine is busy with open requests ({len(self.collectors)}): finish or close "
+                "them first"
             )
         function(self.engine)
 

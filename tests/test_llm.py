@@ -607,17 +607,30 @@ def test_an_interrupt_ends_what_was_in_the_step_and_the_engine_goes_on(
     want = ids_of(llm.generate(["good"], params))
     stream = llm.stream("good", params)
     next(stream)
-    forward = llm.model.forward
+    run_layers: Any = llm.model._run_layers
 
     def interrupted(*_: Any) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.model, "forward", interrupted)
+    monkeypatch.setattr(llm.model, "_run_layers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
-    monkeypatch.setattr(llm.model, "forward", forward)
+    monkeypatch.setattr(llm.model, "_run_layers", run_layers)
     assert [piece.finish_reason for piece in stream] == ["error"]
     assert ids_of(llm.generate(["good"], params)) == want and blocks_in_use(llm) == 0
+
+
+def test_warm_up_needs_an_engine_without_open_requests(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, **GREEDY)
+    want = ids_of(llm.generate(["good"], params))[0]
+    stream = llm.stream("good", params)
+    pieces = [next(stream)]
+    with pytest.raises(InvalidRequest, match=r"busy with open requests \(1\): finish or close"):
+        llm.warm_up()
+    pieces += stream
+    assert [token for piece in pieces for token in piece.token_ids] == want
+    llm.warm_up()
+    assert llm.engine.idle and ids_of(llm.generate(["good"], params))[0] == want
 
 
 def test_parameters_changed_after_construction_are_checked_again(llm: LLM) -> None:
@@ -666,17 +679,17 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(
 ) -> None:
     params = SamplingParams(max_tokens=5, **GREEDY)
     want = ids_of(llm.generate(["good"], params))
-    forward = llm.model.forward
+    run_layers: Any = llm.model._run_layers
 
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(llm.model, "forward", broken)
+    monkeypatch.setattr(llm.model, "_run_layers", broken)
     failed = llm.generate(["bad", "worse"], params)
     assert all(
         o.outputs[0].finish_reason == "error" and "on fire" in (o.error or "") for o in failed
     )
-    monkeypatch.setattr(llm.model, "forward", forward)
+    monkeypatch.setattr(llm.model, "_run_layers", run_layers)
     assert ids_of(llm.generate(["good"], params)) == want
     llm.engine.scheduler.check()
     assert blocks_in_use(llm) == 0
@@ -688,16 +701,17 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(
     params = SamplingParams(max_tokens=5, **GREEDY)
     prompts = [[k] * 60 for k in range(1, 5)]
     want = ids_of(llm.generate(prompts, params))
-    forward, most = llm.model.forward, 100
+    run_layers: Any = llm.model._run_layers
+    most = 100
 
-    def tight(batch: Any, kv: Any) -> torch.Tensor:
+    def tight(batch: Any, kv: Any) -> Any:
         if len(batch.ids) > most:
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 20 MiB at 0xdeadbeef"
             )
-        return forward(batch, kv)
+        return run_layers(batch, kv)
 
-    monkeypatch.setattr(llm.model, "forward", tight)
+    monkeypatch.setattr(llm.model, "_run_layers", tight)
     scheduler = llm.engine.scheduler
     scheduler.clear_cache()
     assert ids_of(llm.generate(prompts, params)) == want and scheduler.counters.oom_steps > 0
