@@ -2,10 +2,11 @@
 
 A text of B bytes has at least B / (bytes of the longest token) tokens, so one that is far too long is refused unread.
 
-Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a burst then proceed in step:
-all up to their texts, then all from there on, which takes a fifth less time (docs/LOG.md, "The way in, in step"). That is for an
-idle engine, which should begin with all of them. A busy engine wants the first as soon as it is ready: keeping clients in step
-would make front and engine take turns, at a sixth less throughput.
+Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a burst
+then proceed together, which takes a fifth less time (docs/LOG.md, "Front: requests that arrive
+together"). This is done for an idle engine, which should start all of them in one step. A busy engine
+gets each request as soon as it is ready: if clients were kept in step, the front and the engine would
+work in turns, at a sixth less throughput.
 """
 
 from __future__ import annotations
