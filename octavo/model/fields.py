@@ -15,7 +15,7 @@ MAX_LAYERS = 1_000  # all layers are built before the tensors of the checkpoint 
 
 
 class Fields:
-    """The content of a config.json. A null counts as absent. A field without default is required."""
+    """The content of a config.json. Nulls count as absent. Fields without default are required."""
 
     def __init__(self, hf_config: dict[str, Any], defaults: dict[str, Any] | None = None):
         self.nulls = {name for name, value in hf_config.items() if value is None}
