@@ -60,10 +60,9 @@ def test_structures_that_cost_much_again_and_again(target: Target) -> None:
 # ---- WebSockets ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pongs", "empty fragments"])
-def test_a_flood_of_tiny_frames(target: Target, kind: str) -> None:
+def test_a_flood_of_tiny_frames(target: Target) -> None:
     with withstands(target):
-        websockets.flood(target, kind, seconds=2)
+        websockets.flood(target, "pongs", seconds=2)
 
 
 @pytest.mark.slow
@@ -118,7 +117,7 @@ def test_right_keys_open_only_what_is_theirs(target: Target) -> None:
 
 def test_a_large_json_body(target: Target) -> None:
     with withstands(target, peak_mib=150, left_mib=WORKERS_MIB):
-        bodies.send(target, ["many names", "token ids"])
+        bodies.send(target, ["many names"])
 
 
 @pytest.mark.slow
