@@ -53,8 +53,8 @@ class Admitted(NamedTuple):
 
 
 class NotAdmitted(NamedTuple):
-    """A plan left a sequence waiting. A plan that stops at one reports it for the first sequence that
-    it did not admit, and not for those behind it."""
+    """A plan left a sequence waiting. It is emitted for each sequence that the plan tried and left
+    waiting, and for the first that it did not try."""
 
     seq: Sequence
     reason: str

@@ -1,4 +1,4 @@
-"""The engine's data. Data only: no torch, no behaviour.
+"""The engine's data: plain classes without torch. Methods only compute from the fields.
 
 Guide                             tracks which tokens structured output allows next
 Request                           a tokenised request with its parameters (octavo/params.py)
@@ -54,7 +54,7 @@ class Request:
     # The compiled params.structured_outputs, at the start of the text. Each sequence gets a copy.
     guide: Guide | None = None
     submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
-    # Only the completion of all offline requests that arrive together counts, not of this one.
+    # Part of an offline list: only the time until the whole list is finished matters.
     offline: bool = False
 
 

@@ -160,6 +160,39 @@ def test_files_and_modules_that_are_named_exist(name: str) -> None:
     assert lost == []
 
 
+PYTHON_FILE = re.compile(r"(?P<path>[\w/]+\.py)(?P<names>(?::\w+(?:\.\w+)?)?)")
+
+
+def test_the_steps_of_a_request_name_files_and_code_that_exist() -> None:
+    (diagram,) = blocks((ROOT / "docs" / "request.md").read_text())
+    found = list(PYTHON_FILE.finditer(diagram.body))
+    assert len(found) > 15
+    for place in found:
+        path = ROOT / "octavo" / place["path"]
+        assert path.exists(), place[0]
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        for name in filter(None, re.split(r"[:.]", place["names"])):
+            assert defines(module, name), place[0]
+
+
+def defines(module: ast.Module, name: str) -> bool:
+    """Return whether a file defines a class, function or method of this name."""
+    definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return any(isinstance(node, definition) and node.name == name for node in ast.walk(module))
+
+
+def test_the_reading_order_of_the_server_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    table = text.split("This is a good reading order:\n\n")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        package = FILE.search(row)
+        assert package is not None, row
+        names = re.findall(r"`(\w+\.py)`", row)
+        assert names, row
+        lost = [name for name in names if not (ROOT / package["path"] / name).exists()]
+        assert lost == [], row
+
+
 def importable(name: str) -> bool:
     """A module, or a name in one, or an attribute of that."""
     parts = name.split(".")

@@ -33,7 +33,8 @@ class Handle(Protocol):
 
 
 class Runner(Protocol):
-    """Executes plans strictly in order. A pure function of the stream of plans it is given."""
+    """Executes plans strictly in order. Sampled tokens depend only on the stream of plans; disk events
+    and times do not."""
 
     def launch(self, plan: Plan) -> Handle: ...
 

@@ -4,7 +4,7 @@ blocks run out. Policies know sequences, no blocks and no clock.
 A policy is a rank: a number of seconds for each sequence, lowest first. The scheduler does the rest:
 
     waiting, prefilling and decoding are kept in rank order, and plans are filled from the front
-    a sequence that needs room takes it from one with a higher rank that is not in the plan yet,
+    a sequence that needs room takes it from one with a later rank that is not in the plan yet,
     or is preempted itself
 
 No livelock: the sequence with the lowest rank makes progress in every step or in every other one,
@@ -39,11 +39,11 @@ class Policy:
         return 0.0
 
     def preempts(self, seq: Sequence, other: Sequence) -> bool:
-        """May `seq` preempt `other`, which runs and has a higher rank, instead of waiting for it?"""
+        """May `seq` preempt `other`, which runs and has a later rank, instead of waiting for it?"""
         return False
 
     def outranks(self, seq: Sequence, other: Sequence) -> bool:
-        """Does `other`, which has a higher rank, pause in steps that compute `seq`'s prompt?
+        """Does `other`, which has a later rank, pause in steps that compute `seq`'s prompt?
 
         A paused sequence keeps its batch slot and blocks. This function should tell few classes of
         requests apart: prompts of different classes are not computed in one step, and decoding

@@ -3,8 +3,8 @@
 It knows sequences and blocks, no tensors. A live sequence is in one of three places:
 
     waiting      not on the device; its published blocks, if any, are only in the prefix cache
-    prefilling   known tokens are still to be computed                     } RUNNING: it holds a
-    decoding     every known token is computed or is in a step in flight   } slot and blocks
+    prefilling   no plan has covered all of its known tokens yet           } RUNNING: it holds a
+    decoding     each step computes the token sampled last, samples next   } slot and blocks
 
 plan() fills a token budget: decoding sequences first, then prompts in rank order. A share of it is
 for short prompts that would otherwise wait for a long one. Several plans may be in flight, so
@@ -96,7 +96,7 @@ class Counters:
 
     steps: int = 0
     queried_tokens: int = 0  # prompt positions looked up in the prefix cache
-    cached_tokens: int = 0  # of those, found
+    cached_tokens: int = 0  # queried tokens that were found
     computed_tokens: int = 0
     generated_tokens: int = 0
     copies: int = 0  # blocks copied on write
@@ -245,7 +245,7 @@ class Scheduler:
 
     def retry_smaller(self, plan: Plan, error: str, code: str) -> list[Output]:
         """A step was too large for the device's memory: compute its sequences again in steps half as
-        large. A request that is alone in such a step for the second time ends."""
+        large. A request that fails alone twice ends with an error."""
         affected = self._undo(plan)
         self.counters.oom_steps += 1
         token_cap = self.shaper.token_cap

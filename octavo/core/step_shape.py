@@ -1,9 +1,9 @@
 """The shape of the next step, decided before anything is planned: its token budget, which sequences
 pause, are preempted or may start, and how much of it short prompts may take first.
 
-Everything that bends a step is folded into one value here: the cap after the device ran out of
-memory, the latency target, offline piggybacking, urgent requests and short prompts. The scheduler
-then fills the step and decides nothing of this kind itself.
+StepShape is the result. It combines the cap after the device ran out of memory, the latency target,
+offline piggybacking, urgent requests and short prompts. The scheduler then fills the step within
+this shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """launch(plan): update slots and blocks, prepare the batch, run the forward pass, sample. Returns a
 handle at once.
 
-A runner is a pure function of the stream of plans. Nothing here waits for the device; the handle
-does, when it is asked.
+Sampled tokens depend only on the stream of plans; disk events and times do not. Nothing here waits
+for the device; the handle does, when it is asked.
 """
 
 from __future__ import annotations

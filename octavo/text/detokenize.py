@@ -242,7 +242,7 @@ class StopChecker:
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that may be shown now, and the stop string once one is complete.
 
-        After a stop string, the text is always empty.
+        Calls after a match return an empty text.
         """
         if self.matched_stop is not None:
             return "", self.matched_stop
