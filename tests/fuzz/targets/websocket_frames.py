@@ -24,7 +24,7 @@ WORDS = [
     b"\x00\x00\x00\x00", b"\xff\xff\xff\xff\xff\xff\xff\xff", b"\x00\x7e", b'{"prompt": ', b'"type": "cancel"', b'"stream": true', b"\xed\xa0\x80",
     frame(PING), frame(PONG), frame(TEXT), frame(CLOSE), frame(CONTINUATION, last=False), frame(TEXT, ASKED),
 ]  # fmt: skip
-CLOSE_CODES = {1000, 1001, 1002, 1003, 1007, 1008, 1009, 1010, 1011, 1012, 1013}
+CLOSE_CODES = {1000, 1001, 1002, 1003, 1007, 1008, 1009, 1010, 1011, 1012, 1013, 1014}
 
 
 def frames(data: bytes) -> list[tuple[int, bytes]]:
