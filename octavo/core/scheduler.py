@@ -13,10 +13,10 @@ plan() looks at `planned` (where a sequence will be once they land) and commit()
 
 This file is the loop: admit, plan, commit, preempt, finish. It relies on
 
-    admission    a request becomes a sequence        queues      sequences in rank order, slots
-    step_shape   budget, pauses and victims          forks       forks and beams of a request
-    prefix       which prefix is cached              tables      exclusive blocks to write to
-    policy       ranks and victims                   invariants  what always holds
+    request_checks  a request becomes a sequence     queues      sequences in rank order, slots
+    step_shape      budget, pauses and victims       forks       forks and beams of a request
+    prefix          which prefix is cached           tables      exclusive blocks to write to
+    policy          ranks and victims                invariants  what always holds
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from heapq import merge
 
 from octavo.config import CacheConfig, ScheduleConfig
-from octavo.core.admission import new_sequence
 from octavo.core.blocks import BlockPool
 from octavo.core.bounded_kv import (
     add_attention_sample,
@@ -43,6 +42,7 @@ from octavo.core.policy import find_policy
 from octavo.core.prefix import Match, PrefixCache
 from octavo.core.queues import Queues, by_rank, fill_slot
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
+from octavo.core.request_checks import new_sequence
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
 from octavo.core.tables import blocks_to_admit, chunk_size, drop_block, reserve
 from octavo.core.tier_index import TierCounters

@@ -5,7 +5,7 @@
     Piggyback       offline prompts are spread over the steps in which they cost least
 
 The scheduler chooses one of these once. StepTimes measures what steps of different sizes take; the
-latency target and urgent requests (preemption.py) use it.
+latency target and urgent requests (urgent_preemption.py) use it.
 """
 
 from __future__ import annotations

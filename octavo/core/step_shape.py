@@ -14,10 +14,10 @@ from typing import NamedTuple
 from octavo.config import ScheduleConfig
 from octavo.core.batching import Batches
 from octavo.core.beam_search import has_reported
-from octavo.core.preemption import LAST_RANK, UrgentPreemption
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues
 from octavo.core.step_budget import FullSteps, LatencyTarget, Piggyback, PromptBudget, StepTimes
+from octavo.core.urgent_preemption import LAST_RANK, UrgentPreemption
 from octavo.events import Event, StepLanded
 from octavo.types import Plan, Rank, Sequence
 

@@ -15,20 +15,20 @@ from types import ModuleType
 import pytest
 
 from octavo.core import (
-    admission,
     batching,
     beam_search,
     blocks,
     bounded_kv,
     forks,
-    preemption,
     prefix,
     queues,
+    request_checks,
     scheduler,
     step_budget,
     step_shape,
     tables,
     tier_index,
+    urgent_preemption,
 )
 from tests import workloads
 
@@ -60,12 +60,12 @@ BUGS = {
     "a prompt preempts sequences in the plan": ("scheduler", "candidates = self.prefilling[self.prefilling.index(seq) + 1 :]", "candidates = [other for other in self.running if other is not seq]"),
     "a lower rank is preempted for a higher one": ("scheduler", "[other for other in self.prefilling if other.rank > seq.rank]", "[other for other in self.prefilling if other.rank < seq.rank]"),
     "decoding sequences are not in rank order": ("queues", "        self.prefilling.remove(seq)\n        insort(self.decoding, seq, key=by_rank)\n", "        self.prefilling.remove(seq)\n        self.decoding.append(seq)\n"),
-    "an urgent request preempts more urgent ones": ("preemption", "                if other.rank > seq.rank\n                and self.policy.preempts(seq, other)\n", "                if other.rank < seq.rank\n"),
+    "an urgent request preempts more urgent ones": ("urgent_preemption", "                if other.rank > seq.rank\n                and self.policy.preempts(seq, other)\n", "                if other.rank < seq.rank\n"),
     "a victim starts again in the plan that preempted it": ("scheduler", "if fill.closed or not self.queues.free_slots or seq.rank >= fill.shape.admit_before:", "if fill.closed or not self.queues.free_slots:"),
-    "sequences pause for ever": ("preemption", "other_id for seq in step.urgent for other_id", "other_id for seq in step.urgent or ([self.last_urgent] if self.last_urgent else []) for other_id"),
+    "sequences pause for ever": ("urgent_preemption", "other_id for seq in step.urgent for other_id", "other_id for seq in step.urgent or ([self.last_urgent] if self.last_urgent else []) for other_id"),
     "a prompt that pauses counts as computed": ("scheduler", "            elif seq.id not in fill.shape.paused and", "            elif seq.id in fill.shape.paused:\n                seq.planned += 1\n            elif"),
     "a sequence that pauses is planned but not computed": ("scheduler", "if position + 1 >= seq.position_limit or seq.id in skip:", "seq.planned += seq.id in skip\n            if position + 1 >= seq.position_limit or seq.id in skip:"),
-    "a sequence that skips a step is planned but not computed": ("preemption", "        self.equals_skipped = bool(skipping)\n", "        self.equals_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
+    "a sequence that skips a step is planned but not computed": ("urgent_preemption", "        self.equals_skipped = bool(skipping)\n", "        self.equals_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
     "a batch forms while another runs": ("batching", "if not running or fits_beside:", "if True:"),
     "requests start without a batch": ("batching", "return self.form_batch is None or seq.request.id in self.started", "return True"),
     "the slot is not freed": ("queues", "        self.free_slots.append(seq.slot)\n", ""),
@@ -77,10 +77,10 @@ BUGS = {
     "a guide does not advance": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
     "a guide advances when a step is planned": ("scheduler", "plan.token_masks[len(items)] = seq.guide.mask", "plan.token_masks[len(items)] = seq.guide.mask; seq.guide.accept(seq.tokens[-1])"),
     "completions share a guide": ("forks", "else seq.guide.copy()", "else seq.guide"),
-    "requests share a guide": ("admission", "else request.guide.copy()", "else request.guide"),
+    "requests share a guide": ("request_checks", "else request.guide.copy()", "else request.guide"),
     "the first token is not guided": ("scheduler", "if is_last and seq.guide is not None:", "if False:"),
     "masks go to the wrong item": ("scheduler", "plan.token_masks[len(items)] =", "plan.token_masks[max(len(items) - 1, 0)] ="),
-    "ignore_eos applies to a guided sequence": ("admission", "params.ignore_eos and request.guide is None", "params.ignore_eos"),
+    "ignore_eos applies to a guided sequence": ("request_checks", "params.ignore_eos and request.guide is None", "params.ignore_eos"),
     "a beam is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.guide is not None"),
     "the device is not told which token a beam chose": ("forks", "elif not step.on_device:", "elif False:"),
     "a fork's slot is not filled": ("forks", "        self.stale_slots[child.id] = child\n", ""),
@@ -156,7 +156,7 @@ CORE = [
     bounded_kv,
     forks,
     beam_search,
-    admission,
+    request_checks,
     prefix,
     queues,
     scheduler,
@@ -164,7 +164,7 @@ CORE = [
     step_shape,
     tables,
     tier_index,
-    preemption,
+    urgent_preemption,
 ]
 
 

@@ -288,7 +288,9 @@ def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         heartbeat.tiers["host_tokens"] == 4 * heartbeat.tiers["loads"]
         and heartbeat.cached_tokens == 24
     )
-    assert sum(heartbeat.tiers[f"slots_{state}"] for state in ("cached", "free", "busy")) == 20
+    assert (
+        sum(heartbeat.tiers[f"host_blocks_{state}"] for state in ("cached", "free", "busy")) == 20
+    )
     assert decode_to_front(encode(heartbeat)) == heartbeat
 
     metrics = Metrics("octavo", "m")
@@ -311,7 +313,7 @@ def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         in text
     )
     assert (
-        f'octavo:kv_host_slots_free{{model_name="m"}} {float(heartbeat.tiers["slots_free"])}'
+        f'octavo:kv_host_slots_free{{model_name="m"}} {float(heartbeat.tiers["host_blocks_free"])}'
         in text
     )
     metrics.source.client.supervisor.heartbeat = Heartbeat()  # type: ignore[union-attr, attr-defined]

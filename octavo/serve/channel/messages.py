@@ -31,7 +31,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     deadline: float | None = None  # on the same clock
     key: str = ""
     submitted: float = 0.0  # when it left the front, on the same clock
-    # nobody follows it: after its first token the front wants to hear of it when it has ended
+    # not streamed: send the first token, then the rest at the end
     whole: bool = False
 
 
@@ -107,7 +107,7 @@ class News(msgspec.Struct, tag=True, array_like=True):
     steps: list[int] = []  # tokens computed in each, since the last news
     untold: int = 0  # tokens of requests that ended before anybody heard of them
     patience: float = 0.0  # seconds that the step that begins now may take, where that is long
-    full: bool = False  # who waits does so for rows, blocks or a batch, not just for the next step
+    full: bool = False  # waiting requests lack slots, blocks or a batch
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):

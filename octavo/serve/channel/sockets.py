@@ -1,7 +1,7 @@
 """Between the front and the engine process: one pair of connected sockets, each message its length and then msgpack.
 
     FrontLink    the front's end, in its event loop
-    EngineLink   the engine's, through which two threads send: the one that steps, and the pulse
+    EngineLink   the engine's, through which two threads send: the one that steps, and the heartbeat
 
 The pair has no name that anybody else could connect to; the engine inherits its end. Each engine process has a new one, so that
 nothing one engine said is taken for another's. Sending never waits: what the socket has no room for is kept, and goes when it

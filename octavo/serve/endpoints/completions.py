@@ -244,7 +244,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     with open_call(front, caller, prepared, follow=shape.stream) as call:
         exchange.watch(call)
         if shape.stream:
-            await call.wait_accepted()  # what is refused is an HTTP error still, and no event
+            await call.wait_accepted()  # a refusal is still an HTTP error here, not an SSE event
             await stream(exchange, call, prepared, shape)
         else:
             await call.wait_finished()
@@ -255,7 +255,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
-    """Headers go out at once, then pieces as they come; what goes wrong from here on is told in the stream."""
+    """Send the headers at once, then pieces as they are generated. Later errors are sent in the stream."""
     front = exchange.front
     loop = asyncio.get_running_loop()
     written = time.monotonic()
@@ -292,7 +292,7 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
                         )
                     )
             data = b"".join(parts) if pieces else replies.KEEP_ALIVE
-            if data:  # a piece that may yet become a call is held back
+            if data:  # text that may still become a tool call is held back
                 await exchange.write(data)
                 written = time.monotonic()
         await exchange.write(

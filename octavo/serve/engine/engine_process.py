@@ -356,9 +356,9 @@ def tier_state(tiers: TierIndex) -> dict[str, float]:
             for move in ("store", "load", "save")
         },
         "fetch_bytes": tiers.counters.fetches * tiers.block_bytes,
-        "slots_cached": cached,
-        "slots_free": free,
-        "slots_busy": tiers.num_host_blocks - cached - free,
+        "host_blocks_cached": cached,
+        "host_blocks_free": free,
+        "host_blocks_busy": tiers.num_host_blocks - cached - free,
     }
 
 

@@ -327,9 +327,9 @@ class EngineClient:
 
     def check_admission(self, priority: int) -> None:
         """Raise ApiError if not even the smallest request could be sent now."""
-        self.queue.check_full(priority, self._free_rows())
+        self.queue.check_full(priority, self._free_slots())
 
-    def _free_rows(self) -> int:
+    def _free_slots(self) -> int:
         """How many requests the engine can start in its next step."""
         model = self.model  # raises ApiError while the engine is not ready
         if self.engine_full:
@@ -343,7 +343,7 @@ class EngineClient:
             requests=len(requests),
             tokens=sum(len(request.prompt) for request in requests),
             priority=key.priority if key is not None else 0,
-            free=self._free_rows(),
+            free=self._free_slots(),
         )
         running = (open_request.request for open_request in self.open_requests.values())
         self.quarantine.check(requests, running)

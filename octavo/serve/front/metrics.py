@@ -253,7 +253,7 @@ class EngineSource(Source):
         }
         if heartbeat.tiers:
             gauges |= {
-                f"kv_host_slots_{state}": (heartbeat.tiers[f"slots_{state}"], text)
+                f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], text)
                 for state, text in HOST_BLOCKS.items()
             }
             counters |= {

@@ -1,6 +1,6 @@
 """One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one function.
 
-The client's leaving is noticed from the first byte on, whether it streams or not: `watch` ties a call to the connection.
+A disconnect is noticed from the first byte on, whether the reply streams or not: `watch` ties a call to the connection.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Exchange:
             timer.cancel()
 
     def watch(self, call: Call) -> None:
-        """From now on the client's leaving ends the call."""
+        """From now on a disconnect ends the call."""
         self._request.on_disconnect(lambda: call.fail(client_gone()))
 
 

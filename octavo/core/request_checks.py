@@ -1,6 +1,6 @@
-"""Admission checks: what a request must satisfy to be queued, and the sequence it becomes.
+"""Checks of a request before it is queued, and the sequence that it becomes.
 
-It knows the limits of the engine, not the other requests.
+This module knows the limits of the engine, not the other requests. Scheduler decides admission.
 """
 
 from __future__ import annotations
