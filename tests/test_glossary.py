@@ -94,13 +94,12 @@ STILL_USED: dict[str, set[str]] = {
     "octavo/serve/http/body.py": {"patience"},
     "octavo/serve/front/client.py": {"news", "untold"},
     "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "untold"},
-    "octavo/serve/channel/sockets.py": {"said", "told"},
     "octavo/serve/front/loop_watchdog.py": {"beat"},
     "octavo/serve/channel/messages.py": {"look", "news", "patience", "untold"},
     "octavo/serve/api/replies.py": {"news"},
     "octavo/serve/endpoints/grpc_service.py": {"told"},
     "octavo/serve/server.py": {"tell"},
-    "octavo/serve/front/supervisor.py": {"news", "patience", "told"},
+    "octavo/serve/front/supervisor.py": {"news", "patience"},
     "octavo/serve/endpoints/live_feed.py": {"look"},
 }
 

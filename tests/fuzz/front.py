@@ -127,10 +127,10 @@ class LocalPool:
 
     async def run(self, job: Any, kind: Any, payload: bytes = b"", **_: Any) -> Any:
         reply = worker.answer(self.context, jobs.encode(job), payload)
-        if isinstance(reply, jobs.Refused):
+        if isinstance(reply, jobs.JobRefused):
             assert reply.code != "text_memory_exceeded", "the job ran out of memory"
             raise ApiError(reply.status, reply.message, reply.code, reply.param)
-        assert isinstance(reply, jobs.Done), reply
+        assert isinstance(reply, jobs.JobDone), reply
         return msgspec.msgpack.decode(reply.value, type=kind)
 
 

@@ -435,11 +435,11 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
             lambda: ended.append(time.monotonic()),
         )  # type: ignore
         watch = asyncio.create_task(watched._watch(None))
-        watched._take(News([], [("a", 0.0)], [], patience=1e6))
+        watched._receive(News([], [("a", 0.0)], [], patience=1e6))
         for steps in range(10):
             # the first leaves, another comes
             work.clear() if steps == 2 else work.setdefault("b", 1)
-            watched._take(Heartbeat(steps=1))
+            watched._receive(Heartbeat(steps=1))
             await asyncio.sleep(0.2)
         watch.cancel()
 

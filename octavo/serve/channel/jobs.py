@@ -1,7 +1,7 @@
-"""The jobs of the worker processes, and their replies: msgspec structs as msgpack. Data only, no sockets.
+"""The jobs of the worker processes and their replies: msgspec structs, encoded as msgpack.
 
-To add a job: define its struct here, and write its handler in handlers.py and enter it in HANDLERS there. The front calls
-`await front.pool.run(job, type_of_the_result)`.
+To add a job, define its struct here, write its handler in handlers.py and add it to HANDLERS there.
+The front calls `await front.pool.run(job, type_of_the_result)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.serve.limits import Limits
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """The first message to a worker process: what its jobs need to know."""
+    """The first message to a worker process: the data that its jobs need."""
 
     tokenizer_directory: str | None
     tokenizer_gguf: dict[str, Any] | None
@@ -29,14 +29,15 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Parse(msgspec.Struct, tag=True, array_like=True):
-    """Parse a body. The result is a pair: the request, and its unknown fields (parse.read_request)."""
+    """Parse a body. The result is a pair of the request and its unknown fields (see
+    parse.read_request)."""
 
     kind: str  # the name of a struct in protocol.py
     data: bytes = b""  # the payload
 
 
 class ParseMessage(msgspec.Struct, tag=True, array_like=True):
-    """Parse a gRPC message. The result is a pair, as that of Parse."""
+    """Parse a gRPC message. The result is a pair like that of Parse."""
 
     kind: str
     data: bytes = b""  # the payload
@@ -46,9 +47,9 @@ class Encode(msgspec.Struct, tag=True, array_like=True):
     """Tokenise texts. The result is a list of Encoded."""
 
     texts: list[str]
-    context: int  # tokens: a text that has as many is refused, unless `keep` is given
-    keep: int | None = None  # each text is truncated to so many of its last tokens
-    keep_first: bool = False  # to its first tokens instead
+    context: int  # a text with this many tokens is refused, unless `keep` is given
+    keep: int | None = None  # each text is truncated to this many of its last tokens
+    keep_first: bool = False  # keep the first tokens instead of the last
     add_special_tokens: bool = True
     parse_special: bool = True
 
@@ -58,7 +59,7 @@ class EncodeChat(msgspec.Struct, tag=True, array_like=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    template: str | None  # the client's own; None: the model's
+    template: str | None  # from the client; None stands for the model's template
     options: dict[str, Any]  # see octavo.text.chat.render_marked
     context: int
     keep: int | None = None
@@ -67,7 +68,7 @@ class EncodeChat(msgspec.Struct, tag=True, array_like=True):
 
 
 class Tokenize(msgspec.Struct, tag=True, array_like=True):
-    """The reply of /tokenize. The result is JSON."""
+    """Answer a request to /tokenize. The result is JSON."""
 
     what: Encode | EncodeChat
     token_strs: bool
@@ -80,13 +81,14 @@ class Detokenize(msgspec.Struct, tag=True, array_like=True):
 
 
 class Decode(msgspec.Struct, tag=True, array_like=True):
-    """Detokenise. The result is a text."""
+    """Detokenise token ids. The result is a text."""
 
     ids: bytes  # packed
 
 
 class Compile(msgspec.Struct, tag=True, array_like=True):
-    """Compile a specification of structured output on trial. The result is None, or the error that it deserves."""
+    """Compile a spec of structured output on trial. The result is None. An invalid spec raises an
+    error."""
 
     spec: StructuredOutputs
 
@@ -96,15 +98,16 @@ Job = Parse | ParseMessage | Encode | EncodeChat | Tokenize | Detokenize | Decod
 # ---- from a worker process --------------------------------------------------------------------------
 
 
-class Done(msgspec.Struct, tag=True, array_like=True):
-    """The job's result. `retire`: the process holds far more memory than at its start and must be replaced."""
+class JobDone(msgspec.Struct, tag=True, array_like=True):
+    """The result of a job. `retire` says that the process uses far more memory than at its start and
+    must be replaced."""
 
     value: msgspec.Raw
     retire: bool = False
 
 
-class Refused(msgspec.Struct, tag=True, array_like=True):
-    """The input is at fault. The fields are those of an ApiError."""
+class JobRefused(msgspec.Struct, tag=True, array_like=True):
+    """The input of a job is invalid. The fields are those of an ApiError."""
 
     status: int
     message: str
@@ -113,25 +116,26 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     retire: bool = False
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """An unexpected exception, for the log."""
+class JobFailed(msgspec.Struct, tag=True, array_like=True):
+    """A job has raised an unexpected exception, which is logged."""
 
     traceback: str
     retire: bool = False
 
 
-Reply = Done | Refused | Failed
+Reply = JobDone | JobRefused | JobFailed
 
 
 class Encoded(msgspec.Struct, array_like=True):
-    """The tokens of a text: packed, so that the event loop can unpack many of them in several turns."""
+    """The tokens of a text. They are packed, so that the event loop can unpack many of them in several
+    turns."""
 
     ids: bytes
-    total: int  # before the text was cut
+    total: int  # the number of tokens before the text was truncated
 
 
 class Tokens(NamedTuple):
-    """The same, unpacked."""
+    """The tokens of a text, unpacked."""
 
     ids: list[int]
     total: int
@@ -144,7 +148,7 @@ class Detokenized(msgspec.Struct, array_like=True):
 
 
 def pack(ids: list[int]) -> bytes:
-    """Token ids, four bytes each."""
+    """Encode token ids as four bytes each."""
     return array("I", ids).tobytes()
 
 

@@ -1,14 +1,17 @@
-"""Between the front and the engine process: one pair of connected sockets, each message its length and then msgpack.
+"""The sockets between the front and the engine process. A message is its length and then msgpack.
 
     FrontLink    the front's end, in its event loop
-    EngineLink   the engine's, through which two threads send: the one that steps, and the heartbeat
+    EngineLink   the engine's end; the thread that runs steps and the heartbeat thread send with it
 
-The pair has no name that anybody else could connect to; the engine inherits its end. Each engine process has a new one, so that
-nothing one engine said is taken for another's. Sending never waits: what the socket has no room for is kept, and goes when it
-has. Bytes go from process to process without a thread in between: two of ZeroMQ's took 0.2 ms on the way to an idle engine and
-0.1 ms on the way back (docs/LOG.md, "The link").
+The two sockets are a connected pair without a name, so no other process can connect to them. The
+engine inherits its end. Each engine process has a new pair, so that a message of an earlier engine
+is never taken for one of its successor. Sending never blocks: data that the socket has no room for
+is kept and sent later. Bytes go from process to process without a thread in between. With the two
+threads of ZeroMQ a message took 0.2 ms longer to an idle engine and 0.1 ms longer back
+(docs/LOG.md, "The link").
 
-Knows bytes, order and turns of the loop; what messages mean is others' business.
+This module handles bytes, their order and the turns of the event loop. It does not interpret
+messages.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ from octavo.serve.channel.messages import (
 
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
-READ = 2**18  # bytes at a time
-SMALL = 2**16  # bytes: a smaller message is copied, so that fewer parts are sent
-LONGEST_WAIT = 0.001  # seconds for which what is said waits at most for others to go with it
-LAST_WORDS = 0.5  # seconds that an engine that ends waits for its last message to leave
+READ_SIZE = 2**18  # bytes that are read at a time
+SMALL_MESSAGE = 2**16  # bytes: smaller messages are joined, so that fewer parts are sent
+LONGEST_WAIT = 0.001  # seconds for which a message may wait for others to be sent with it
+CLOSE_SECONDS = 0.5  # the time in which an engine that ends can send its last message
 
 
 def frame(data: bytes) -> bytes:
@@ -51,191 +54,206 @@ def frame(data: bytes) -> bytes:
 
 
 def frames(*messages: bytes | bytearray) -> list[bytes | bytearray]:
-    """Several messages as parts to send. Large ones are not copied."""
+    """Several messages as parts to send. Large messages are not copied."""
     parts: list[bytes | bytearray] = []
-    small = b""
+    joined = b""
     for message in messages:
-        small += LENGTH.pack(len(message))
-        if len(message) <= SMALL:
-            small += message
+        joined += LENGTH.pack(len(message))
+        if len(message) <= SMALL_MESSAGE:
+            joined += message
         else:
-            parts += (small, message)
-            small = b""
-    return [*parts, small]
+            parts += (joined, message)
+            joined = b""
+    return [*parts, joined]
 
 
 class Pipe:
-    """One end: whole messages in, bytes out as far as there is room."""
+    """One end of a socket pair. It receives whole messages, and sends as many bytes as the socket
+    has room for."""
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)
         self.socket = end
-        self.closed = False  # by the other side
-        self._in = bytearray()
-        self._large: bytearray | None = None  # a message of more than READ bytes, so far
-        self._filled = 0  # bytes of it
-        self._out: deque[memoryview] = deque()
+        self.closed = False  # whether the other side has closed its end
+        self._received = bytearray()
+        # A message of more than READ_SIZE bytes that is incomplete, and how much of it is there.
+        self._large: bytearray | None = None
+        self._large_size = 0
+        self._unsent: deque[memoryview] = deque()
 
     def receive(self) -> list[bytes | bytearray] | None:
-        """The messages that are complete after one more read; None: there is nothing to read now."""
+        """Read once. Returns the messages that are complete now, or None if there is nothing to
+        read."""
         try:
             if self._large is not None:
                 return self._receive_large(self._large)
-            data = self.socket.recv(READ)
+            data = self.socket.recv(READ_SIZE)
         except BlockingIOError:
             return None
         except OSError:
             data = b""
         self.closed = not data
-        self._in += data
-        found: list[bytes | bytearray] = []
+        self._received += data
+        messages: list[bytes | bytearray] = []
         start = 0
-        while len(self._in) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._in, start)
+        while len(self._received) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._received, start)
             end = start + LENGTH.size + length
-            if end > len(self._in):
-                if length > READ:
+            if end > len(self._received):
+                if length > READ_SIZE:
                     self._begin_large(start, length)
-                    return found
+                    return messages
                 break
-            found.append(bytes(self._in[start + LENGTH.size : end]))
+            messages.append(bytes(self._received[start + LENGTH.size : end]))
             start = end
-        del self._in[:start]
-        return found
+        del self._received[:start]
+        return messages
 
     def _begin_large(self, start: int, length: int) -> None:
-        """A message of which only the first bytes are there. It is received in place, since copying it takes milliseconds."""
-        part = self._in[start + LENGTH.size :]
-        self._in.clear()
+        """Prepare to receive the rest of a large message in place, because copying it would take
+        milliseconds."""
+        beginning = self._received[start + LENGTH.size :]
+        self._received.clear()
         self._large = bytearray(length)
-        self._large[: len(part)] = part
-        self._filled = len(part)
+        self._large[: len(beginning)] = beginning
+        self._large_size = len(beginning)
 
     def _receive_large(self, message: bytearray) -> list[bytes | bytearray]:
-        end = min(self._filled + READ, len(message))
-        count = self.socket.recv_into(memoryview(message)[self._filled : end])
+        end = min(self._large_size + READ_SIZE, len(message))
+        count = self.socket.recv_into(memoryview(message)[self._large_size : end])
         self.closed = not count
-        self._filled += count
-        if self._filled < len(message):
+        self._large_size += count
+        if self._large_size < len(message):
             return []
         self._large = None
         return [message]
 
     def send(self, *parts: bytes | bytearray) -> bool:
-        """Whether all has left, these and what was kept before."""
-        self._out.extend(memoryview(part) for part in parts if part)
+        """Send these parts after the data that was kept before. Returns whether nothing is left."""
+        self._unsent.extend(memoryview(part) for part in parts if part)
         try:
-            while self._out:
-                first = self._out.popleft()
+            while self._unsent:
+                first = self._unsent.popleft()
                 sent = self.socket.send(first)
                 if sent < len(first):
-                    self._out.appendleft(first[sent:])
+                    self._unsent.appendleft(first[sent:])
         except BlockingIOError:
-            self._out.appendleft(first)
+            self._unsent.appendleft(first)
         except OSError as error:
-            if error.errno in (errno.ENOBUFS, errno.ENOMEM):  # the system has no room just now
-                self._out.appendleft(first)
-            else:  # nobody is there any more, which is noticed elsewhere
-                self._out.clear()
-        return not self._out
+            if error.errno in (errno.ENOBUFS, errno.ENOMEM):  # the system is short of memory
+                self._unsent.appendleft(first)
+            else:  # The other process has ended, which its supervisor notices.
+                self._unsent.clear()
+        return not self._unsent
 
 
 class FrontLink:
-    """While the engine has nothing to do, what is said in turns of the event loop that follow each other goes out together, when
-    a turn brings nothing more or the first has waited for long enough: requests that came together then reach the engine
-    together. Else it would begin with the first alone, the others would wait for that step, and the front would share its cores
-    with it while it still reads. An engine that is at work is told at once: it takes up what has come with its next step."""
+    """The front's end of the channel.
 
-    def __init__(self, deliver: Callable[[ToFront], None], asked: Callable[[], float] = lambda: 0):
-        """`asked`: how many requests the engine is to have, those said and not sent among them."""
+    While the engine is idle, the messages of consecutive turns of the event loop are sent together:
+    when a turn adds no message, or when the first has waited for LONGEST_WAIT. Requests that arrive
+    together thus reach the engine together. Otherwise the engine would start a step with the first
+    one alone, the others would wait for that step, and the engine would compete for the front's
+    cores while the front still reads requests. A busy engine receives each message at once and
+    handles it before its next step."""
+
+    def __init__(
+        self,
+        deliver: Callable[[ToFront], None],
+        requested: Callable[[], float] = lambda: 0,
+    ):
+        """`requested` returns the number of requests for the engine, unsent ones included."""
         mine, self.other = socket.socketpair()
         self._pipe = Pipe(mine)
-        self._number = mine.fileno()
+        self._descriptor = mine.fileno()
         self._deliver = deliver
-        self._asked = asked
-        self._said: list[ToEngine] = []
-        self._told: list[Callable[[], None]] = []  # who is to hear when they have left
-        self._since = 0.0  # when the first of those came
+        self._requested = requested
+        self._unsent: list[ToEngine] = []
+        self._callbacks: list[Callable[[], None]] = []  # called when the messages have been sent
+        self._since = 0.0  # when the first unsent message was added
         self._open = True
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._number, self._readable)
+        self._loop.add_reader(self._descriptor, self._readable)
 
     def given(self) -> None:
-        """The engine has its end: ours of it is closed, so that its death is seen."""
+        """Close the front's copy of the engine's end, once the engine process has inherited it. The
+        front can then notice that the engine closes it."""
         self.other.close()
 
-    def send(self, message: ToEngine, told: Callable[[], None] | None = None) -> None:
-        """`told` is called when it has left."""
+    def send(self, message: ToEngine, on_sent: Callable[[], None] | None = None) -> None:
+        """Send a message, and call `on_sent` afterwards."""
         now = time.monotonic()
-        if not self._said:
+        if not self._unsent:
             self._since = now
-            self._loop.call_soon(self._turn, 0)
-        self._said.append(message)
-        if told is not None:
-            self._told.append(told)
-        if self._asked() > len(self._said) or now - self._since > LONGEST_WAIT:
+            self._loop.call_soon(self._end_turn, 0)
+        self._unsent.append(message)
+        if on_sent is not None:
+            self._callbacks.append(on_sent)
+        if self._requested() > len(self._unsent) or now - self._since > LONGEST_WAIT:
             self._flush()
 
-    def _turn(self, before: int) -> None:
-        """A turn is over, at whose beginning so much had been said."""
-        if len(self._said) > before and time.monotonic() - self._since < LONGEST_WAIT:
-            self._loop.call_soon(self._turn, len(self._said))
+    def _end_turn(self, count_before: int) -> None:
+        """Send the messages if none was added since there were `count_before`, or if they have waited
+        for too long."""
+        waited = time.monotonic() - self._since
+        if len(self._unsent) > count_before and waited < LONGEST_WAIT:
+            self._loop.call_soon(self._end_turn, len(self._unsent))
         else:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._said or not self._open:
+        if not self._unsent or not self._open:
             return
-        (said, self._said) = (self._said, [])
-        (told, self._told) = (self._told, [])
+        messages = self._unsent
+        self._unsent = []
+        callbacks = self._callbacks
+        self._callbacks = []
         now = time.monotonic()
-        frames: list[bytes] = []
-        for message in said:
+        encoded: list[bytes] = []
+        for message in messages:
             if type(message) is Add:
                 message.submitted = now
             try:
-                frames.append(frame(encode(message)))
-            except Exception:  # one that cannot be said takes no other with it
-                log.exception("a message to the engine could not be encoded")
+                encoded.append(frame(encode(message)))
+            except Exception:  # The other messages must be sent all the same.
+                log.exception("cannot encode a message to the engine")
                 if type(message) is Add:
-                    self._loop.call_soon(
-                        self._deliver,
-                        Refused(message.id, "this request cannot be told to the engine"),
-                    )
-        if not self._pipe.send(b"".join(frames)):
-            self._loop.add_writer(self._number, self._writable)
-        for callback in told:
+                    refusal = Refused(message.id, "this request cannot be sent to the engine")
+                    self._loop.call_soon(self._deliver, refusal)
+        if not self._pipe.send(b"".join(encoded)):
+            self._loop.add_writer(self._descriptor, self._writable)
+        for callback in callbacks:
             self._loop.call_soon(callback)
 
     def _writable(self) -> None:
         if self._pipe.send():
-            self._loop.remove_writer(self._number)
+            self._loop.remove_writer(self._descriptor)
 
     def _readable(self) -> bool:
-        """Whether there was something."""
-        found = self._pipe.receive()
-        for data in found or ():
+        """Read once and deliver the complete messages. Returns whether there was something to read."""
+        messages = self._pipe.receive()
+        for data in messages or ():
             try:
                 self._deliver(decode_to_front(data))
-            except Exception:  # what cannot be used takes nothing else with it
-                log.exception("a message of the engine's could not be used")
+            except Exception:  # The other messages must be delivered all the same.
+                log.exception("cannot process a message from the engine")
         if self._pipe.closed:
-            self._loop.remove_reader(self._number)
-        return found is not None
+            self._loop.remove_reader(self._descriptor)
+        return messages is not None
 
     def close(self) -> None:
-        """What the engine said last is heard."""
+        """Deliver the last messages of the engine, then close both ends."""
         while not self._pipe.closed and self._readable():
             pass
         self._open = False
-        self._loop.remove_reader(self._number)
-        self._loop.remove_writer(self._number)
+        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_writer(self._descriptor)
         self._pipe.socket.close()
         self.other.close()
 
 
 class EngineLink:
-    """Only the thread that steps receives."""
+    """The engine's end of the channel. Only the thread that runs steps receives messages."""
 
     def __init__(self, end: socket.socket):
         self._pipe = Pipe(end)
@@ -243,7 +261,8 @@ class EngineLink:
         self._messages: deque[bytes | bytearray] = deque()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        self.stuck = threading.Event()  # there was no room for all: push() is to be called
+        # Set while unsent data is kept. The heartbeat thread then calls push().
+        self.stuck = threading.Event()
 
     def send(self, message: ToFront) -> None:
         data = frame(encode(message))
@@ -252,21 +271,21 @@ class EngineLink:
                 self.stuck.set()
 
     def push(self, seconds: float) -> None:
-        """Wait so long for room, and go on with what is stuck."""
-        room = select.poll()
-        room.register(self._pipe.socket, select.POLLOUT)
-        room.poll(max(seconds, 0) * 1000)
+        """Wait at most so many seconds until the socket has room, and send the data that was kept."""
+        writable = select.poll()
+        writable.register(self._pipe.socket, select.POLLOUT)
+        writable.poll(max(seconds, 0) * 1000)
         with self._lock:
             if self._pipe.send():
                 self.stuck.clear()
 
     def receive(self, seconds: float | None) -> ToEngine | None:
-        """The next message; None if none comes for so long. `seconds` None: there is time. Shutdown when the front is gone."""
+        """Return the next message, or None if none arrives within `seconds`. With None it waits for
+        ever. Returns Shutdown if the front has ended."""
         while True:
             if not self._messages:
-                if seconds != 0 and not self._poll.poll(
-                    None if seconds is None else seconds * 1000
-                ):
+                timeout = None if seconds is None else seconds * 1000
+                if seconds != 0 and not self._poll.poll(timeout):
                     return None
                 self._messages.extend(self._pipe.receive() or ())
                 if not self._messages:
@@ -278,15 +297,15 @@ class EngineLink:
             data = self._messages.popleft()
             try:
                 return decode_to_engine(data)
-            except (
-                msgspec.ValidationError
-            ) as error:  # the front checks first, so this is its mistake and not the client's
-                log.error("a message that the engine cannot use: %s", error)
+            except msgspec.ValidationError as error:
+                # The front validates requests, so this is a mistake in the front.
+                log.error("cannot decode a message to the engine: %s", error)
                 fields: list[Any] = msgspec.msgpack.decode(data, type=list)
                 if fields[0] == "Add":
                     self.send(Refused(str(fields[1]), "the engine cannot use this request"))
 
     def close(self) -> None:
-        end = time.monotonic() + LAST_WORDS
-        while self.stuck.is_set() and time.monotonic() < end:
-            self.push(end - time.monotonic())
+        """Send the data that was kept, as far as that takes at most CLOSE_SECONDS."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self.stuck.is_set() and time.monotonic() < deadline:
+            self.push(deadline - time.monotonic())

@@ -1,6 +1,6 @@
-"""Keeps an engine process running: starts it, follows its heartbeat, starts it again when it dies or hangs.
+"""Keeps an engine process running: starts it, and restarts it if it dies or hangs.
 
-Knows processes and phases; what the engine's news mean is its listener's business (client.py).
+This module knows processes and phases. The messages of the engine are processed by client.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine.engine_process")
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 30.0
-HEALTHY = 60.0  # seconds after which an engine's death counts as the first again
-GRACE = 3.0  # seconds an engine has to end by itself
+HEALTHY_SECONDS = 60.0  # an engine that ran for so long resets the backoff
+STOP_SECONDS = 3.0  # the time in which an engine must end after a Shutdown message
 
 
 class Supervisor:
@@ -54,9 +54,9 @@ class Supervisor:
         work: Callable[[], Mapping[str, Any]],
         command: Sequence[str] = ENGINE,
     ):
+        """`work` returns the open requests of the engine, by their ids."""
         self.config = config
         self.command = command
-        # `work`: what the engine has been asked for
         self.on_message = on_message
         self.on_loss = on_loss
         self.work = work
@@ -67,18 +67,19 @@ class Supervisor:
         self.starts = 0
         self.loaded: Loaded | None = None
         self.heartbeat = Heartbeat()
-        self.progress = time.monotonic()  # when the engine last did something, or had nothing to do
-        self.until = 0.0  # when the step under way should be over, where the engine has told of it
+        self.progress = time.monotonic()  # when the engine last made progress or was idle
+        # When the current step should end, by the estimate of the engine.
+        self.step_deadline = 0.0
         self.stalled = False
-        # seconds from an engine's end to the next one's being ready, the last time
+        # The latest time from the end of an engine until the next one was ready, in seconds.
         self.recovery = 0.0
-        self._lost: float | None = None  # when the engine ended, until the next is ready
-        self.dumps: list[dict[str, Any]] = []  # the last few, for whoever asks
+        self._lost_at: float | None = None  # when the engine ended, until the next one is ready
+        self.dumps: list[dict[str, Any]] = []  # the latest dumps, which /v1/dumps returns
         self.process: asyncio.subprocess.Process | None = None
         self._link: FrontLink | None = None
         self._stopping = False
 
-    # ---- what others ask -------------------------------------------------------------------------
+    # ---- state and messages ----------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -89,64 +90,60 @@ class Supervisor:
         return self.starts > 1 or self.phase == "down"
 
     def state(self) -> dict[str, Any]:
-        state = (
-            "stalled"
-            if self.stalled
-            else "ready"
-            if self.phase == "ready"
-            else "restarting"
-            if self.restarting
-            else "starting"
-        )
-        found = {
-            "state": state,
+        state: dict[str, Any] = {
+            "state": self._state_name(),
             "phase": self.phase,
             "elapsed_s": round(time.monotonic() - self.since, 3),
         }
         if self.fraction is not None:
-            found["progress"] = round(self.fraction, 3)
-        return found
+            state["progress"] = round(self.fraction, 3)
+        return state
 
-    def send(self, message: ToEngine, told: Callable[[], None] | None = None) -> None:
-        """`told` is called when the message has left; never, if the engine is lost before."""
+    def _state_name(self) -> str:
+        if self.stalled:
+            return "stalled"
+        if self.phase == "ready":
+            return "ready"
+        return "restarting" if self.restarting else "starting"
+
+    def send(self, message: ToEngine, on_sent: Callable[[], None] | None = None) -> None:
+        """Send a message, and call `on_sent` afterwards. It is not called if the engine is lost."""
         if self._link is not None:
-            self._link.send(message, told)
+            self._link.send(message, on_sent)
 
-    def _asked(self) -> float:
-        """How many requests the engine is to have. One that computes on a device of its own takes nothing from the front when
-        it begins: it always counts as at work, and nothing is held back from it."""
-        return (
-            math.inf
-            if self.loaded is not None and self.loaded.device != "cpu"
-            else len(self.work())
-        )
+    def _requested(self) -> float:
+        """The number of requests for the engine. An engine with a device of its own does not compete
+        with the front for cores, so it counts as busy and receives each message at once."""
+        if self.loaded is not None and self.loaded.device != "cpu":
+            return math.inf
+        return len(self.work())
 
-    # ---- the process's life ----------------------------------------------------------------------
+    # ---- the engine process ----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until stop(). Raises ModelError if the first engine says that the model cannot be served, or fails itself."""
+        """Run engine processes until stop() is called. Raises ModelError if the first one reports that
+        it cannot serve the model, or ends before the model is loaded."""
         backoff = FIRST_BACKOFF
         while not self._stopping:
             self.starts += 1
             self.failure: str | None = None
-            begun = time.monotonic()
+            started = time.monotonic()
             try:
-                code = await self._live()
-            except OSError as error:  # no descriptor or no memory to start one with, just now
+                code = await self._run_engine()
+            except OSError as error:  # file descriptors or memory are short
                 if self.starts == 1:
                     raise
                 self.failure = str(error)
                 code = -1
             if self._stopping:
                 return
-            if self.starts == 1 and (
-                self.failure is not None or (self.loaded is None and code > 0)
-            ):
+            failed_to_load = self.failure is not None or (self.loaded is None and code > 0)
+            if self.starts == 1 and failed_to_load:
                 raise ModelError(
                     self.failure
                     or "the engine process failed before the model was loaded: see above"
                 )
-            if time.monotonic() - begun > HEALTHY:
+            if time.monotonic() - started > HEALTHY_SECONDS:
                 backoff = FIRST_BACKOFF
             log.error(
                 "the engine process ended (%s); starting it again in %.1f s",
@@ -156,19 +153,19 @@ class Supervisor:
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, LAST_BACKOFF)
 
-    async def _live(self) -> int:
-        """One engine process, from start to end."""
+    async def _run_engine(self) -> int:
+        """Run one engine process from its start to its end. Returns its exit code."""
         self._enter("starting")
-        self.until = 0.0
+        self.step_deadline = 0.0
         link: FrontLink | None = None
         try:
-            link = self._link = FrontLink(self._take, self._asked)
+            link = self._link = FrontLink(self._receive, self._requested)
             with tempfile.TemporaryFile() as stacks:
-                given = (link.other.fileno(), stacks.fileno())
+                descriptors = (link.other.fileno(), stacks.fileno())
                 self.process = await asyncio.create_subprocess_exec(
                     *self.command,
-                    *map(str, given),
-                    pass_fds=given,
+                    *map(str, descriptors),
+                    pass_fds=descriptors,
                     start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL,
                 )
@@ -186,14 +183,14 @@ class Supervisor:
                 link.close()
             self._enter("down")
             self.stalled = False
-            if self._lost is None:
-                self._lost = time.monotonic()
+            if self._lost_at is None:
+                self._lost_at = time.monotonic()
             try:
                 self.on_loss()
-            except Exception:  # whatever it is, an engine must be started again
-                log.exception("what the engine worked on could not be ended")
+            except Exception:  # The next engine must be started all the same.
+                log.exception("cannot end the requests of an engine that has ended")
 
-    def _take(self, message: ToFront) -> None:
+    def _receive(self, message: ToFront) -> None:
         now = time.monotonic()
         if isinstance(message, Heartbeat):
             if message.steps != self.heartbeat.steps or not self.work():
@@ -206,16 +203,16 @@ class Supervisor:
         elif not isinstance(message, View):
             self.progress = now
             if isinstance(message, News):
-                # beyond that nobody waits for it
-                self.until = now + min(message.patience, self.config.request_timeout)
+                # A request ends after request_timeout, so a longer step is of no use.
+                self.step_deadline = now + min(message.patience, self.config.request_timeout)
             if isinstance(message, Loaded):
                 self.loaded = message
             if isinstance(message, Ready):
                 self._enter("ready")
-                if self._lost is not None:
-                    self.recovery = now - self._lost
-                    self._lost = None
-                    log.warning("the engine is ready again, after %.1f s", self.recovery)
+                if self._lost_at is not None:
+                    self.recovery = now - self._lost_at
+                    self._lost_at = None
+                    log.warning("the engine is ready again after %.1f s", self.recovery)
         self.on_message(message)
 
     def _enter(self, phase: str, fraction: float | None = None) -> None:
@@ -228,36 +225,39 @@ class Supervisor:
 
     # ---- the watchdog ----------------------------------------------------------------------------
 
-    async def _watch(self, stacks: Any) -> None:
-        """No step for a while though there is work: first write down where it hangs, then end it."""
-        dumped = killed = False
+    async def _watch(self, stacks: BinaryIO) -> None:
+        """Detect that the engine makes no step although it has requests. First write a dump of its
+        state to the log, later kill it."""
+        dumped = False
+        killed = False
         while True:
             await asyncio.sleep(min(self.config.stall_dump / 5, 0.5))
-            idle = time.monotonic() - max(self.progress, self.until)
-            if self.phase != "ready" or idle < self.config.stall_dump:
-                self.stalled = dumped = False
+            stalled_seconds = time.monotonic() - max(self.progress, self.step_deadline)
+            if self.phase != "ready" or stalled_seconds < self.config.stall_dump:
+                self.stalled = False
+                dumped = False
                 continue
             self.stalled = True
             if not dumped:
                 dumped = True
-                await self._dump(stacks, idle)
-            if idle >= self.config.stall_kill and not killed:
+                await self._dump(stacks, stalled_seconds)
+            if stalled_seconds >= self.config.stall_kill and not killed:
                 killed = True
-                log.error("no step for %.0f s: ending the engine process", idle)
+                log.error("no step for %.0f s: killing the engine process", stalled_seconds)
                 self._kill()
 
-    async def _dump(self, stacks: Any, idle: float) -> None:
-        # faulthandler writes from the signal handler: it needs neither the GIL nor the main
-        # thread
+    async def _dump(self, stacks: BinaryIO, stalled_seconds: float) -> None:
+        # The engine's faulthandler writes the stacks in the signal handler. It needs neither the
+        # interpreter lock nor the main thread.
         self._signal(signal.SIGUSR1)
         await asyncio.sleep(0.2)
         size = os.fstat(stacks.fileno()).st_size
         text = os.pread(stacks.fileno(), size, 0).decode(errors="replace")
         dump = {
             "event": "engine_stalled",
-            "seconds": round(idle, 1),
+            "seconds": round(stalled_seconds, 1),
             "scheduler": msgspec.structs.asdict(self.heartbeat),
-            "requests": [str(one) for one in list(self.work().values())[:64]],
+            "requests": [str(request) for request in list(self.work().values())[:64]],
             "stacks": text.splitlines(),
         }
         self.dumps = [*self.dumps[-3:], dump]
@@ -272,6 +272,7 @@ class Supervisor:
         self._signal(signal.SIGKILL)
 
     async def stop(self) -> None:
+        """End the engine process and do not start another one."""
         self._stopping = True
         process = self.process
         if process is None or process.returncode is not None:
@@ -279,6 +280,6 @@ class Supervisor:
         if self.phase == "ready":
             self.send(Shutdown())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), GRACE)
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
         self._kill()
         await process.wait()

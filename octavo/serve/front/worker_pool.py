@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from octavo.serve.api.api_errors import ApiError, draining
-from octavo.serve.channel.jobs import Done, Failed, Refused, decode_reply, encode
+from octavo.serve.channel.jobs import JobDone, JobFailed, JobRefused, decode_reply, encode
 from octavo.serve.channel.sockets import Pipe, frames
 
 log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class WorkerPool:
         worker.task = None
         task.timer.cancel()
         reply = decode_reply(data)
-        if not worker.ready and not isinstance(reply, Done):
+        if not worker.ready and not isinstance(reply, JobDone):
             log.error("a worker process cannot be set up: %s", reply)
             worker.kill()
             return
@@ -276,10 +276,10 @@ class WorkerPool:
             task.fail(busy())
 
 
-def settle(task: Task, reply: Done | Refused | Failed) -> None:
-    if isinstance(reply, Refused):
+def settle(task: Task, reply: JobDone | JobRefused | JobFailed) -> None:
+    if isinstance(reply, JobRefused):
         task.fail(ApiError(reply.status, reply.message, reply.code, reply.param))
-    elif isinstance(reply, Failed):
+    elif isinstance(reply, JobFailed):
         task.fail(RuntimeError(f"in a worker process:\n{reply.traceback}"))
     elif not task.value.done():
         task.value.set_result(reply.value)

@@ -24,11 +24,11 @@ from octavo.errors import InvalidRequest
 from octavo.serve.api.api_errors import ApiError, api_error
 from octavo.serve.channel.jobs import (
     Detokenize,
-    Done,
-    Failed,
+    JobDone,
+    JobFailed,
+    JobRefused,
     Parse,
     ParseMessage,
-    Refused,
     Reply,
     decode_job,
     decode_setup,
@@ -51,9 +51,9 @@ def answer(context: Context, data: bytes, payload: bytes) -> Reply:
         job = decode_job(data)
         if isinstance(job, Parse | ParseMessage | Detokenize):
             job.data = payload
-        return Done(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
+        return JobDone(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
     except MemoryError:
-        return Refused(
+        return JobRefused(
             400,
             f"this input needs more than {context.limits.text_memory} bytes of memory to read: "
             "shorten or simplify it",
@@ -62,9 +62,9 @@ def answer(context: Context, data: bytes, payload: bytes) -> Reply:
         )
     except (ApiError, InvalidRequest) as error:
         found = api_error(error)
-        return Refused(found.status, found.message, found.code, found.param)
+        return JobRefused(found.status, found.message, found.code, found.param)
     except BaseException as error:  # a panic in native code is not an Exception
-        return Failed(shown(error))
+        return JobFailed(shown(error))
 
 
 def shown(error: BaseException) -> str:
@@ -139,7 +139,7 @@ def main(number: int) -> int:
         gc.collect()
         gc.disable()  # a job may build millions of objects, and none of them are cycles
         memory = Memory.limited(context.limits.text_memory)
-        end.sendall(frame(encode(Done(msgspec.Raw(encode(None))))))
+        end.sendall(frame(encode(JobDone(msgspec.Raw(encode(None))))))
         while (found := receive(stream)) is not None:
             reply = answer(context, *found)
             del found
