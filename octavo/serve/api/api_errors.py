@@ -1,6 +1,8 @@
-"""Every error a client sees, on every transport, is made here: `{"error": {message, type, param, code}}`.
+"""Every error a client sees, on every transport, is made here: `{"error": {message, type, param,
+code}}`.
 
-No message holds a path, an address, a prompt or a traceback: what went wrong inside is logged and not told.
+No message holds a path, an address, a prompt or a traceback: what went wrong inside is logged and
+not told.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ MAX_RETRY_AFTER = 120.0  # openai-python takes no more seriously
 
 
 class ApiError(Exception):
-    """What went wrong for one client, and whether it is of use to try again: `retry_after` seconds, or never."""
+    """What went wrong for one client, and whether it is of use to try again: `retry_after` seconds,
+    or never."""
 
     def __init__(
         self,
@@ -91,8 +94,8 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body)
 
     def forget(self) -> ApiError:
-        """The error without its traceback, which would keep the request's data until the garbage collector runs: the frame that
-        handles the error refers to it, and it to the frame."""
+        """The error without its traceback, which would keep the request's data until the garbage
+        collector runs: the frame that handles the error refers to it, and it to the frame."""
         self.__traceback__ = None
         self.__context__ = None
         return self
@@ -113,7 +116,7 @@ def api_error(error: Exception) -> ApiError:
     )
 
 
-# ---- those that several places raise -----------------------------------------------------------------
+# ---- those that several places raise -------------------------------------------------------------
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:

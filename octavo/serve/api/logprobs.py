@@ -12,7 +12,8 @@ from octavo.text.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """A token as text. A token that is part of a character is written by its bytes, so that different tokens stay different."""
+    """A token as text. A token that is part of a character is written by its bytes, so that
+    different tokens stay different."""
     data = tokenizer.token_bytes(id)
     try:
         return data.decode()
@@ -89,8 +90,8 @@ class Layout:
 
 
 class Offsets:
-    """Where in a text each of its tokens begins. A token that is part of a character begins where the character does; a token that
-    is not shown begins where the next shown one does."""
+    """Where in a text each of its tokens begins. A token that is part of a character begins where
+    the character does; a token that is not shown begins where the next shown one does."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0
@@ -100,9 +101,9 @@ class Offsets:
         self.shown = at
 
     def push(self, ids: list[int], shown: int, last: bool = True) -> list[int]:
-        """`shown`: how many more characters the client sees. Text that is held back may turn out to be a stop string, which is
-        never shown. That is known at the `last` call; tokens of a stop string that were reported before have the offsets that
-        they would have had."""
+        """`shown`: how many more characters the client sees. Text that is held back may turn out to
+        be a stop string, which is never shown. That is known at the `last` call; tokens of a stop
+        string that were reported before have the offsets that they would have had."""
         found = []
         for id in ids:
             found.append(self.at)

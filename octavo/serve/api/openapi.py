@@ -1,4 +1,5 @@
-"""The description of the HTTP interface, put together from the structs that read it and the bounds of what they may hold."""
+"""The description of the HTTP interface, put together from the structs that read it and the bounds
+of what they may hold."""
 
 from __future__ import annotations
 
@@ -221,7 +222,8 @@ def structure(limits: Limits) -> dict[str, Any]:
 def bounds(
     names: tuple[str, ...], limits: Limits, vocab_size: int | None
 ) -> dict[str, dict[str, Any]]:
-    """What a field may hold, besides its type. Bounds stand beside the type: one for numbers means nothing to a text."""
+    """What a field may hold, besides its type. Bounds stand beside the type: one for numbers means
+    nothing to a text."""
     id = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
     return {
         "model": {"enum": [*names, None]},

@@ -1,7 +1,8 @@
-"""From the bytes of a body to a request of the right types. Strict: no duplicate names, no NaN, no integer beyond 64 bits.
+"""From the bytes of a body to a request of the right types. Strict: no duplicate names, no NaN, no
+integer beyond 64 bits.
 
-Small bodies are parsed in the event loop. A worker process parses the others and gives back a request of bounded size, so that the
-event loop never builds millions of objects.
+Small bodies are parsed in the event loop. A worker process parses the others and gives back a
+request of bounded size, so that the event loop never builds millions of objects.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LONG_NUMBER = re.compile(rb"\d{19}")  # it may be beyond 64 bits
 SMALL = 4096  # bytes
 ESCAPED_COLON = b"\\u003"
-# A body is parsed within 2 ms if it has at most INLINE bytes, or is mostly text: at most LONG_TEXT bytes and few commas, which
-# bound the number of its values.
+# A body is parsed within 2 ms if it has at most INLINE bytes, or is mostly text: at most LONG_TEXT
+# bytes and few commas, which bound the number of its values.
 INLINE = 32 * 2**10
 LONG_TEXT = 512 * 2**10
 COMMAS = 4096
@@ -36,8 +37,8 @@ def is_quick(data: Bytes) -> bool:
 
 
 def read_request(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
-    """The body as a `kind`, and its fields that `kind` does not have. The values of those are only compared with small ones, so
-    a large one is replaced by True."""
+    """The body as a `kind`, and its fields that `kind` does not have. The values of those are only
+    compared with small ones, so a large one is replaced by True."""
     request, unknown = convert(parse(data), kind)
     check_unknown(unknown, limits)
     return request, {name: brief(value) for name, value in unknown.items()}
@@ -72,7 +73,7 @@ def count_values(value: Any, most: int) -> int:
     return count
 
 
-# ---- JSON -----------------------------------------------------------------------------------------------
+# ---- JSON ----------------------------------------------------------------------------------------
 
 
 def parse(data: Bytes) -> dict[str, Any]:
@@ -104,11 +105,12 @@ def _strict(data: Bytes) -> dict[str, Any]:
 
 
 def _plain(data: Bytes) -> dict[str, Any] | None:
-    """The same in a fraction of the time if there are many values, for a body that is easily seen to be strict. None: it may or
-    may not be.
+    """The same in a fraction of the time if there are many values, for a body that is easily seen
+    to be strict. None: it may or may not be.
 
-    A colon follows each name. If writing the value takes as many colons as reading it, then no name was dropped for being there
-    twice. Colons in texts count alike in both, unless they are escaped."""
+    A colon follows each name. If writing the value takes as many colons as reading it, then no name
+    was dropped for being there twice. Colons in texts count alike in both, unless they are
+    escaped."""
     if LONG_NUMBER.search(data) or ESCAPED_COLON in data:
         return None
     try:
@@ -143,11 +145,12 @@ _encode = msgspec.json.Encoder().encode
 _decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
 
 
-# ---- types ----------------------------------------------------------------------------------------------
+# ---- types ---------------------------------------------------------------------------------------
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
-    """The object as a `kind`, and its other fields. Types are strict, but an integer may be written as 5.0."""
+    """The object as a `kind`, and its other fields. Types are strict, but an integer may be written
+    as 5.0."""
     try:
         found = msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError:
@@ -186,7 +189,8 @@ JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boo
 
 
 def type_error(text: str) -> ApiError:
-    """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; clients know JSON's words."""
+    """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; clients know
+    JSON's words."""
     text, _, where = text.partition(" - at ")
     path = (
         re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`"))

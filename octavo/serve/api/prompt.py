@@ -1,4 +1,5 @@
-"""The prompt of a request: messages or text to tokens, within the limits and by the server's rules."""
+"""The prompt of a request: messages or text to tokens, within the limits and by the server's
+rules."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
-    """Check the numbers of messages and parts. What a message may hold is checked by octavo.text.chat."""
+    """Check the numbers of messages and parts. What a message may hold is checked by
+    octavo.text.chat."""
     if not messages:
         raise bad("messages", "messages must have at least one message")
     if len(messages) > limits.messages:
@@ -66,7 +68,8 @@ def longest(front: Front, truncated: int | None) -> int:
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
-    """The variables of the chat template: chat_template_kwargs, and the fields that are variables by their own names."""
+    """The variables of the chat template: chat_template_kwargs, and the fields that are variables
+    by their own names."""
     options = dict(body.chat_template_kwargs or {})
     if body.documents:
         options.setdefault("documents", body.documents)
@@ -172,8 +175,8 @@ def parse_special(front: Front, asked: bool | None) -> bool:
 async def completion_prompts(
     front: Front, body: CompletionRequest, asked: Asked
 ) -> list[tuple[str | None, list[int]]]:
-    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids. The text is None if the prompt was
-    truncated or given as token ids."""
+    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids. The text is
+    None if the prompt was truncated or given as token ids."""
     keep = tokens_kept(front, body, asked.wanted)
     context = longest(front, keep)
     many = prompt_list(body.prompt, front.config.limits)
@@ -236,7 +239,8 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
 
 
 def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
-    """How many tokens a longer prompt is truncated to. None: it is not truncated. `wanted`: the most tokens of the reply."""
+    """How many tokens a longer prompt is truncated to. None: it is not truncated. `wanted`: the
+    most tokens of the reply."""
     most = body.truncate_prompt_tokens
     if most is None:
         return None

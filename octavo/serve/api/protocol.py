@@ -1,7 +1,9 @@
-"""The shapes of requests, as clients of OpenAI and vLLM send them. Data only: what is allowed is validate.py's business.
+"""The shapes of requests, as clients of OpenAI and vLLM send them. Data only: what is allowed is
+validate.py's business.
 
-Types are strict: "0.7" is no number, and 1.5 is no integer (5.0 is one: parse.py). An explicit null equals absence, for every
-field: all default to None. request_fields.py lists every field, these and those that other servers have.
+Types are strict: "0.7" is no number, and 1.5 is no integer (5.0 is one: parse.py). An explicit null
+equals absence, for every field: all default to None. request_fields.py lists every field, these and
+those that other servers have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How replies look: OpenAI's objects, whole and in chunks. Bytes out, no I/O.
 
-A stream sends the same few objects thousands of times a second with little changing in them, so a chunk is put together
-from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.
+A stream sends the same few objects thousands of times a second with little changing in them, so a
+chunk is put together from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-# ---- whole replies ------------------------------------------------------------------------------------
+# ---- whole replies -------------------------------------------------------------------------------
 
 
 def whole(
@@ -198,7 +198,7 @@ def text_choice(
     }
 
 
-# ---- chunks ---------------------------------------------------------------------------------------------
+# ---- chunks --------------------------------------------------------------------------------------
 
 
 class ChunkWriter:
@@ -218,7 +218,8 @@ class ChunkWriter:
         self._opened: set[int] = set()  # choices whose prompt_token_ids were sent
 
     def role(self, index: int, collector: Collector) -> bytes:
-        """The first chunk of a choice of a chat, and the second where the content begins with the last message."""
+        """The first chunk of a choice of a chat, and the second where the content begins with the
+        last message."""
         first = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             % index
@@ -287,7 +288,8 @@ class ChunkWriter:
     def _with_calls(
         self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse
     ) -> bytes:
-        """A chunk for each new piece of text or of a call, and one for whatever else a piece brings. There may be none."""
+        """A chunk for each new piece of text or of a call, and one for whatever else a piece
+        brings. There may be none."""
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
         parser = self._parsers[index]
@@ -360,7 +362,8 @@ class ChunkWriter:
     def end(
         self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None
     ) -> bytes:
-        """The last events. The usage comes before an error, because clients stop reading at an error."""
+        """The last events. The usage comes before an error, because clients stop reading at an
+        error."""
         usage = b""
         if self.shape.usage is not None:
             usage = self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n"

@@ -1,12 +1,14 @@
-"""What the server does with every request field of OpenAI's and vLLM's APIs, and with common fields of other servers.
+"""What the server does with every request field of OpenAI's and vLLM's APIs, and with common fields
+of other servers.
 
-honoured   the field has its effect
-label      the field is accepted for the client's own records and has no effect
-ignored    the field cannot change the text of the reply: the header x-ignored-params names it
-refused    the field would change the reply: 400 unsupported_parameter, unless its value asks for nothing
+honoured   the field has its effect label      the field is accepted for the client's own records
+and has no effect ignored    the field cannot change the text of the reply: the header
+x-ignored-params names it refused    the field would change the reply: 400 unsupported_parameter,
+unless its value asks for nothing
 
-The table is the one source of this: validate.py reads it, docs/fields.md shows it, and tests/serve/test_fields.py sends every field.
-A field that is in no row is unknown. It is ignored, or refused with --strict-params.
+The table is the one source of this: validate.py reads it, docs/fields.md shows it, and
+tests/serve/test_fields.py sends every field. A field that is in no row is unknown. It is ignored,
+or refused with --strict-params.
 """
 
 from __future__ import annotations

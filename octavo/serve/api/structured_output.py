@@ -1,4 +1,5 @@
-"""What a client says its text must match, in the words of several APIs, as one StructuredOutputs. Compiles nothing.
+"""What a client says its text must match, in the words of several APIs, as one StructuredOutputs.
+Compiles nothing.
 
 response_format       OpenAI's {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", "strict"}}, and how
                       other servers' clients say it: a schema as `schema` or `value`; the types json, regex and grammar
@@ -118,7 +119,8 @@ def larger_than(value: Any, most: int) -> bool:
 
 
 def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    """A value with a `type`. `strict` changes nothing: a schema is always followed, and one that cannot be is refused."""
+    """A value with a `type`. `strict` changes nothing: a schema is always followed, and one that
+    cannot be is refused."""
     kind = value.get("type")
     if kind == "regex":
         return {"regex": _content(name, value, "regex", "value", "pattern")}
@@ -151,7 +153,8 @@ def _content(name: str, value: dict[str, Any], *keys: str) -> Any:
 
 
 def _same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
-    """Whether two specs ask for the same. Schemas are compared as values, in the order of their keys."""
+    """Whether two specs ask for the same. Schemas are compared as values, in the order of their
+    keys."""
     if one.key == other.key:
         return True
     if one.json is None or other.json is None or one.key[2:] != other.key[2:]:

@@ -1,6 +1,8 @@
-"""Checks every request except for its prompt (prompt.py), whatever transport it came by. A request that passes can run.
+"""Checks every request except for its prompt (prompt.py), whatever transport it came by. A request
+that passes can run.
 
-Cheap checks come first: a request that can be refused without its text being tokenised is. The engine checks again.
+Cheap checks come first: a request that can be refused without its text being tokenised is. The
+engine checks again.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Prepared:
     until: Until | None = None  # ends a text by its content
 
 
-# ---- before the prompt ----------------------------------------------------------------------------------
+# ---- before the prompt ---------------------------------------------------------------------------
 
 
 def check_model(front: Front, name: str | None) -> None:
@@ -81,8 +83,9 @@ def check_model(front: Front, name: str | None) -> None:
 def check_fields(
     front: Front, unknown: Mapping[str, Any], chat: bool | None = None
 ) -> dict[str, str]:
-    """Judge fields that the route does not have: refuse those that would change the reply, and name the others in a header.
-    `chat`: whether text is generated for a chat, or for a prompt. None: the route generates nothing."""
+    """Judge fields that the route does not have: refuse those that would change the reply, and name
+    the others in a header. `chat`: whether text is generated for a chat, or for a prompt. None: the
+    route generates nothing."""
     ignored: list[str] = []
     for name, given in unknown.items():
         field = FIELDS.get(name)
@@ -111,8 +114,9 @@ def _elsewhere(name: str) -> str:
 
 
 def sampling(front: Front, body: Common) -> SamplingParams:
-    """The parameters of a request, all but the length. The model's recommendation (generation_config.json) applies to fields
-    that the request leaves out. Ranges are SamplingParams' own where the API has no narrower ones."""
+    """The parameters of a request, all but the length. The model's recommendation
+    (generation_config.json) applies to fields that the request leaves out. Ranges are
+    SamplingParams' own where the API has no narrower ones."""
     limits = front.config.limits
     given = {
         name: value
@@ -169,7 +173,8 @@ def repetition_detection(asked: RepetitionDetection) -> RepetitionDetectionParam
 
 
 def check_common(front: Front, caller: Caller, body: Common) -> float | None:
-    """Check the fields that have nothing to do with sampling. Returns the seconds that the request may take."""
+    """Check the fields that have nothing to do with sampling. Returns the seconds that the request
+    may take."""
     limits = front.config.limits
     check_model(front, body.model)
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
@@ -203,8 +208,8 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
-    """Return the value if it is within the bounds. Without `most` the bound is what 64 bits hold, and the error does not mention
-    it unless the value exceeds it."""
+    """Return the value if it is within the bounds. Without `most` the bound is what 64 bits hold,
+    and the error does not mention it unless the value exceeds it."""
     if not least <= value <= most:
         wanted = (
             f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
@@ -214,8 +219,8 @@ def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int
 
 
 def reply_length(body: Common, names: tuple[str, ...], least: int = 1) -> int | None:
-    """The most tokens that a reply may have: the smallest of the bounds that the request gives. UNBOUNDED for -1 alone; None if it
-    gives none."""
+    """The most tokens that a reply may have: the smallest of the bounds that the request gives.
+    UNBOUNDED for -1 alone; None if it gives none."""
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if not given:
         return None
@@ -272,13 +277,14 @@ def ignore(headers: dict[str, str], *names: str) -> None:
         )
 
 
-# ---- room for the reply ---------------------------------------------------------------------------------
+# ---- room for the reply --------------------------------------------------------------------------
 
 
 def fit(
     prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]
 ) -> int:
-    """How many tokens may be generated: what was asked for, or what the context and the pool leave."""
+    """How many tokens may be generated: what was asked for, or what the context and the pool
+    leave."""
     count = len(prompt)
     if count >= model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)
@@ -311,7 +317,8 @@ def build(
     asked: Asked,
     param: str = "prompt",
 ) -> Prepared:
-    """Requests for the engine, each with as much room as its prompt leaves. `param`: the field that holds the prompt."""
+    """Requests for the engine, each with as much room as its prompt leaves. `param`: the field that
+    holds the prompt."""
     model = front.client.model
     params = asked.params
     headers = asked.headers

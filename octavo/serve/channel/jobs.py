@@ -14,7 +14,7 @@ import msgspec
 from octavo.params import StructuredOutputs
 from octavo.serve.limits import Limits
 
-# ---- to a worker process ----------------------------------------------------------------------------
+# ---- to a worker process -------------------------------------------------------------------------
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -95,12 +95,12 @@ class Compile(msgspec.Struct, tag=True, array_like=True):
 
 Job = Parse | ParseMessage | Encode | EncodeChat | Tokenize | Detokenize | Decode | Compile
 
-# ---- from a worker process --------------------------------------------------------------------------
+# ---- from a worker process -----------------------------------------------------------------------
 
 
 class JobDone(msgspec.Struct, tag=True, array_like=True):
-    """The result of a job. `retire` says that the process uses far more memory than at its start and
-    must be replaced."""
+    """The result of a job. `retire` says that the process uses far more memory than at its start
+    and must be replaced."""
 
     value: msgspec.Raw
     retire: bool = False
@@ -127,8 +127,8 @@ Reply = JobDone | JobRefused | JobFailed
 
 
 class Encoded(msgspec.Struct, array_like=True):
-    """The tokens of a text. They are packed, so that the event loop can unpack many of them in several
-    turns."""
+    """The tokens of a text. They are packed, so that the event loop can unpack many of them in
+    several turns."""
 
     ids: bytes
     total: int  # the number of tokens before the text was truncated

@@ -1,4 +1,5 @@
-"""What the front and the engine say to each other: msgspec structs as msgpack. Data only, no sockets."""
+"""What the front and the engine say to each other: msgspec structs as msgpack. Data only, no
+sockets."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from octavo.engine_options import EngineOptions
 from octavo.params import SamplingParams
 from octavo.types import Output
 
-# ---- to the engine ----------------------------------------------------------------------------------
+# ---- to the engine -------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
@@ -40,7 +41,8 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """The text of one sequence is over: it met a stop string, or the one call of a tool that was wanted."""
+    """The text of one sequence is over: it met a stop string, or the one call of a tool that was
+    wanted."""
 
     id: str
     index: int
@@ -56,7 +58,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
 
 ToEngine = Start | Add | Abort | Stop | Look | Shutdown
 
-# ---- to the front -----------------------------------------------------------------------------------
+# ---- to the front --------------------------------------------------------------------------------
 
 
 class Phase(msgspec.Struct, tag=True, array_like=True):
@@ -91,7 +93,8 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
 
     @property
     def longest(self) -> int:
-        """Tokens, prompt and reply, that one sequence can have: the context's, or what the pool holds and one more."""
+        """Tokens, prompt and reply, that one sequence can have: the context's, or what the pool
+        holds and one more."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
 
@@ -120,7 +123,8 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
 
 class Taken(msgspec.Struct, tag=True, array_like=True):
-    """Its structured output is compiled, and the request queued: nothing in it will be refused any more."""
+    """Its structured output is compiled, and the request queued: nothing in it will be refused any
+    more."""
 
     id: str
 

@@ -193,8 +193,8 @@ class FrontLink:
             self._flush()
 
     def _end_turn(self, count_before: int) -> None:
-        """Send the messages if none was added since there were `count_before`, or if they have waited
-        for too long."""
+        """Send the messages if none was added since there were `count_before`, or if they have
+        waited for too long."""
         waited = time.monotonic() - self._since
         if len(self._unsent) > count_before and waited < LONGEST_WAIT:
             self._loop.call_soon(self._end_turn, len(self._unsent))
@@ -230,7 +230,8 @@ class FrontLink:
             self._loop.remove_writer(self._descriptor)
 
     def _readable(self) -> bool:
-        """Read once and deliver the complete messages. Returns whether there was something to read."""
+        """Read once and deliver the complete messages. Returns whether there was something to
+        read."""
         messages = self._pipe.receive()
         for data in messages or ():
             try:
@@ -271,7 +272,8 @@ class EngineLink:
                 self.stuck.set()
 
     def push(self, seconds: float) -> None:
-        """Wait at most so many seconds until the socket has room, and send the data that was kept."""
+        """Wait at most so many seconds until the socket has room, and send the data that was
+        kept."""
         writable = select.poll()
         writable.register(self._pipe.socket, select.POLLOUT)
         writable.poll(max(seconds, 0) * 1000)

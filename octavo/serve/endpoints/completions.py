@@ -1,4 +1,5 @@
-"""/v1/chat/completions and /v1/completions: the same flow, whole or streamed. The shapes are replies.py's."""
+"""/v1/chat/completions and /v1/completions: the same flow, whole or streamed. The shapes are
+replies.py's."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) ->
         raise
 
 
-# ---- the two routes -------------------------------------------------------------------------------------
+# ---- the two routes ------------------------------------------------------------------------------
 
 
 async def chat_completions(exchange: Exchange) -> None:
@@ -59,8 +60,8 @@ async def completions(exchange: Exchange) -> None:
 
 
 async def render(exchange: Exchange) -> None:
-    """What a conversation becomes, without generating: for learners. A request that could not be answered is refused here
-    too, but for one whose prompt does not fit: that can be looked at."""
+    """What a conversation becomes, without generating: for learners. A request that could not be
+    answered is refused here too, but for one whose prompt does not fit: that can be looked at."""
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
     asked, shape = read_chat(front, exchange.caller, body, unknown)
@@ -76,11 +77,12 @@ async def render(exchange: Exchange) -> None:
     await exchange.reply(reply, asked.headers)
 
 
-# ---- before -----------------------------------------------------------------------------------------------
+# ---- before --------------------------------------------------------------------------------------
 
 
 def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
-    """Whether to stream, and where in the stream usage goes: None, "end", or "all" for each chunk."""
+    """Whether to stream, and where in the stream usage goes: None, "end", or "all" for each
+    chunk."""
     options = body.stream_options
     if not options:
         return bool(body.stream), None
@@ -175,7 +177,8 @@ def last_message(body: ChatRequest) -> str:
 
 
 def default_length(front: Front) -> int | None:
-    """The longest reply to a chat that names no length: the model's recommendation, if it has one."""
+    """The longest reply to a chat that names no length: the model's recommendation, if it has
+    one."""
     length = front.client.model.sampling.get("max_tokens")
     return None if length is None else int(length)
 
@@ -235,7 +238,7 @@ def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
         )
 
 
-# ---- after ------------------------------------------------------------------------------------------------
+# ---- after ---------------------------------------------------------------------------------------
 
 
 async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:

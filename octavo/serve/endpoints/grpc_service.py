@@ -1,4 +1,5 @@
-"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's event loop.
+"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's event
+loop.
 
 Generation takes the same path as over HTTP. In gRPC's protocol a unary call is a stream of one
 message each way, so every method here is a stream handler on bytes: the key is checked before the
@@ -121,7 +122,7 @@ class RpcServer:
         await self._server.stop(grace)
 
 
-# ---- before and after every method --------------------------------------------------------------------
+# ---- before and after every method ---------------------------------------------------------------
 
 
 class CallGuard:
@@ -254,7 +255,7 @@ async def unknown(caller: Caller, context: Context) -> None:
     )
 
 
-# ---- the service ----------------------------------------------------------------------------------------
+# ---- the service ---------------------------------------------------------------------------------
 
 
 class Service:
@@ -405,7 +406,7 @@ def elapsed(caller: Caller) -> float:
     return (time.monotonic() - caller.arrival) * 1000
 
 
-# ---- health ---------------------------------------------------------------------------------------------
+# ---- health --------------------------------------------------------------------------------------
 
 
 class Health(health_pb2_grpc.HealthServicer):

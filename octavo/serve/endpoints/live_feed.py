@@ -1,6 +1,7 @@
 """/ws/watch: what the live page shows, five times a second, for as long as somebody watches.
 
-<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...}, "view": {...} or null}
+<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...},
+"view": {...} or null}
 
 Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the
 latest when it is ready for one, and `gap` says how many it missed. `server` is what /readyz says.

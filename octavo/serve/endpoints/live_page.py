@@ -1,4 +1,5 @@
-"""The live page's files, from octavo/web: read once, served as they are. Nothing of the server's state is in them."""
+"""The live page's files, from octavo/web: read once, served as they are. Nothing of the server's
+state is in them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from octavo.serve.http.exchange import Exchange
 
 DEFAULT_NEW_TOKENS = 128
 
-# ---- models ---------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 def card(front: Front, name: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ async def model(exchange: Exchange) -> None:
     await exchange.reply(card(exchange.front, name))
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 async def tokenize(exchange: Exchange) -> None:
@@ -116,7 +116,7 @@ async def tokenizer_info(exchange: Exchange) -> None:
     )
 
 
-# ---- plain generation -----------------------------------------------------------------------------------
+# ---- plain generation ----------------------------------------------------------------------------
 
 
 async def prepare_generate(
@@ -190,7 +190,7 @@ async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:
         return [collector.best[0].text for collector in call.collectors]
 
 
-# ---- about the server -----------------------------------------------------------------------------------
+# ---- about the server ----------------------------------------------------------------------------
 
 
 async def livez(exchange: Exchange) -> None:

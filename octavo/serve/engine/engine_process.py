@@ -1,12 +1,12 @@
-"""The engine process: it builds the model, then runs steps for ever. It serves the front that started
-it, and ends with it.
+"""The engine process: it builds the model, then runs steps for ever. It serves the front that
+started it, and ends with it.
 
     main thread    receives messages, runs steps, sends results; sleeps in the socket while it is idle
     guide threads  compile structured output (octavo/text/guide.py); the request is held meanwhile
     heartbeat      sends a heartbeat four times a second, and what the socket had no room for
 
-The queue of the socket is the inbox, and sending never waits (sockets.py). This process knows tokens and
-no text. It installs no signal handlers, except one that writes all stacks to a file.
+The queue of the socket is the inbox, and sending never waits (sockets.py). This process knows
+tokens and no text. It installs no signal handlers, except one that writes all stacks to a file.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ class EngineLoop:
         return True
 
     def _add_compiled(self) -> None:
-        """Queue the held requests whose guide is compiled, and refuse those whose guide cannot be."""
+        """Queue the held requests whose guide is compiled, and refuse those whose guide cannot
+        be."""
         for request_id, (message, compilation) in list(self.held.items()):
             try:
                 guide = compilation.poll()
@@ -249,8 +250,8 @@ class EngineLoop:
             self.viewer = None
 
     def _is_due(self, output: Output) -> bool:
-        """Return whether an output is sent now. The tokens of a request that is not streamed are sent
-        with its end: a message for each token is most of what such a request costs."""
+        """Return whether an output is sent now. The tokens of a request that is not streamed are
+        sent with its end: a message for each token is most of what such a request costs."""
         tokens_by_index = self.whole.get(output.request_id)
         if tokens_by_index is None:
             return True
@@ -454,8 +455,8 @@ def slowest_token(llm: LLM) -> float:
 
 
 def device_alive(llm: LLM) -> bool:
-    """Return whether the device still computes. After an error on a GPU every later call reports it,
-    and only a new process helps."""
+    """Return whether the device still computes. After an error on a GPU every later call reports
+    it, and only a new process helps."""
     if llm.device.type != "cuda":
         return True
     import torch

@@ -1,8 +1,8 @@
 """What the live page shows of the engine. The engine builds a view between two steps, on request.
 
-A viewer exists only while a page is open. It listens to the engine's events and keeps the latest ones
-in a short form. States and lengths are read from the scheduler when a view is requested; no token
-goes into a view. Only the engine's thread uses it.
+A viewer exists only while a page is open. It listens to the engine's events and keeps the latest
+ones in a short form. States and lengths are read from the scheduler when a view is requested; no
+token goes into a view. Only the engine's thread uses it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Viewer:
     def close(self) -> None:
         self.engine.events.unsubscribe(self.on_event)
 
-    # ---- events ------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, StepPlanned):
@@ -169,7 +169,7 @@ class Viewer:
             if step.step == event.plan.step:
                 step.seconds = event.seconds
 
-    # ---- views -------------------------------------------------------------------------------------
+    # ---- views -----------------------------------------------------------------------------------
 
     def view(self) -> View:
         """Return the state of the engine, and what has happened since the last view."""

@@ -57,8 +57,8 @@ class LongSteps:
     def __init__(
         self, events: EventLog, seconds_per_token: float, announce: Callable[[float], None]
     ):
-        """`seconds_per_token`: on the slowest machine; 0: no step takes long. `announce(seconds)` is
-        called before a long step is launched."""
+        """`seconds_per_token`: on the slowest machine; 0: no step takes long. `announce(seconds)`
+        is called before a long step is launched."""
         self.seconds_per_token = seconds_per_token
         self.announce = announce
         self._in_flight: dict[int, float] = {}  # step -> seconds that it may take

@@ -1,4 +1,5 @@
-"""Bounds the memory that input takes before it is parsed: HTTP bodies, and messages of WebSockets and gRPC.
+"""Bounds the memory that input takes before it is parsed: HTTP bodies, and messages of WebSockets
+and gRPC.
 
 with memory.hold(address) as held:
     refusal = held.grow(size)           at every part that arrives; not None: refuse the request
@@ -17,8 +18,9 @@ SMALL = 64 * 2**10  # bytes
 
 
 class BodyMemory:
-    """Counts the bytes of input from their arrival until they are parsed, in total and by client address. Input of at most SMALL
-    bytes is not counted, so that it is accepted whatever large input arrives."""
+    """Counts the bytes of input from their arrival until they are parsed, in total and by client
+    address. Input of at most SMALL bytes is not counted, so that it is accepted whatever large
+    input arrives."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -30,7 +32,8 @@ class BodyMemory:
 
 
 class Held:
-    """The bytes of one body or message. They are counted until the `with` block ends or the object is freed."""
+    """The bytes of one body or message. They are counted until the `with` block ends or the object
+    is freed."""
 
     def __init__(self, memory: BodyMemory, address: str):
         self.memory = memory
@@ -47,7 +50,8 @@ class Held:
         self.release()
 
     def grow(self, size: int) -> ApiError | None:
-        """Set the number of bytes. Returns an error if all input, or that of this address, would take too much memory."""
+        """Set the number of bytes. Returns an error if all input, or that of this address, would
+        take too much memory."""
         if size <= SMALL:
             return None
         memory = self.memory

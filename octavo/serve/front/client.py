@@ -1,4 +1,5 @@
-"""The front's client of the engine: it sends requests and receives tokens, which it turns into text.
+"""The front's client of the engine: it sends requests and receives tokens, which it turns into
+text.
 
     call = client.open(call_id, prepared, ...)  raises ApiError if the queue is full or the engine
                                                 is not ready
@@ -221,8 +222,8 @@ class Call:
             self.wake()
 
     def add_output(self, prompt_index: int, output: Output) -> int | None:
-        """Add an output of the engine. Returns the index of a sequence that a stop string has ended,
-        because the engine does not know stop strings."""
+        """Add an output of the engine. Returns the index of a sequence that a stop string has
+        ended, because the engine does not know stop strings."""
         collector = self.collectors[prompt_index]
         if collector.outputs[output.index].finish_reason is not None:
             # The engine generated this output before it received the Stop message.
@@ -391,8 +392,8 @@ class EngineClient:
         return min(timeout or self.config.request_timeout, self.config.request_timeout)
 
     def _after_send(self, call: Call, timeout: float | None) -> None:
-        """Do what the engine need not wait for: create the collectors and start the timer. The timer
-        first bounds the time in the queue, and then the time of the whole request."""
+        """Do what the engine need not wait for: create the collectors and start the timer. The
+        timer first bounds the time in the queue, and then the time of the whole request."""
         call.sent = True
         call.wake()
         if call.id not in self.calls:
@@ -541,7 +542,8 @@ class EngineClient:
         try:
             stopped_sequence = call.add_output(prompt_index, output)
         except BaseException as error:
-            # A panic in the native code of a library is a BaseException. It must end this call only.
+            # A panic in the native code of a library is a BaseException. It must end this call
+            # only.
             log.exception("cannot convert the tokens of request %s to text", output.request_id)
             call.fail(api_error(RuntimeError(str(error))))
             return
@@ -565,8 +567,8 @@ class EngineClient:
             call.fail(api_errors.engine_lost())
 
     def _record_failure(self, request_ids: set[str]) -> None:
-        """Record the failure of a step, or of the engine, that these requests were part of. Fail the
-        request that is found to be the cause; clients may retry the others."""
+        """Record the failure of a step, or of the engine, that these requests were part of. Fail
+        the request that is found to be the cause; clients may retry the others."""
         failed = [
             self.open_requests[request_id]
             for request_id in request_ids

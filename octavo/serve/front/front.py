@@ -46,7 +46,8 @@ class Front:
 
     @property
     def fingerprint(self) -> str:
-        """system_fingerprint: replies with the same one were computed by the same version with the same settings."""
+        """system_fingerprint: replies with the same one were computed by the same version with the
+        same settings."""
         loaded = self.client.model
         if self._fingerprint[0] is not loaded:
             engine = asdict(self.config.engine)
@@ -69,8 +70,9 @@ class Front:
         return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
 
     def check_admission(self, caller: Caller) -> None:
-        """Refuse a generation that would be refused whatever it asks for, before its body is received or parsed: the engine is
-        not ready, the queue is full, or the key is at one of its limits."""
+        """Refuse a generation that would be refused whatever it asks for, before its body is
+        received or parsed: the engine is not ready, the queue is full, or the key is at one of its
+        limits."""
         if caller.key is not None:
             caller.key.check()
         self.client.check_admission(caller.priority)

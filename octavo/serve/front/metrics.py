@@ -1,8 +1,9 @@
-"""What Prometheus reads at /metrics. Names and labels are vLLM's under our prefix (or its own: --metrics-prefix vllm), and
-the three of the classic inference server. Times are on the monotonic clock, from arrival, before tokenisation.
+"""What Prometheus reads at /metrics. Names and labels are vLLM's under our prefix (or its own:
+--metrics-prefix vllm), and the three of the classic inference server. Times are on the monotonic
+clock, from arrival, before tokenisation.
 
-The engine's counters start at zero with each engine process; Prometheus knows how to read that. No label is made of
-anything a client sends, so their number is bounded.
+The engine's counters start at zero with each engine process; Prometheus knows how to read that. No
+label is made of anything a client sends, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ TIERS = {
 
 
 class Tally(Source):
-    """A histogram for what happens once a token: the library's, with its locks, takes ten times as long to count one."""
+    """A histogram for what happens once a token: the library's, with its locks, takes ten times as
+    long to count one."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
         self.name = name

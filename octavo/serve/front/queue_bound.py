@@ -54,8 +54,8 @@ class Queue:
             displaced.fail(queue_full("requests of higher priority came", self.retry_after()))
 
     def check_full(self, priority: int = 0, free: int = 0) -> None:
-        """Raise queue_full if `check` would raise it for a request of one token. The waiting requests
-        are not changed."""
+        """Raise queue_full if `check` would raise it for a request of one token. The waiting
+        requests are not changed."""
         excess = self._excess(1, 1, free)
         if excess is not None and self._latest_below(priority) is None:
             raise queue_full(excess, self.retry_after())

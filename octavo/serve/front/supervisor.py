@@ -112,8 +112,8 @@ class Supervisor:
             self._link.send(message, on_sent)
 
     def _requested(self) -> float:
-        """The number of requests for the engine. An engine with a device of its own does not compete
-        with the front for cores, so it counts as busy and receives each message at once."""
+        """The number of requests for the engine. An engine with a device of its own does not
+        compete with the front for cores, so it counts as busy and receives each message at once."""
         if self.loaded is not None and self.loaded.device != "cpu":
             return math.inf
         return len(self.work())
@@ -121,8 +121,8 @@ class Supervisor:
     # ---- the engine process ----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run engine processes until stop() is called. Raises ModelError if the first one reports that
-        it cannot serve the model, or ends before the model is loaded."""
+        """Run engine processes until stop() is called. Raises ModelError if the first one reports
+        that it cannot serve the model, or ends before the model is loaded."""
         backoff = FIRST_BACKOFF
         while not self._stopping:
             self.starts += 1

@@ -1,12 +1,14 @@
-"""Text to tokens: short texts in the event loop, long ones in a worker process, and no work on a text that cannot fit.
+"""Text to tokens: short texts in the event loop, long ones in a worker process, and no work on a
+text that cannot fit.
 
-A text of B bytes has at least B / (bytes of the longest token) tokens, so one that is far too long is refused unread.
+A text of B bytes has at least B / (bytes of the longest token) tokens, so one that is far too long
+is refused unread.
 
-Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a burst
-then proceed together, which takes a fifth less time (docs/LOG.md, "Front: requests that arrive
-together"). This is done for an idle engine, which should start all of them in one step. A busy engine
-gets each request as soon as it is ready: if clients were kept in step, the front and the engine would
-work in turns, at a sixth less throughput.
+Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a
+burst then proceed in step: all up to their texts, then all from there on, which takes a fifth less
+time (docs/LOG.md, "The way in, in step"). That is for an idle engine, which should begin with all
+of them. A busy engine wants the first as soon as it is ready: keeping clients in step would make
+front and engine take turns, at a sixth less throughput.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Texts:
         template_seconds: float = 3.0,
         together: Callable[[], bool] = lambda: True,
     ):
-        """`template_seconds`: how long a client's own template may take. `together`: whether short texts wait for others."""
+        """`template_seconds`: how long a client's own template may take. `together`: whether short
+        texts wait for others."""
         self.pool = pool
         self.template_seconds = template_seconds
         self.together = together
@@ -140,7 +143,8 @@ class Texts:
         return text
 
     async def unpack(self, data: bytes) -> list[int]:
-        """Token ids that a worker process packed. Many of them take several turns of the event loop."""
+        """Token ids that a worker process packed. Many of them take several turns of the event
+        loop."""
         ids = array("I", data)
         if len(ids) <= TURN:
             return ids.tolist()
@@ -150,7 +154,7 @@ class Texts:
             await asyncio.sleep(0)
         return found
 
-    # ---- short texts ------------------------------------------------------------------------------------
+    # ---- short texts -----------------------------------------------------------------------------
 
     def _soon(self, tokenizer: Tokenizer, *asked: Any) -> asyncio.Future[list[int]]:
         loop = asyncio.get_running_loop()
@@ -197,8 +201,8 @@ def guarded(work: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def weight(job: Encode | EncodeChat) -> int:
-    """Characters to tokenise, about. Above INLINE a worker process does it; above LIGHT it is a heavy job, and so is whatever a
-    client's own template does."""
+    """Characters to tokenise, about. Above INLINE a worker process does it; above LIGHT it is a
+    heavy job, and so is whatever a client's own template does."""
     if isinstance(job, Encode):
         return sum(map(len, job.texts))
     if job.template is not None:

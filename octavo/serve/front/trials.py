@@ -3,9 +3,10 @@
     if not trials.passed(spec, param):      raises ApiError; `param` names the client's field in it
         await trials.run(spec, param)       raises ApiError
 
-Compiling runs native code on what a client wrote. A spec that crashes it, or takes too long or too much memory, ends a worker process and
-costs nobody else anything. The verdict is remembered by the spec, whatever prompt comes with it: one that passed is not tried
-again, one that failed is quarantined, and refused at once.
+Compiling runs native code on what a client wrote. A spec that crashes it, or takes too long or too
+much memory, ends a worker process and costs nobody else anything. The verdict is remembered by the
+spec, whatever prompt comes with it: one that passed is not tried again, one that failed is
+quarantined, and refused at once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""A few worker processes for input that must not hold up the event loop, crash the server or fill its memory.
+"""A few worker processes for input that must not hold up the event loop, crash the server or fill
+its memory.
 
     pool = WorkerPool(count=2, seconds=10.0)
     pool.start(setup)                                the first message to each worker process
     result = await pool.run(job, list[int])          raises ApiError
 
-Each worker process runs one job at a time. One that takes too long is killed; one that crashes, is killed or holds too much
-memory is replaced. Only the job that it ran fails. Jobs wait in a bounded queue until a worker process is idle. Heavy jobs never
-occupy the last worker process, so that a few of them do not hold up everybody else.
+Each worker process runs one job at a time. One that takes too long is killed; one that crashes, is
+killed or holds too much memory is replaced. Only the job that it ran fails. Jobs wait in a bounded
+queue until a worker process is idle. Heavy jobs never occupy the last worker process, so that a few
+of them do not hold up everybody else.
 
-This module knows processes, time and order. worker.py knows what a job does. Messages are msgpack (jobs.py).
+This module knows processes, time and order. worker.py knows what a job does. Messages are msgpack
+(jobs.py).
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from octavo.serve.channel.sockets import Pipe, frames
 
 log = logging.getLogger(__name__)
 WORKER = (sys.executable, "-m", "octavo.serve.workers.worker")
-# One heap for the whole process, and large blocks go back to the system as soon as they are freed. The tokenizer starts no
-# threads of its own: the pool has as many processes as it may use cores.
+# One heap for the whole process, and large blocks go back to the system as soon as they are freed.
+# The tokenizer starts no threads of its own: the pool has as many processes as it may use cores.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "262144",
@@ -49,7 +52,8 @@ QUEUE_SECONDS = 30.0  # that a job may wait for a worker process
 
 @dataclass(eq=False)
 class Task:
-    """A job, and the future of its reply. The timer limits how long it waits, then how long it runs."""
+    """A job, and the future of its reply. The timer limits how long it waits, then how long it
+    runs."""
 
     job: msgspec.Struct
     payload: bytes | bytearray
@@ -97,7 +101,8 @@ class WorkerPool:
     # ---- what others ask -------------------------------------------------------------------------
 
     def start(self, setup: msgspec.Struct) -> None:
-        """Start the worker processes; does not wait for them. With another setup than before, start them again."""
+        """Start the worker processes; does not wait for them. With another setup than before, start
+        them again."""
         if setup == self._setup:
             return
         self._setup = setup
@@ -115,8 +120,10 @@ class WorkerPool:
         heavy: bool = False,
         seconds: float | None = None,
     ) -> Any:
-        """The job's result, of type `kind`. `payload` is sent behind the job and becomes its `data`, without copying. Raises ApiError: the worker's own, 408 after `seconds`, 400 if the job ends its
-        worker process, 503 if too many jobs wait. Mark a job as heavy when the client can make it slow on purpose."""
+        """The job's result, of type `kind`. `payload` is sent behind the job and becomes its
+        `data`, without copying. Raises ApiError: the worker's own, 408 after `seconds`, 400 if the
+        job ends its worker process, 503 if too many jobs wait. Mark a job as heavy when the client
+        can make it slow on purpose."""
         if self._closed:
             raise draining()
         if len(self._queue) >= MOST_QUEUED:

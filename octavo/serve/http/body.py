@@ -1,4 +1,5 @@
-"""Reads the bytes of a request's body: refused as early as possible, within a time limit and a memory limit.
+"""Reads the bytes of a request's body: refused as early as possible, within a time limit and a
+memory limit.
 
 with memory.hold(address) as held:             the bytes count until the block is left
     data = await read(headers, receive, there, limits, held)
@@ -22,12 +23,13 @@ from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.limits import Limits
 
 T = TypeVar("T", bound=msgspec.Struct)
-# seconds during which the rest of a refused body is read and thrown away, so that the client reads the refusal
+# seconds during which the rest of a refused body is read and thrown away, so that the client reads
+# the refusal
 PATIENCE = 0.5
 HEAVY = 256 * 2**10  # bytes: a larger body is a heavy job
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 async def read(
@@ -119,7 +121,7 @@ async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
         return
 
 
-# ---- the request ----------------------------------------------------------------------------------------
+# ---- the request ---------------------------------------------------------------------------------
 
 
 async def decode(

@@ -1,4 +1,5 @@
-"""One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one function.
+"""One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one
+function.
 
 A disconnect is noticed from the first byte on, whether the reply streams or not: `watch` ties a call to the connection.
 """
@@ -42,8 +43,9 @@ class Exchange:
         self._request: HttpRequest = scope["octavo.request"]
 
     async def body(self, kind: type[T], generates: bool = False) -> tuple[T, dict[str, Any]]:
-        """The request's body as a `kind`, and its unknown fields. `generates`: refuse it early if nothing can be generated now.
-        A small body is received even so, because the connection then stays open for the next request."""
+        """The request's body as a `kind`, and its unknown fields. `generates`: refuse it early if
+        nothing can be generated now. A small body is received even so, because the connection then
+        stays open for the next request."""
         if generates and self._is_large():
             self.front.check_admission(self.caller)
         async with self.held_body() as data:

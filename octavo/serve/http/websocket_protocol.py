@@ -5,7 +5,8 @@ uvicorn parses everything that was read in one go, in Python, at some 20 microse
 frame. Here input is fed to it frame by frame, a few frames in each turn (see turn_queue.py), and
 not while a message waits for the application. Frames that carry little or nothing (pings, pongs and
 small fragments) are limited to `websocket_small_frames` a minute: beyond that the connection is
-closed with the code 1008. The bytes of a message are counted until it is parsed (see body_memory.py).
+closed with the code 1008. The bytes of a message are counted until it is parsed (see
+body_memory.py).
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.send_receive_event_to_app()
 
     def _count(self, size: int) -> bool:
-        """Count so many further bytes of the message. Returns False if the connection is closed because of them."""
+        """Count so many further bytes of the message. Returns False if the connection is closed
+        because of them."""
         if self._memory is None:
             client = self.scope["client"]
             self._memory = self.context.bodies.hold(client[0] if client else "")
@@ -230,7 +232,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.close_sent:
             return
         message: Any = {"type": "websocket.receive", "octavo.memory": memory}
-        # A large text is passed on as bytes: decoding takes milliseconds, and the parser checks UTF-8.
+        # A large text is passed on as bytes: decoding takes milliseconds, and the parser checks
+        # UTF-8.
         if self.curr_msg_data_type == "text" and len(data) <= PART:
             try:
                 message["text"] = data.decode()

@@ -1,7 +1,9 @@
-"""What worker processes do: one function for each job in jobs.py. They may be slow, take much memory or crash.
+"""What worker processes do: one function for each job in jobs.py. They may be slow, take much
+memory or crash.
 
-Each takes a Context and a job, and returns a result that msgspec can encode. Raise ApiError or InvalidRequest for what is the
-client's fault. Imports no torch: a worker process starts in a fraction of a second.
+Each takes a Context and a job, and returns a result that msgspec can encode. Raise ApiError or
+InvalidRequest for what is the client's fault. Imports no torch: a worker process starts in a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -67,14 +69,15 @@ class Context:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """llguidance's view of the tokenizer. Which token ends a text does not matter to a trial."""
+        """llguidance's view of the tokenizer. Which token ends a text does not matter to a
+        trial."""
         from octavo.text.vocabulary import make_vocabulary
 
         end_ids = tuple(sorted(self.tokenizer.end_ids)) or (0,)
         return make_vocabulary(self.tokenizer, self.vocab_size, end_ids)
 
 
-# ---- bodies -----------------------------------------------------------------------------------------
+# ---- bodies --------------------------------------------------------------------------------------
 
 
 def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, Any]]:
@@ -151,7 +154,7 @@ def check_total(count: int, limits: Limits) -> None:
         )
 
 
-# ---- text to tokens ---------------------------------------------------------------------------------
+# ---- text to tokens ------------------------------------------------------------------------------
 
 
 def encode_texts(context: Context, job: Encode) -> list[Encoded]:
@@ -198,8 +201,9 @@ def blaming(template: str | None) -> Iterator[None]:
 
 
 def check_length(tokenizer: Tokenizer, text: str, job: Encode | EncodeChat) -> None:
-    """Refuse a text that is far too long without tokenising all of it: it is tokenised slice by slice until there are twice as
-    many tokens as fit. Cutting a text into slices changes its number of tokens by a few for each slice."""
+    """Refuse a text that is far too long without tokenising all of it: it is tokenised slice by
+    slice until there are twice as many tokens as fit. Cutting a text into slices changes its number
+    of tokens by a few for each slice."""
     if job.keep is not None or len(text) <= 8 * job.context:
         return
     count = 0
@@ -240,7 +244,7 @@ def tokenize_reply(context: Context, ids: list[int], token_strs: bool) -> bytes:
     return msgspec.json.encode(reply)
 
 
-# ---- tokens to text ---------------------------------------------------------------------------------
+# ---- tokens to text ------------------------------------------------------------------------------
 
 
 def detokenize(context: Context, job: Detokenize) -> Detokenized:
@@ -263,7 +267,7 @@ def decode_ids(context: Context, job: Decode) -> str:
     return context.tokenizer.decode(unpack(job.ids), skip_special_tokens=False)
 
 
-# ---- structured output ------------------------------------------------------------------------------
+# ---- structured output ---------------------------------------------------------------------------
 
 
 def compile_guide(context: Context, job: Compile) -> None:

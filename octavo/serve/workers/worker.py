@@ -1,7 +1,8 @@
-"""A worker process: runs one job at a time, with its memory limited. The front starts it and may kill it at any time.
+"""A worker process: runs one job at a time, with its memory limited. The front starts it and may
+kill it at any time.
 
-Blocks on its socket between jobs and ends when the front closes it. Imports no torch, so that it starts quickly. Never writes
-to the log: what a client sent could be in it.
+Blocks on its socket between jobs and ends when the front closes it. Imports no torch, so that it
+starts quickly. Never writes to the log: what a client sent could be in it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RETAINED = 64 * 2**20  # bytes above its size at the start that a process may ke
 PAGE = resource.getpagesize()
 
 
-# ---- one job ----------------------------------------------------------------------------------------
+# ---- one job -------------------------------------------------------------------------------------
 
 
 def answer(context: Context, data: bytes, payload: bytes) -> Reply:
@@ -74,7 +75,7 @@ def shown(error: BaseException) -> str:
     return "\n".join([*lines, type(error).__name__])
 
 
-# ---- memory -----------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -112,7 +113,7 @@ def memory_used() -> tuple[int, int]:
     return int(size) * PAGE, int(resident) * PAGE
 
 
-# ---- the process ------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 
 
 def receive(stream: BinaryIO) -> tuple[bytes, bytes] | None:
