@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from octavo.serve.api.api_errors import bad
+from octavo.serve.api.api_errors import invalid_field
 from octavo.serve.workers import worker
 from octavo.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def faulty_encode(self: Tokenizer, text: str, *args: Any, **options: Any) -> lis
     if text.startswith("PANIC"):
         raise Panic("a secret: /etc/passwd")
     if text.startswith("REFUSE"):
-        raise bad("prompt", "this text is refused", "refused")
+        raise invalid_field("prompt", "this text is refused", "refused")
     return encode(self, text, *args, **options)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import InvalidRequest
 from octavo.serve.channel.jobs import Encode
-from octavo.serve.front.tokenize import INLINE, Texts
+from octavo.serve.front.tokenize import INLINE_CHARACTERS, Texts
 from octavo.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.serve.test_workers import running
@@ -47,7 +47,7 @@ def test_together_or_alone_the_tokens_are_the_same(
         "encode_many",
         lambda self, asked: (calls.append(len(asked)), many(self, asked))[1],
     )
-    texts = ["hello", "a <|im_end|> b", "ünïcödé 漢字", "x" * (INLINE + 1), " "]
+    texts = ["hello", "a <|im_end|> b", "ünïcödé 漢字", "x" * (INLINE_CHARACTERS + 1), " "]
     assert encode(tokenizer, texts) == [tokenizer.encode(text) for text in texts]
     assert calls == [4], "all but the long one, at once"
 

@@ -157,7 +157,7 @@ def test_heavy_jobs_leave_one_worker_to_the_others() -> None:
 
 
 def test_the_queue_is_bounded_in_length_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "MOST_QUEUED", 2)
+    monkeypatch.setattr(worker_pool, "MAX_QUEUED_JOBS", 2)
     monkeypatch.setattr(worker_pool, "QUEUE_SECONDS", 0.3)
 
     async def test(pool: WorkerPool) -> None:

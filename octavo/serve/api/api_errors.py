@@ -119,7 +119,7 @@ def api_error(error: Exception) -> ApiError:
 # ---- those that several places raise -------------------------------------------------------------
 
 
-def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
+def invalid_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
 
 
@@ -129,7 +129,7 @@ def prompt_too_long(tokens: int | str, context: int, param: str = "prompt") -> A
         f"the prompt has {tokens} tokens, but the context holds {context} and one must be left to generate: "
         "shorten it (of a chat or a completion, truncate_prompt_tokens keeps so many of its last tokens)"
     )
-    return bad(param, message, "context_length_exceeded")
+    return invalid_field(param, message, "context_length_exceeded")
 
 
 def unsupported(param: str, why: str) -> ApiError:

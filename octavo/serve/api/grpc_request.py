@@ -9,7 +9,7 @@ import msgspec
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from octavo.serve.api.api_errors import bad
+from octavo.serve.api.api_errors import invalid_field
 from octavo.serve.api.parse import Bytes, check_unknown
 from octavo.serve.api.protocol import BatchGenerateRequest, GenerateRequest, RepetitionDetection
 from octavo.serve.limits import Limits
@@ -35,7 +35,7 @@ def parse_message(data: Bytes, kind: type[M]) -> M:
     try:
         return kind.FromString(bytes(data))
     except DecodeError:
-        raise bad(
+        raise invalid_field(
             None,
             f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8",
         ) from None

@@ -11,10 +11,10 @@ from octavo.text.detokenize import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
 
-def token_text(tokenizer: Tokenizer, id: int) -> str:
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token as text. A token that is part of a character is written by its bytes, so that
     different tokens stay different."""
-    data = tokenizer.token_bytes(id)
+    data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -33,56 +33,57 @@ class Layout:
     named: list[int] | None = None  # these tokens in place of the likeliest
     as_ids: bool = False  # tokens are written as token_id:N
 
-    def _text(self, tokenizer: Tokenizer, id: int) -> str:
-        return f"token_id:{id}" if self.as_ids else token_text(tokenizer, id)
+    def _text(self, tokenizer: Tokenizer, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else token_text(tokenizer, token_id)
 
-    def _shown(self, at: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    def _shown(self, position: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
         """The tokens beside the chosen one, which may be among them."""
         if self.named is not None:
-            return [(id, at[id]) for id in self.named]
-        return sorted(at.items(), key=lambda item: item[1].rank or 0)[: self.top]
+            return [(token_id, position[token_id]) for token_id in self.named]
+        return sorted(position.items(), key=lambda item: item[1].rank or 0)[: self.top]
 
-    def chat(self, tokenizer: Tokenizer, found: list[dict[int, Logprob]]) -> dict[str, Any]:
-        def entry(id: int, logprob: Logprob) -> dict[str, Any]:
+    def chat(self, tokenizer: Tokenizer, positions: list[dict[int, Logprob]]) -> dict[str, Any]:
+        def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
             return {
-                "token": self._text(tokenizer, id),
+                "token": self._text(tokenizer, token_id),
                 "logprob": _finite(logprob.logprob),
-                "bytes": list(tokenizer.token_bytes(id)),
+                "bytes": list(tokenizer.token_bytes(token_id)),
             }
 
         content = []
-        for at in found:
-            (id, chosen), *_ = at.items()
-            top = [entry(id, logprob) for id, logprob in self._shown(at)]
-            content.append({**entry(id, chosen), "top_logprobs": top})
+        for position in positions:
+            (token_id, chosen), *_ = position.items()
+            top = [entry(token_id, logprob) for token_id, logprob in self._shown(position)]
+            content.append({**entry(token_id, chosen), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def completion(
         self,
         tokenizer: Tokenizer,
-        ids: list[int],
-        found: list[dict[int, Logprob] | None],
+        token_ids: list[int],
+        positions: list[dict[int, Logprob] | None],
         offsets: list[int],
     ) -> dict[str, Any]:
-        """`found` is None for the first token of a prompt, which nothing comes before."""
+        """`positions` is None for the first token of a prompt, which nothing comes before."""
         each: list[dict[str, float] | None] = []
-        for at in found:
-            if at is None:
+        for position in positions:
+            if position is None:
                 each.append(None)
                 continue
-            (id, chosen), *_ = at.items()
+            (token_id, chosen), *_ = position.items()
             # of two tokens with the same text, the first one counts
             values = {
-                self._text(tokenizer, id): _finite(logprob.logprob)
-                for id, logprob in reversed(self._shown(at))
+                self._text(tokenizer, token_id): _finite(logprob.logprob)
+                for token_id, logprob in reversed(self._shown(position))
             }
-            own = {self._text(tokenizer, id): _finite(chosen.logprob)}
+            own = {self._text(tokenizer, token_id): _finite(chosen.logprob)}
             each.append({**dict(reversed(values.items())), **own})
         chosen_logprobs = [
-            None if at is None else _finite(next(iter(at.values())).logprob) for at in found
+            None if position is None else _finite(next(iter(position.values())).logprob)
+            for position in positions
         ]
         return {
-            "tokens": [self._text(tokenizer, id) for id in ids],
+            "tokens": [self._text(tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": chosen_logprobs,
             "top_logprobs": each,
             "text_offset": offsets,
@@ -94,22 +95,26 @@ class Offsets:
     the character does; a token that is not shown begins where the next shown one does."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, continuing: bool = True, at: int = 0
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        continuing: bool = True,
+        position: int = 0,
     ):
         self.ids = Detokenizer(tokenizer, skip_special_tokens, continuing)
-        self.at = at
-        self.shown = at
+        self.at = position
+        self.shown = position
 
-    def push(self, ids: list[int], shown: int, last: bool = True) -> list[int]:
+    def push(self, token_ids: list[int], shown: int, last: bool = True) -> list[int]:
         """`shown`: how many more characters the client sees. Text that is held back may turn out to
         be a stop string, which is never shown. That is known at the `last` call; tokens of a stop
         string that were reported before have the offsets that they would have had."""
-        found = []
-        for id in ids:
-            found.append(self.at)
-            self.at += len(self.ids.push([id]))
+        positions = []
+        for token_id in token_ids:
+            positions.append(self.at)
+            self.at += len(self.ids.push([token_id]))
         self.shown += shown
-        return [min(at, self.shown) for at in found] if last else found
+        return [min(position, self.shown) for position in positions] if last else positions
 
 
 def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | None:
@@ -117,8 +122,8 @@ def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | No
     if collector.prompt_logprobs is None:
         return None
     return [
-        None if at is None else {
-            str(id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token} for id, p in at.items()
+        None if position is None else {
+            str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token} for token_id, p in position.items()
         }
-        for at in collector.prompt_logprobs
+        for position in collector.prompt_logprobs
     ]  # fmt: skip

@@ -14,29 +14,33 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from octavo.serve.api.api_errors import ApiError, bad
+from octavo.serve.api.api_errors import ApiError, invalid_field
 from octavo.serve.limits import Limits
 
-T = TypeVar("T", bound=msgspec.Struct)
+RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LONG_NUMBER = re.compile(rb"\d{19}")  # it may be beyond 64 bits
-SMALL = 4096  # bytes
+SMALL_BODY = 4096  # bytes
 ESCAPED_COLON = b"\\u003"
 # A body is parsed within 2 ms if it has at most INLINE bytes, or is mostly text: at most LONG_TEXT
 # bytes and few commas, which bound the number of its values.
-INLINE = 32 * 2**10
+INLINE_BYTES = 32 * 2**10
 LONG_TEXT = 512 * 2**10
-COMMAS = 4096
+INLINE_COMMAS = 4096
 Bytes = bytes | bytearray
 SCALARS = (str, bytes, int, float, bool)
 
 
 def is_quick(data: Bytes) -> bool:
     """Whether the event loop may parse this body itself."""
-    return len(data) <= INLINE or (len(data) <= LONG_TEXT and data.count(b",") <= COMMAS)
+    return len(data) <= INLINE_BYTES or (
+        len(data) <= LONG_TEXT and data.count(b",") <= INLINE_COMMAS
+    )
 
 
-def read_request(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
+def read_request(
+    data: Bytes, kind: type[RequestType], limits: Limits
+) -> tuple[RequestType, dict[str, Any]]:
     """The body as a `kind`, and its fields that `kind` does not have. The values of those are only
     compared with small ones, so a large one is replaced by True."""
     request, unknown = convert(parse(data), kind)
@@ -46,7 +50,7 @@ def read_request(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[st
 
 def check_unknown(unknown: dict[str, Any], limits: Limits) -> None:
     if len(unknown) > limits.unknown_fields:
-        raise bad(
+        raise invalid_field(
             None,
             f"the request has {len(unknown)} unknown fields, but at most {limits.unknown_fields} are ignored: "
             "leave them out",
@@ -55,21 +59,21 @@ def check_unknown(unknown: dict[str, Any], limits: Limits) -> None:
 
 
 def brief(value: Any) -> Any:
-    small = count_values(value, 64) <= 64 and len(msgspec.json.encode(value)) <= 1024
-    return value if small else True
+    is_small = count_values(value, 64) <= 64 and len(msgspec.json.encode(value)) <= 1024
+    return value if is_small else True
 
 
 def count_values(value: Any, most: int) -> int:
     """How many values `value` is made of, itself included. Stops soon after `most`."""
     if value is None or isinstance(value, SCALARS):
         return 1
-    inner = value.values() if isinstance(value, dict) else value
-    count = 1 + len(inner)
-    for one in inner:
+    items = value.values() if isinstance(value, dict) else value
+    count = 1 + len(items)
+    for item in items:
         if count > most:
             break
-        if not isinstance(one, SCALARS) and one is not None:
-            count += count_values(one, most - count) - 1
+        if not isinstance(item, SCALARS) and item is not None:
+            count += count_values(item, most - count) - 1
     return count
 
 
@@ -78,7 +82,7 @@ def count_values(value: Any, most: int) -> int:
 
 def parse(data: Bytes) -> dict[str, Any]:
     """A JSON object, strictly."""
-    many_values = len(data) <= SMALL or data.count(b",") > len(data) // 32
+    many_values = len(data) <= SMALL_BODY or data.count(b",") > len(data) // 32
     if many_values and (plain := _plain(data)) is not None:
         return plain
     return _strict(data)
@@ -98,9 +102,9 @@ def _strict(data: Bytes) -> dict[str, Any]:
             if isinstance(error, json.JSONDecodeError)
             else ""
         )
-        raise bad(None, f"the body is not valid JSON{where}", "invalid_json") from None
+        raise invalid_field(None, f"the body is not valid JSON{where}", "invalid_json") from None
     if not isinstance(value, dict):
-        raise bad(None, "the body must be a JSON object", "invalid_json")
+        raise invalid_field(None, "the body must be a JSON object", "invalid_json")
     return value
 
 
@@ -115,28 +119,28 @@ def _plain(data: Bytes) -> dict[str, Any] | None:
         return None
     try:
         value = _decode(data)
-        same = type(value) is dict and _encode(value).count(b":") == data.count(b":")
-        return value if same else None
+        is_same = type(value) is dict and _encode(value).count(b":") == data.count(b":")
+        return value if is_same else None
     except (ValueError, RecursionError):
         return None
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise bad(twice[:64], "a name occurs twice in one object", "invalid_json")
-    return found
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise invalid_field(duplicate[:64], "a name occurs twice in one object", "invalid_json")
+    return unique
 
 
 def _constant(name: str) -> NoReturn:
-    raise bad(None, f"{name} is not JSON: numbers must be finite", "invalid_json")
+    raise invalid_field(None, f"{name} is not JSON: numbers must be finite", "invalid_json")
 
 
 def _integer(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
-        raise bad(None, "an integer is beyond 64 bits", "invalid_json")
+        raise invalid_field(None, "an integer is beyond 64 bits", "invalid_json")
     return value
 
 
@@ -148,20 +152,22 @@ _decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, 
 # ---- types ---------------------------------------------------------------------------------------
 
 
-def convert(value: dict[str, Any], kind: type[T]) -> tuple[T, dict[str, Any]]:
+def convert(value: dict[str, Any], kind: type[RequestType]) -> tuple[RequestType, dict[str, Any]]:
     """The object as a `kind`, and its other fields. Types are strict, but an integer may be written
     as 5.0."""
     try:
-        found = msgspec.convert(value, kind, strict=True)
+        request = msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError:
         value = {**value, **_whole_numbers(value, kind)}
         try:
-            found = msgspec.convert(value, kind, strict=True)
+            request = msgspec.convert(value, kind, strict=True)
         except msgspec.ValidationError as error:
             raise type_error(str(error)) from None
     known = _fields(kind)
-    return found, {
-        name: given for name, given in value.items() if given is not None and name not in known
+    return request, {
+        name: field_value
+        for name, field_value in value.items()
+        if field_value is not None and name not in known
     }
 
 
@@ -188,17 +194,19 @@ def _fields(kind: type[msgspec.Struct]) -> frozenset[str]:
 JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "|": "or"}
 
 
-def type_error(text: str) -> ApiError:
+def type_error(message_text: str) -> ApiError:
     """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; clients know
     JSON's words."""
-    text, _, where = text.partition(" - at ")
+    message_text, _, location = message_text.partition(" - at ")
     path = (
-        re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where.strip("`"))
+        re.sub(r"\[(\d+|\.\.\.)\]", r".\1", location.strip("`"))
         .lstrip("$.")
         .replace(".....", "")
         .removesuffix("....")
     )
     # every field may be null
-    message = text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)
+    message = (
+        message_text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)
+    )
     message = re.sub(r"\b(str|int|float|bool)\b|\|", lambda word: JSON_WORDS[word.group()], message)
-    return bad(path or None, f"{path or 'the body'}: {message}")
+    return invalid_field(path or None, f"{path or 'the body'}: {message}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.serve.api.api_errors import ApiError, bad, prompt_too_long, unsupported
+from octavo.serve.api.api_errors import ApiError, invalid_field, prompt_too_long, unsupported
 from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.api.validate import LABEL, UNBOUNDED, Asked, check_count, ignore
 from octavo.serve.channel.jobs import Encode, EncodeChat, Tokens
@@ -23,16 +23,16 @@ def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> lis
     """Check the numbers of messages and parts. What a message may hold is checked by
     octavo.text.chat."""
     if not messages:
-        raise bad("messages", "messages must have at least one message")
+        raise invalid_field("messages", "messages must have at least one message")
     if len(messages) > limits.messages:
-        raise bad(
+        raise invalid_field(
             "messages",
             f"there may be at most {limits.messages} messages, got {len(messages)}",
             "param_out_of_range",
         )
     parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
     if parts > limits.parts:
-        raise bad(
+        raise invalid_field(
             "messages",
             f"there may be at most {limits.parts} parts in all messages, got {parts}",
             "param_out_of_range",
@@ -49,13 +49,13 @@ def check_template(front: Front, body: ChatRequest) -> None:
             "chat_template",
         )
     if len(body.chat_template or "") > (most := front.config.limits.template_chars):
-        raise bad(
+        raise invalid_field(
             "chat_template",
             f"chat_template may have at most {most} characters, got {len(body.chat_template or '')}",
             "param_out_of_range",
         )
     if body.chat_template is None and not front.tokenizer.chat_templates:
-        raise bad(
+        raise invalid_field(
             "messages",
             "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "
             "--chat-template FILE",
@@ -205,7 +205,7 @@ async def completion_prompts(
         elif isinstance(one, list):
             ids = check_ids(one, front.client.model.vocab_size, "prompt")
         else:
-            raise bad("prompt", "prompts must be texts or lists of token ids")
+            raise invalid_field("prompt", "prompts must be texts or lists of token ids")
         found.append((None, truncate(Tokens(ids, len(ids)), body, keep, asked.headers)))
     return found
 
@@ -213,13 +213,13 @@ async def completion_prompts(
 def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
     """The prompts, one or many."""
     if prompt is None or prompt == []:
-        raise bad(
+        raise invalid_field(
             "prompt",
             "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
         )
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
     if len(many) > limits.prompts:
-        raise bad(
+        raise invalid_field(
             "prompt",
             f"there may be at most {limits.prompts} prompts, got {len(many)}",
             "param_out_of_range",
@@ -229,12 +229,12 @@ def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
 
 def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     if not ids:
-        raise bad(param, "a list of token ids must not be empty")
+        raise invalid_field(param, "a list of token ids must not be empty")
     if any(type(t) is not int for t in ids):
-        raise bad(param, "token ids are integers")
+        raise invalid_field(param, "token ids are integers")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(t for t in ids if not 0 <= t < vocab_size)
-        raise bad(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
+        raise invalid_field(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
     return ids
 
 

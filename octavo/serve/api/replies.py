@@ -184,7 +184,7 @@ def text_choice(
             prompt, len(echoed)
         )
         skip = collector.request.params.skip_special_tokens
-        offsets += Offsets(tokenizer, skip, at=len(echoed)).push(ids, len(text))
+        offsets += Offsets(tokenizer, skip, position=len(echoed)).push(ids, len(text))
         logprobs = shape.logprobs.completion(tokenizer, prompt + ids, found, offsets)
     return {
         "index": index,
@@ -250,7 +250,7 @@ class ChunkWriter:
         )
         chunk = self.piece(index, echoed, [collector], echoed=True)
         self._offsets[index] = Offsets(
-            self.tokenizer, collector.request.params.skip_special_tokens, at=len(echoed.text)
+            self.tokenizer, collector.request.params.skip_special_tokens, position=len(echoed.text)
         )
         return chunk
 

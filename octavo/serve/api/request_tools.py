@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve.api import structured_output
-from octavo.serve.api.api_errors import bad, unsupported
+from octavo.serve.api.api_errors import invalid_field, unsupported
 from octavo.serve.api.prompt import check_template
 from octavo.serve.api.protocol import ChatRequest
 from octavo.serve.api.validate import ignore
@@ -108,7 +108,7 @@ def read_tools(
     structure of a reply without calls."""
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
-            raise bad("tool_choice", "tool_choice is for requests with tools")
+            raise invalid_field("tool_choice", "tool_choice is for requests with tools")
         return None
     tools = check_tools(body.tools, front.config.limits)
     choice = check_choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
@@ -156,13 +156,13 @@ def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
         try:
             json.loads(schema)
         except ValueError as error:
-            raise bad(
+            raise invalid_field(
                 structured_output.field(body), f"the JSON schema is not valid JSON: {error}"
             ) from None
         return schema
     if answer.json_object:
         return '{"type": "object"}'
-    raise bad(
+    raise invalid_field(
         structured_output.field(body),
         "with tools, an answer can be held to JSON only: use response_format",
     )
@@ -179,7 +179,7 @@ def special_tags(tokenizer: Tokenizer, format: ToolFormat) -> dict[str, int]:
 
 def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
     if not 1 <= len(tools) <= limits.tools:
-        raise bad(
+        raise invalid_field(
             "tools",
             f"tools has 1 to {limits.tools} entries, got {len(tools)}",
             "param_out_of_range",
@@ -187,9 +187,9 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
     try:
         size = len(json.dumps(tools, ensure_ascii=False))
     except RecursionError:
-        raise bad("tools", "tools are nested too deeply") from None
+        raise invalid_field("tools", "tools are nested too deeply") from None
     if size > limits.tool_chars:
-        raise bad(
+        raise invalid_field(
             "tools",
             f"tools may have at most {limits.tool_chars} characters as JSON, got {size}",
             "param_out_of_range",
@@ -198,24 +198,28 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
     for i, tool in enumerate(tools):
         where = f"tools.{i}"
         if tool.get("type") != "function":
-            raise bad(
+            raise invalid_field(
                 f"{where}.type",
                 f"{where}.type must be function: this server has no tools of its own",
             )
         function = tool.get("function")
         where = f"{where}.function"
         if not isinstance(function, dict):
-            raise bad(where, f"{where} must be an object with name, description and parameters")
+            raise invalid_field(
+                where, f"{where} must be an object with name, description and parameters"
+            )
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise bad(f"{where}.name", f"{where}.name has 1 to 64 characters of A-Z a-z 0-9 _ -")
+            raise invalid_field(
+                f"{where}.name", f"{where}.name has 1 to 64 characters of A-Z a-z 0-9 _ -"
+            )
         if name in names:
-            raise bad(f"{where}.name", f"there are two tools by the name of {name}")
+            raise invalid_field(f"{where}.name", f"there are two tools by the name of {name}")
         names.add(name)
         if not isinstance(function.get("description"), str | None):
-            raise bad(f"{where}.description", f"{where}.description must be a text")
+            raise invalid_field(f"{where}.description", f"{where}.description must be a text")
         if not isinstance(function.get("strict"), bool | None):
-            raise bad(f"{where}.strict", f"{where}.strict must be true or false")
+            raise invalid_field(f"{where}.strict", f"{where}.strict must be true or false")
         check_parameters(function.get("parameters"), f"{where}.parameters")
     return tools
 
@@ -226,7 +230,7 @@ def check_parameters(schema: Any, where: str) -> None:
     if schema is None:
         return
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise bad(
+        raise invalid_field(
             where,
             f"{where} must be a JSON schema of an object: "
             '{"type": "object", "properties": {...}}',
@@ -235,12 +239,12 @@ def check_parameters(schema: Any, where: str) -> None:
     if not isinstance(properties, dict) or not all(
         isinstance(value, dict | bool) for value in properties.values()
     ):
-        raise bad(
+        raise invalid_field(
             f"{where}.properties", f"{where}.properties must be an object of JSON schemas, by name"
         )
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise bad(f"{where}.required", f"{where}.required must be a list of names")
+        raise invalid_field(f"{where}.required", f"{where}.required must be a list of names")
 
 
 def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str | tuple[str, str]:
@@ -255,10 +259,10 @@ def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str |
         or choice.get("type") != "function"
         or not isinstance(function, dict)
     ):
-        raise bad("tool_choice", f"tool_choice must be {CHOICES}")
+        raise invalid_field("tool_choice", f"tool_choice must be {CHOICES}")
     if function.get("name") not in names:
         some = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        raise bad(
+        raise invalid_field(
             "tool_choice.function.name", f"there is no such tool among those of the request: {some}"
         )
     return "named", function["name"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.params import KINDS, StructuredOutputs
-from octavo.serve.api.api_errors import bad, unsupported
+from octavo.serve.api.api_errors import invalid_field, unsupported
 from octavo.serve.api.protocol import Common
 from octavo.serve.limits import Limits
 
@@ -64,23 +64,23 @@ def _asks(name: str, value: Any) -> bool:
 
 def read(body: Common, limits: Limits) -> StructuredOutputs | None:
     """Fields that ask for the same are one. Raises ApiError where they differ."""
-    found: StructuredOutputs | None = None
+    combined: StructuredOutputs | None = None
     names = fields(body)
     for name in names:
         spec = _read(name, getattr(body, name), body.guided_whitespace_pattern, limits)
-        if found is not None and not _same(found, spec):
-            raise bad(
+        if combined is not None and not _same(combined, spec):
+            raise invalid_field(
                 name, f"{name} and {names[0]} ask for different things: give one, or both the same"
             )
-        found = found or spec
-    return found
+        combined = combined or spec
+    return combined
 
 
 def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> StructuredOutputs:
-    most = limits.structure_bytes
-    if larger_than(value, most):
-        message = f"{name} has more than {most} characters, which is the limit: shorten it"
-        raise bad(name, message, "param_out_of_range")
+    limit = limits.structure_bytes
+    if larger_than(value, limit):
+        message = f"{name} has more than {limit} characters, which is the limit: shorten it"
+        raise invalid_field(name, message, "param_out_of_range")
     kind = FIELDS[name]
     if name == "structured_outputs":
         given = {key: part for key, part in value.items() if part is not None}
@@ -96,26 +96,26 @@ def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> Stru
     try:
         return StructuredOutputs(**given)
     except InvalidRequest as error:
-        raise bad(name, str(error)) from None
+        raise invalid_field(name, str(error)) from None
 
 
-def larger_than(value: Any, most: int) -> bool:
+def larger_than(value: Any, limit: int) -> bool:
     """Whether a JSON value has more than so many characters, without counting those beyond."""
     size = 0
     waiting = [value]
-    while waiting and size <= most:
+    while waiting and size <= limit:
         part = waiting.pop()
         if isinstance(part, str):
             size += len(part)
         elif isinstance(part, dict):
             size += 2 + sum(map(len, part)) + 3 * len(part)
-            waiting += part.values() if size <= most else ()
+            waiting += part.values() if size <= limit else ()
         elif isinstance(part, list):
             size += 2 + len(part)
-            waiting += part if size <= most else ()
+            waiting += part if size <= limit else ()
         else:
             size += 1
-    return size > most
+    return size > limit
 
 
 def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -132,13 +132,13 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
     if kind == "json":
         return {"json": _content(name, value, "schema", "value")}
     if kind != "json_schema":
-        raise bad(f"{name}.type", f"{name}.type must be {TYPES}, got {kind!r:.64}")
+        raise invalid_field(f"{name}.type", f"{name}.type must be {TYPES}, got {kind!r:.64}")
     outer = value.get("json_schema", value.get("value"))
     inner = outer.get("schema") if isinstance(outer, dict) else None
     if not isinstance(inner, dict):
         inner = value.get("schema")
     if not isinstance(inner, dict):
-        raise bad(
+        raise invalid_field(
             f"{name}.json_schema.schema",
             f"{name} needs a JSON schema in json_schema.schema: an object",
         )
@@ -146,10 +146,12 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(name: str, value: dict[str, Any], *keys: str) -> Any:
-    found = next((value[key] for key in keys if value.get(key) is not None), None)
-    if found is None:
-        raise bad(f"{name}.{keys[0]}", f"{name} of type {value['type']} needs {' or '.join(keys)}")
-    return found
+    combined = next((value[key] for key in keys if value.get(key) is not None), None)
+    if combined is None:
+        raise invalid_field(
+            f"{name}.{keys[0]}", f"{name} of type {value['type']} needs {' or '.join(keys)}"
+        )
+    return combined
 
 
 def _same(one: StructuredOutputs, other: StructuredOutputs) -> bool:

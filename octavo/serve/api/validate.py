@@ -18,7 +18,7 @@ from octavo.collect import Until
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve.api import structured_output
-from octavo.serve.api.api_errors import ApiError, bad, prompt_too_long, unsupported
+from octavo.serve.api.api_errors import ApiError, invalid_field, prompt_too_long, unsupported
 from octavo.serve.api.protocol import (
     Common,
     RepetitionDetection,
@@ -35,12 +35,12 @@ UNBOUNDED = 2**63  # tokens: as many as fit; larger than any value that a client
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # have no effect in a beam search
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields whose names and meanings are SamplingParams' own.
-SAMPLING = (
+SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "skip_special_tokens",
     "use_beam_search", "length_penalty", "early_stopping",
 )  # fmt: skip
-_sampling = attrgetter(*SAMPLING)
+_sampling = attrgetter(*SAMPLING_FIELDS)
 
 
 @dataclass
@@ -120,14 +120,14 @@ def sampling(front: Front, body: Common) -> SamplingParams:
     limits = front.config.limits
     given = {
         name: value
-        for name, value in zip(SAMPLING, _sampling(body), strict=True)
+        for name, value in zip(SAMPLING_FIELDS, _sampling(body), strict=True)
         if value is not None
     }
     if body.use_beam_search and (name := structured_output.field(body)) is not None:
         raise unsupported(name, "beam search follows no structure")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.stops:
-        raise bad(
+        raise invalid_field(
             "stop",
             f"stop may have at most {limits.stops} strings, got {len(stops)}",
             "param_out_of_range",
@@ -136,19 +136,23 @@ def sampling(front: Front, body: Common) -> SamplingParams:
         given.pop("stop")
     for stop in stops:
         if not stop or len(stop) > limits.stop_chars or "\0" in stop:
-            raise bad("stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL")
+            raise invalid_field(
+                "stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL"
+            )
     if not 0 <= (temperature := given.get("temperature", 1.0)) <= 2:
-        raise bad(
+        raise invalid_field(
             "temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range"
         )
     if given.get("top_p") == 0:
         given["top_p"] = 1e-9  # the likeliest alone
     for name in ("stop_token_ids", "allowed_token_ids"):
         if len(given.get(name, ())) > (most := limits.token_ids):
-            raise bad(name, f"{name} may have at most {most} entries", "param_out_of_range")
+            raise invalid_field(
+                name, f"{name} may have at most {most} entries", "param_out_of_range"
+            )
     if body.logit_bias is not None:
         if len(body.logit_bias) > limits.logit_bias:
-            raise bad(
+            raise invalid_field(
                 "logit_bias",
                 f"logit_bias may have at most {limits.logit_bias} entries",
                 "param_out_of_range",
@@ -178,20 +182,20 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     limits = front.config.limits
     check_model(front, body.model)
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
-        raise bad(
+        raise invalid_field(
             "cache_salt",
             f"cache_salt has 1 to {limits.salt_chars} characters",
             "param_out_of_range",
         )
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise bad("priority", "priority must be a 32-bit integer", "param_out_of_range")
+        raise invalid_field("priority", "priority must be a 32-bit integer", "param_out_of_range")
     if caller.key is not None and (body.priority or 0) < 0:
-        raise bad("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
+        raise invalid_field("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
                   "priority, which the server's operator sets", "param_out_of_range")  # fmt: skip
     if body.request_id is not None and not (
         len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)
     ):
-        raise bad(
+        raise invalid_field(
             "request_id",
             f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -",
         )
@@ -199,7 +203,7 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     if timeout is not None and not (
         math.isfinite(timeout) and 0 < timeout <= limits.timeout_seconds
     ):
-        raise bad(
+        raise invalid_field(
             "timeout",
             f"timeout must be in (0, {limits.timeout_seconds:g}] seconds",
             "param_out_of_range",
@@ -214,7 +218,7 @@ def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int
         wanted = (
             f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
         )
-        raise bad(name, f"{name} must be {wanted}, got {value}", "param_out_of_range")
+        raise invalid_field(name, f"{name} must be {wanted}, got {value}", "param_out_of_range")
     return value
 
 
@@ -258,14 +262,14 @@ def choices(
         ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
     elif params.width > 1 and params.greedy:
         name = "n" if n > 1 else "best_of"
-        raise bad(
+        raise invalid_field(
             name,
             f"{name} must be 1 at temperature 0: all choices would be the same",
             "param_out_of_range",
         )
     if params.width * prompts > limits.sequences:
         what = f"n (or best_of) x prompts may be at most {limits.sequences}, got {params.width * prompts}"
-        raise bad("n", what, "param_out_of_range")
+        raise invalid_field("n", what, "param_out_of_range")
     return params
 
 
@@ -290,13 +294,13 @@ def fit(
         raise prompt_too_long(count, model.max_model_len, param)
     if count >= model.longest:
         pool = model.num_blocks * model.block_size
-        raise bad(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
+        raise invalid_field(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
                   "kv_capacity_exceeded")  # fmt: skip
     if model.kv_budget and count > model.kv_budget:
         error = ContextLengthExceeded(
             f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it"
         )
-        raise bad(param, str(error), error.code)
+        raise invalid_field(param, str(error), error.code)
     room = model.longest - count
     by_pool = model.longest < model.max_model_len and not model.kv_budget
     if by_pool and (wanted is None or wanted > room):
@@ -333,7 +337,7 @@ def build(
     for _, ids in prompts:
         room = fit(ids, asked.wanted, model, param, headers)
         if params.min_tokens > room:
-            raise bad(
+            raise invalid_field(
                 "min_tokens",
                 f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})",
                 "param_out_of_range",
@@ -364,7 +368,7 @@ def _check_prompt_logprobs(front: Front, params: SamplingParams, requests: list[
     entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
     most = front.config.limits.logprob_entries
     if entries > most:
-        raise bad(
+        raise invalid_field(
             "prompt_logprobs",
             f"the reply would have {entries} prompt logprobs, but at most {most} are allowed: ask for fewer, or send "
             "a shorter prompt",

@@ -14,7 +14,7 @@ from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
 from octavo.params import SamplingParams
 from octavo.serve.api import prompt, replies, validate
-from octavo.serve.api.api_errors import api_error, bad
+from octavo.serve.api.api_errors import api_error, invalid_field
 from octavo.serve.api.logprobs import Layout
 from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
@@ -87,10 +87,12 @@ def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
     if not options:
         return bool(body.stream), None
     if not body.stream:
-        raise bad("stream_options", "stream_options are for stream: true")
+        raise invalid_field("stream_options", "stream_options are for stream: true")
     for name in STREAM_OPTIONS:
         if not isinstance(options.get(name), bool | None):
-            raise bad(f"stream_options.{name}", f"stream_options.{name} must be true or false")
+            raise invalid_field(
+                f"stream_options.{name}", f"stream_options.{name} must be true or false"
+            )
     unknown = [name for name in options if name not in STREAM_OPTIONS]
     names = [f"stream_options.{n[:64]}" for n in unknown if validate.LABEL.fullmatch(n)]
     validate.ignore(headers, *names[:20])
@@ -103,7 +105,9 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
     if body.prompt_logprobs is None:
         return params
     if body.stream:
-        raise bad("prompt_logprobs", "prompt_logprobs are not streamed: use stream: false")
+        raise invalid_field(
+            "prompt_logprobs", "prompt_logprobs are not streamed: use stream: false"
+        )
     return replace(
         params,
         prompt_logprobs=validate.check_count("prompt_logprobs", body.prompt_logprobs, 0, limit),
@@ -116,7 +120,9 @@ def _logprobs(
     """`top`: how many of the likeliest tokens the reply shows. None: no logprobs."""
     if top is None:
         if body.logprob_token_ids:
-            raise bad("logprob_token_ids", "logprob_token_ids needs logprobs: set logprobs too")
+            raise invalid_field(
+                "logprob_token_ids", "logprob_token_ids needs logprobs: set logprobs too"
+            )
         return params
     params = replace(params, logprobs=top, logprob_token_ids=body.logprob_token_ids)
     shape.logprobs = Layout(top, params.logprob_token_ids, bool(body.return_tokens_as_token_ids))
@@ -146,7 +152,7 @@ def read_chat(
     shape.prefix = last_message(body) if body.echo else ""
     params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
     if body.top_logprobs and not body.logprobs:
-        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+        raise invalid_field("top_logprobs", "top_logprobs needs logprobs: true")
     top = None
     if body.logprobs:
         top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
@@ -231,7 +237,7 @@ async def prepare_completion(
 
 def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
     if wanted is not None and params.min_tokens > wanted:
-        raise bad(
+        raise invalid_field(
             "min_tokens",
             f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({wanted})",
             "param_out_of_range",

@@ -25,9 +25,9 @@ from grpc_reflection.v1alpha import reflection
 
 from octavo.collect import Collector
 from octavo.serve.api import validate
-from octavo.serve.api.api_errors import ApiError, api_error, bad, deadline_exceeded
+from octavo.serve.api.api_errors import ApiError, api_error, deadline_exceeded, invalid_field
 from octavo.serve.api.grpc_request import parse_message, read_message
-from octavo.serve.api.parse import INLINE
+from octavo.serve.api.parse import INLINE_BYTES
 from octavo.serve.api.protocol import BatchGenerateRequest, GenerateRequest
 from octavo.serve.api.validate import Prepared
 from octavo.serve.channel.jobs import ParseMessage
@@ -316,7 +316,7 @@ class Service:
     async def health(self, caller: Caller, context: Context) -> None:
         data = await self._receive(context)
         if len(data) > HEALTH_BYTES:
-            raise bad(None, f"a HealthRequest may have at most {HEALTH_BYTES} bytes")
+            raise invalid_field(None, f"a HealthRequest may have at most {HEALTH_BYTES} bytes")
         parse_message(data, pb.HealthRequest)
         state: dict[str, Any] = self.front.client.state()
         known = {name: state[name] for name in ("state", "phase", "elapsed_s")}
@@ -366,7 +366,7 @@ class Service:
             refusal = held.grow(len(data))
             if refusal is not None:
                 raise refusal
-            if len(data) <= INLINE:
+            if len(data) <= INLINE_BYTES:
                 body, unknown = read_message(data, kind, limits)
             else:
                 job = ParseMessage(kind.__name__)
@@ -383,7 +383,7 @@ class Service:
                 408, f"the message did not arrive within {seconds:g} s", "body_timeout"
             ) from None
         if data is grpc.aio.EOF:
-            raise bad(None, "the call has no message")
+            raise invalid_field(None, "the call has no message")
         found: bytes = data
         return found
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.serve.api.api_errors import ApiError, api_error, bad
+from octavo.serve.api.api_errors import ApiError, api_error, invalid_field
 from octavo.serve.api.validate import LABEL
 from octavo.serve.endpoints.live_page import PAGE
 from octavo.serve.front.front import Caller, Front
@@ -123,7 +123,7 @@ class Guard:
         timeout = text(headers, b"x-request-timeout")
         if timeout is not None:
             if not SECONDS.fullmatch(timeout):
-                raise bad(
+                raise invalid_field(
                     "timeout",
                     "the header x-request-timeout must be a number of seconds, such as 30 or 0.5",
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo import __version__
 from octavo.serve.api import openapi, prompt, validate
-from octavo.serve.api.api_errors import ApiError, bad
+from octavo.serve.api.api_errors import ApiError, invalid_field
 from octavo.serve.api.protocol import (
     BatchGenerateRequest,
     ChatRequest,
@@ -62,7 +62,7 @@ async def tokenize(exchange: Exchange) -> None:
     headers = validate.check_fields(front, unknown)
     validate.check_model(front, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise bad("prompt", "give either prompt or messages")
+        raise invalid_field("prompt", "give either prompt or messages")
     what: Encode | EncodeChat
     if body.messages is not None:
         chat = ChatRequest(
@@ -136,7 +136,7 @@ async def prepare_generate(
     if wanted is None:
         wanted = DEFAULT_NEW_TOKENS
     if params.min_tokens > wanted:
-        raise bad(
+        raise invalid_field(
             "min_tokens",
             f"min_tokens must not exceed max_new_tokens ({wanted})",
             "param_out_of_range",
@@ -161,7 +161,7 @@ async def generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(GenerateRequest, generates=True)
     headers = validate.check_fields(exchange.front, unknown, chat=False)
     if body.prompt is None:
-        raise bad("prompt", "prompt must be a text")
+        raise invalid_field("prompt", "prompt must be a text")
     prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
     (text,) = await texts(exchange, prepared)
     await exchange.reply({"generated_text": text}, prepared.headers)
@@ -177,9 +177,9 @@ async def batch_generate(exchange: Exchange) -> None:
 
 def check_prompts(front: Front, prompts: list[str] | None) -> list[str]:
     if not prompts:
-        raise bad("prompts", "prompts must be a list of at least one text")
+        raise invalid_field("prompts", "prompts must be a list of at least one text")
     if len(prompts) > (most := front.config.limits.prompts):
-        raise bad("prompts", f"there may be at most {most} prompts", "param_out_of_range")
+        raise invalid_field("prompts", f"there may be at most {most} prompts", "param_out_of_range")
     return prompts
 
 
@@ -249,7 +249,7 @@ async def dumps(exchange: Exchange) -> None:
 async def cancel(exchange: Exchange) -> None:
     id = exchange.path["id"]
     if not validate.LABEL.fullmatch(id) or len(id) > exchange.front.config.limits.label_chars:
-        raise bad("id", "this is no request's id")
+        raise invalid_field("id", "this is no request's id")
     await exchange.reply(
         {"id": id, "cancelled": exchange.front.client.cancel(id, exchange.caller.owner)}
     )

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo.serve.api import replies, validate
-from octavo.serve.api.api_errors import ApiError, api_error, bad, cancelled
+from octavo.serve.api.api_errors import ApiError, api_error, cancelled, invalid_field
 from octavo.serve.api.parse import Bytes, is_quick, parse
 from octavo.serve.api.protocol import GenerateRequest
 from octavo.serve.endpoints.completions import open_call
@@ -139,13 +139,13 @@ class Session:
         if unknown.pop("type", None) == "cancel":
             self.errors.take()  # Nothing runs. This is no error, but it must not go on without end.
             if self.errors.wait():
-                raise bad("type", "there is nothing to cancel")
+                raise invalid_field("type", "there is nothing to cancel")
             return
         if unknown.get("stream") is True:
             del unknown["stream"]  # a WebSocket always streams
         headers = validate.check_fields(self.front, unknown, chat=False)
         if asked.prompt is None:
-            raise bad("prompt", "prompt must be a text")
+            raise invalid_field("prompt", "prompt must be a text")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
         prepared = await prepare_generate(
             self.front, caller, asked, [asked.prompt], headers, stream=True

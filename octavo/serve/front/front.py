@@ -1,4 +1,4 @@
-"""What the front's parts share, and who is calling. No HTTP."""
+"""The parts of the front that all transports share, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from octavo.text.tokenizer import Tokenizer
 
 
 class Front:
+    """Owns the parts of the front process that all connections share."""
+
     def __init__(self, config: ServeConfig):
         self.config = config
         self.keys = Keys.read(config.keys_file, config.limits)
@@ -41,13 +43,13 @@ class Front:
 
     @property
     def idle(self) -> bool:
-        """The engine has nothing to do."""
+        """Whether the engine has no requests."""
         return not self.client.open_requests
 
     @property
     def fingerprint(self) -> str:
-        """system_fingerprint: replies with the same one were computed by the same version with the
-        same settings."""
+        """The system_fingerprint of replies. Replies with the same fingerprint were computed by the
+        same version with the same settings."""
         loaded = self.client.model
         if self._fingerprint[0] is not loaded:
             engine = asdict(self.config.engine)
@@ -65,21 +67,21 @@ class Front:
 
     @property
     def context(self) -> Context:
-        """What jobs need to know, for those that the event loop does itself."""
+        """The data that jobs need when the event loop runs them itself."""
         model = self.client.model
         return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
 
     def check_admission(self, caller: Caller) -> None:
-        """Refuse a generation that would be refused whatever it asks for, before its body is
-        received or parsed: the engine is not ready, the queue is full, or the key is at one of its
-        limits."""
+        """Raise ApiError for a request that cannot be admitted now, whatever its body contains: the
+        engine is not ready, the queue is full, or the key is at one of its limits. This is checked
+        before the body is received."""
         if caller.key is not None:
             caller.key.check()
         self.client.check_admission(caller.priority)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:
-    """The first message to the worker processes."""
+    """Make the first message to the worker processes."""
     return Setup(
         tokenizer_directory=loaded.tokenizer_directory,
         tokenizer_gguf=loaded.tokenizer_gguf,
@@ -96,12 +98,14 @@ def new_id() -> str:
 
 @dataclass
 class Caller:
-    """Who asks, since when."""
+    """The client of one request: its key, and when the request arrived."""
 
-    id: str = field(default_factory=new_id)  # ours; the client's own is only a label
+    id: str = field(
+        default_factory=new_id
+    )  # made by the server; an id from the client is only a label
     arrival: float = field(default_factory=time.monotonic)
     key: Key | None = None
-    timeout: float | None = None  # from a header
+    timeout: float | None = None  # seconds, from a header of the request
 
     @property
     def owner(self) -> str:
@@ -109,7 +113,8 @@ class Caller:
 
     @property
     def salt(self) -> str:
-        """Holders of different keys never share cached blocks."""
+        """The cache salt. Different keys have different salts, so they never share cached
+        blocks."""
         return self.key.salt if self.key else ""
 
     @property

@@ -3,13 +3,14 @@
     [[keys]]
     name = "alice"
     key = "a long random text"      # or sha256 = "..." of it, so that the file holds no secret
-    priority = 1                    # higher comes sooner (--policy priority), and a full queue makes way for it; default 0
+    priority = 1                    # default 0; a higher one is served earlier (--policy priority)
+                                    # and displaces lower ones from a full queue
     requests_per_minute = 60        # limits are optional
-    tokens_per_minute = 100000      # of prompts and replies
+    tokens_per_minute = 100000      # tokens of prompts and replies
     max_concurrency = 8
-    admin = true                    # may see the engine's dumps
+    admin = true                    # may use the routes for administrators
 
-Only digests are kept. Every one is compared each time, in constant time.
+The server keeps only digests of the keys. It compares every digest each time, in constant time.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """A token bucket: `per_minute` tokens flow in, and it holds `burst` of them, as many by
-    default. `level` is what is left. It may go into debt, which then has to be waited for."""
+    """A token bucket. It gains `per_minute` tokens a minute and holds at most `burst`, by default
+    as many. `level` is the number of tokens left. It may be negative after a large amount is
+    taken."""
 
     def __init__(self, per_minute: int, burst: int | None = None):
         self.per_minute = per_minute
@@ -61,7 +63,7 @@ class Bucket:
         self.last = time.monotonic()
 
     def wait(self) -> float:
-        """Seconds until something is left; 0: now."""
+        """Seconds until the bucket holds a token; 0 if it holds one now."""
         now = time.monotonic()
         self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.burst)
         self.last = now
@@ -124,7 +126,7 @@ def limited(what: str, wait: float) -> ApiError:
 
 
 class Keys:
-    """`found` empty: everybody may do everything."""
+    """All keys of the server. If there are none, no key is needed."""
 
     def __init__(self, found: list[Key], limits: Limits):
         self.found = found
@@ -164,7 +166,7 @@ class Keys:
         raise ApiError(401, "the API key is not valid", "invalid_api_key")
 
     def _count_failure(self, address: str) -> None:
-        """Raises if the address has sent too many wrong keys of late."""
+        """Count a wrong key. Raises ApiError if the address has sent too many of them recently."""
         if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
             self._failed.pop(next(iter(self._failed)))
         failed = self._failed.setdefault(address, Bucket(self.limits.failed_logins))
@@ -181,14 +183,14 @@ class Keys:
 
 def _distinct(keys: list[Key], file: str) -> list[Key]:
     if not keys:
-        raise KeysError(f"{file} has no [[keys]]: with it, nobody could use the server")
+        raise KeysError(f"{file} has no [[keys]], so no client could use the server: add a key")
     if len({key.name for key in keys}) < len(keys):
-        raise KeysError(f"{file} has two keys of one name")
+        raise KeysError(f"{file} has two keys with the same name: rename one of them")
     names: dict[bytes, str] = {}
     for key in keys:
         if (other := names.setdefault(key.digest, key.name)) != key.name:
             raise KeysError(
-                f"{file}: {other!r} and {key.name!r} have the same key: whose limits would hold?"
+                f"{file}: {other!r} and {key.name!r} have the same key: give each its own"
             )
     return keys
 

@@ -1,14 +1,13 @@
-"""Text to tokens: short texts in the event loop, long ones in a worker process, and no work on a
-text that cannot fit.
+"""Converts text to tokens: short texts in the event loop, long texts in a worker process.
 
-A text of B bytes has at least B / (bytes of the longest token) tokens, so one that is far too long
-is refused unread.
+A text of B bytes has at least B / (bytes of the longest token) tokens, so a text that is far too
+long is refused before it is tokenised.
 
 Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a
-burst then proceed in step: all up to their texts, then all from there on, which takes a fifth less
-time (docs/LOG.md, "The way in, in step"). That is for an idle engine, which should begin with all
-of them. A busy engine wants the first as soon as it is ready: keeping clients in step would make
-front and engine take turns, at a sixth less throughput.
+burst then go through the front together, which takes a fifth less time (docs/LOG.md, "The way in,
+in step"). This is done only while the engine is idle and should start with all of them. A busy
+engine should get each request as soon as it is ready: if clients stayed synchronised, front and
+engine would work in turns, at a sixth less throughput.
 """
 
 from __future__ import annotations
@@ -38,18 +37,20 @@ from octavo.serve.workers.handlers import Context, detokenize, tokenize_reply
 from octavo.text.chat import render_marked, select_template
 from octavo.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-INLINE = 512  # characters that are tokenised faster than a worker process takes over
-LIGHT = 64 * 2**10  # characters: a longer text is a heavy job
-TURN = 32 * 2**10  # token ids that are unpacked in one turn of the event loop, in a millisecond
+ResultType = TypeVar("ResultType")
+INLINE_CHARACTERS = 512  # shorter texts are tokenised faster than they reach a worker process
+LIGHT_CHARACTERS = 64 * 2**10  # a longer text is a heavy job
+TOKENS_PER_TURN = (
+    32 * 2**10
+)  # token ids that are unpacked in one turn of the event loop, in a millisecond
 
 
 class Short(NamedTuple):
-    """A text that waits for the end of the turn."""
+    """A short text that waits to be tokenised with others at the end of the turn."""
 
     tokenizer: Tokenizer
-    asked: tuple[str, bool, bool]  # Tokenizer.encode's arguments
-    ids: asyncio.Future[list[int]]
+    asked: tuple[str, bool, bool]  # the arguments of Tokenizer.encode
+    token_ids: asyncio.Future[list[int]]
 
 
 class Texts:
@@ -67,20 +68,20 @@ class Texts:
         self._short: list[Short] = []
 
     async def encode(self, tokenizer: Tokenizer, job: Encode) -> list[Tokens]:
-        """The tokens of texts."""
-        if weight(job) > INLINE:
-            found = await self.pool.run(job, list[Encoded], heavy=weight(job) > LIGHT)
-            return [Tokens(await self.unpack(one.ids), one.total) for one in found]
+        """Tokenise texts."""
+        if weight(job) > INLINE_CHARACTERS:
+            found = await self.pool.run(job, list[Encoded], heavy=weight(job) > LIGHT_CHARACTERS)
+            return [Tokens(await self.unpack(item.ids), item.total) for item in found]
         flags = (job.add_special_tokens, job.parse_special)
         if len(job.texts) == 1 and self.together():
             lists = [await self._soon(tokenizer, job.texts[0], *flags)]
         else:
             lists = [guarded(tokenizer.encode, text, *flags) for text in job.texts]
-        return [Tokens(ids, len(ids)) for ids in lists]
+        return [Tokens(token_ids, len(token_ids)) for token_ids in lists]
 
     async def encode_chat(self, tokenizer: Tokenizer, job: EncodeChat) -> Tokens:
-        """The tokens of a conversation."""
-        if weight(job) > INLINE:
+        """Render a conversation and tokenise it."""
+        if weight(job) > INLINE_CHARACTERS:
             found = await self._run_chat(job, job, Encoded)
             return Tokens(await self.unpack(found.ids), found.total)
         template = guarded(select_template, tokenizer, None, job.tools is not None)
@@ -88,24 +89,26 @@ class Texts:
             render_marked, tokenizer, template, job.messages, job.tools, **job.options
         )
         if mark is not None:
-            ids = guarded(tokenizer.encode_marked, text, mark)
+            token_ids = guarded(tokenizer.encode_marked, text, mark)
         elif self.together():
-            ids = await self._soon(tokenizer, text, False, True)
+            token_ids = await self._soon(tokenizer, text, False, True)
         else:
-            ids = guarded(tokenizer.encode, text, False, True)
+            token_ids = guarded(tokenizer.encode, text, False, True)
         if job.add_special_tokens:
-            ids = tokenizer.with_special_tokens(ids)
-        return Tokens(ids, len(ids))
+            token_ids = tokenizer.with_special_tokens(token_ids)
+        return Tokens(token_ids, len(token_ids))
 
-    async def _run_chat(self, chat: EncodeChat, job: EncodeChat | Tokenize, kind: Any) -> Any:
+    async def _run_chat(
+        self, chat: EncodeChat, job: EncodeChat | Tokenize, result_type: Any
+    ) -> Any:
         if chat.template is not None:
-            return await self._run_template(job, kind)
-        return await self.pool.run(job, kind, heavy=weight(chat) > LIGHT)
+            return await self._run_template(job, result_type)
+        return await self.pool.run(job, result_type, heavy=weight(chat) > LIGHT_CHARACTERS)
 
-    async def _run_template(self, job: EncodeChat | Tokenize, kind: Any) -> Any:
+    async def _run_template(self, job: EncodeChat | Tokenize, result_type: Any) -> Any:
         """Run a job with a client's own template in it, which is blamed for whatever goes wrong."""
         try:
-            return await self.pool.run(job, kind, heavy=True, seconds=self.template_seconds)
+            return await self.pool.run(job, result_type, heavy=True, seconds=self.template_seconds)
         except ApiError as error:
             if error.status < 500 and error.param is None:
                 error.param = "chat_template"
@@ -113,44 +116,46 @@ class Texts:
 
     async def tokenize(self, context: Context, job: Tokenize) -> bytes:
         """The reply of /tokenize, as JSON."""
-        what = job.what
-        if weight(what) > INLINE:
-            if isinstance(what, EncodeChat):
-                reply: bytes = await self._run_chat(what, job, bytes)
+        encoding = job.what
+        if weight(encoding) > INLINE_CHARACTERS:
+            if isinstance(encoding, EncodeChat):
+                reply: bytes = await self._run_chat(encoding, job, bytes)
             else:
-                reply = await self.pool.run(job, bytes, heavy=weight(what) > LIGHT)
+                reply = await self.pool.run(job, bytes, heavy=weight(encoding) > LIGHT_CHARACTERS)
             return reply
-        if isinstance(what, EncodeChat):
-            tokens = await self.encode_chat(context.tokenizer, what)
+        if isinstance(encoding, EncodeChat):
+            tokens = await self.encode_chat(context.tokenizer, encoding)
         else:
-            (tokens,) = await self.encode(context.tokenizer, what)
+            (tokens,) = await self.encode(context.tokenizer, encoding)
         return tokenize_reply(context, tokens.ids, job.token_strs)
 
     async def detokenize(self, context: Context, body: Bytes) -> Detokenized:
         """The answer to a request to /detokenize."""
-        if len(body) <= INLINE:
+        if len(body) <= INLINE_CHARACTERS:
             return guarded(detokenize, context, Detokenize(bytes(body)))
         found: Detokenized = await self.pool.run(
             Detokenize(), Detokenized, payload=body, heavy=not is_quick(body)
         )
         return found
 
-    async def decode(self, tokenizer: Tokenizer, ids: list[int]) -> str:
+    async def decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
         """The text of tokens, special tokens included."""
-        if len(ids) <= INLINE:
-            return guarded(tokenizer.decode, ids, skip_special_tokens=False)
-        text: str = await self.pool.run(Decode(pack(ids)), str, heavy=len(ids) > LIGHT)
+        if len(token_ids) <= INLINE_CHARACTERS:
+            return guarded(tokenizer.decode, token_ids, skip_special_tokens=False)
+        text: str = await self.pool.run(
+            Decode(pack(token_ids)), str, heavy=len(token_ids) > LIGHT_CHARACTERS
+        )
         return text
 
-    async def unpack(self, data: bytes) -> list[int]:
+    async def unpack(self, packed: bytes) -> list[int]:
         """Token ids that a worker process packed. Many of them take several turns of the event
         loop."""
-        ids = array("I", data)
-        if len(ids) <= TURN:
-            return ids.tolist()
+        token_ids = array("I", packed)
+        if len(token_ids) <= TOKENS_PER_TURN:
+            return token_ids.tolist()
         found: list[int] = []
-        for start in range(0, len(ids), TURN):
-            found += ids[start : start + TURN].tolist()
+        for start in range(0, len(token_ids), TOKENS_PER_TURN):
+            found += token_ids[start : start + TOKENS_PER_TURN].tolist()
             await asyncio.sleep(0)
         return found
 
@@ -161,42 +166,42 @@ class Texts:
         if not self._short:
             loop.call_soon(self._encode)
         self._short.append(Short(tokenizer, asked, loop.create_future()))
-        return self._short[-1].ids
+        return self._short[-1].token_ids
 
     def _encode(self) -> None:
         short = self._short
         self._short = []
-        # one, but for the turn in which an engine is new
-        for tokenizer, group in groupby(short, lambda one: one.tokenizer):
+        # There is one tokenizer, except in the turn in which a new engine becomes ready.
+        for tokenizer, group in groupby(short, lambda item: item.tokenizer):
             texts = list(group)
             try:
-                found = guarded(tokenizer.encode_many, [one.asked for one in texts])
-            except Exception:  # of one of them, which it alone shall hear of
-                for one in texts:
-                    _answer(one)
+                found = guarded(tokenizer.encode_many, [item.asked for item in texts])
+            except Exception:  # One of the texts is at fault, and only its request must fail.
+                for item in texts:
+                    _answer(item)
             else:
-                for one, ids in zip(texts, found, strict=True):
-                    if not one.ids.done():
-                        one.ids.set_result(ids)
+                for item, token_ids in zip(texts, found, strict=True):
+                    if not item.token_ids.done():
+                        item.token_ids.set_result(token_ids)
 
 
-def _answer(one: Short) -> None:
+def _answer(waiting: Short) -> None:
     try:
-        ids = guarded(one.tokenizer.encode, *one.asked)
+        token_ids = guarded(waiting.tokenizer.encode, *waiting.asked)
     except Exception as error:
-        if not one.ids.done():
-            one.ids.set_exception(error)
+        if not waiting.token_ids.done():
+            waiting.token_ids.set_exception(error)
     else:
-        if not one.ids.done():
-            one.ids.set_result(ids)
+        if not waiting.token_ids.done():
+            waiting.token_ids.set_result(token_ids)
 
 
-def guarded(work: Callable[..., T], *args: Any, **options: Any) -> T:
+def guarded(function: Callable[..., ResultType], *args: Any, **options: Any) -> ResultType:
     try:
-        return work(*args, **options)
+        return function(*args, **options)
     except (Exception, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in a library's native code is no Exception
+    except BaseException as error:  # a panic in the native code of a library
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
@@ -206,9 +211,9 @@ def weight(job: Encode | EncodeChat) -> int:
     if isinstance(job, Encode):
         return sum(map(len, job.texts))
     if job.template is not None:
-        return LIGHT + 1
+        return LIGHT_CHARACTERS + 1
     others = [v for message in job.messages for name, v in message.items() if name != "content"]
     others += job.options.values()
     nested = job.tools or any(isinstance(value, dict | list) for value in others)
     size = prompt.chat_size(job.messages) + sum(len(v) for v in others if isinstance(v, str))
-    return size + 16 * len(job.messages) + (INLINE if nested else 0)
+    return size + 16 * len(job.messages) + (INLINE_CHARACTERS if nested else 0)

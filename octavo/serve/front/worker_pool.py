@@ -1,17 +1,15 @@
-"""A few worker processes for input that must not hold up the event loop, crash the server or fill
-its memory.
+"""A pool of worker processes for input that is large, slow or not trusted.
 
     pool = WorkerPool(count=2, seconds=10.0)
     pool.start(setup)                                the first message to each worker process
     result = await pool.run(job, list[int])          raises ApiError
 
-Each worker process runs one job at a time. One that takes too long is killed; one that crashes, is
-killed or holds too much memory is replaced. Only the job that it ran fails. Jobs wait in a bounded
+Each worker process runs one job at a time. It is killed if a job takes too long, and replaced if it
+crashes, is killed or uses too much memory. Only the job that it ran fails. Jobs wait in a bounded
 queue until a worker process is idle. Heavy jobs never occupy the last worker process, so that a few
-of them do not hold up everybody else.
+of them do not delay all other jobs.
 
-This module knows processes, time and order. worker.py knows what a job does. Messages are msgpack
-(jobs.py).
+This module handles processes, time limits and the order of jobs. handlers.py contains the jobs.
 """
 
 from __future__ import annotations
@@ -46,14 +44,14 @@ ENVIRONMENT = {
 START_SECONDS = 60.0  # for a worker process to become ready
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 10.0
-MOST_QUEUED = 256  # jobs
+MAX_QUEUED_JOBS = 256  # jobs
 QUEUE_SECONDS = 30.0  # that a job may wait for a worker process
 
 
 @dataclass(eq=False)
 class Task:
-    """A job, and the future of its reply. The timer limits how long it waits, then how long it
-    runs."""
+    """A job and the future of its reply. The timer limits how long the job waits, and then how long
+    it runs."""
 
     job: msgspec.Struct
     payload: bytes | bytearray
@@ -74,7 +72,7 @@ class Worker:
 
     def __init__(self, end: socket.socket, process: asyncio.subprocess.Process):
         self.pipe = Pipe(end)
-        self.number = end.fileno()
+        self.descriptor = end.fileno()
         self.process = process
         self.ready = False  # its setup is complete
         self.task: Task | None = None
@@ -92,24 +90,24 @@ class WorkerPool:
         self.command = command
         self.replaced: Counter[str] = Counter()  # worker processes, by reason
         self._setup: msgspec.Struct | None = None
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keeper_tasks: list[asyncio.Task[None]] = []
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._queue: list[Task] = []
         self._closed = False
 
-    # ---- what others ask -------------------------------------------------------------------------
+    # ---- methods for callers ---------------------------------------------------------------------
 
     def start(self, setup: msgspec.Struct) -> None:
-        """Start the worker processes; does not wait for them. With another setup than before, start
-        them again."""
+        """Start the worker processes without waiting for them. If they run with another setup,
+        restart them."""
         if setup == self._setup:
             return
         self._setup = setup
         for worker in self._workers:
             worker.kill()
-        while len(self._keepers) < self.count:
-            self._keepers.append(asyncio.create_task(self._keep()))
+        while len(self._keeper_tasks) < self.count:
+            self._keeper_tasks.append(asyncio.create_task(self._keep_running()))
 
     async def run(
         self,
@@ -120,20 +118,20 @@ class WorkerPool:
         heavy: bool = False,
         seconds: float | None = None,
     ) -> Any:
-        """The job's result, of type `kind`. `payload` is sent behind the job and becomes its
-        `data`, without copying. Raises ApiError: the worker's own, 408 after `seconds`, 400 if the
-        job ends its worker process, 503 if too many jobs wait. Mark a job as heavy when the client
-        can make it slow on purpose."""
+        """Run a job and return its result, which has the type `kind`. `payload` is sent after the
+        job without being copied, and becomes its `data`. Raises the ApiError of the job, 408 after
+        `seconds`, 400 if the job ends its worker process, or 503 if too many jobs wait. A job is
+        heavy if a client can make it slow on purpose."""
         if self._closed:
             raise draining()
-        if len(self._queue) >= MOST_QUEUED:
+        if len(self._queue) >= MAX_QUEUED_JOBS:
             raise busy()
         loop = asyncio.get_running_loop()
         task = Task(job, payload, seconds or self.seconds, heavy, loop.create_future())
         self._queue.append(task)
         self._dispatch()
         if task.timer is None:
-            task.timer = loop.call_later(QUEUE_SECONDS, self._waited, task)
+            task.timer = loop.call_later(QUEUE_SECONDS, self._on_queue_timeout, task)
         try:
             value = await task.value
         finally:
@@ -146,21 +144,21 @@ class WorkerPool:
         for task in self._queue:
             task.fail(draining())
         self._queue.clear()
-        for keeper in self._keepers:
+        for keeper in self._keeper_tasks:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._keeper_tasks, return_exceptions=True)
 
-    # ---- a process's life ------------------------------------------------------------------------
+    # ---- worker processes ------------------------------------------------------------------------
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         """Keep one worker process running."""
         backoff = FIRST_BACKOFF
         while True:
             ready = False
             try:
-                ready = await self._live()
+                ready = await self._run_worker()
             except OSError as error:
-                log.error("a worker process cannot be started: %s", error.strerror)
+                log.error("cannot start a worker process: %s", error.strerror)
             if ready:
                 backoff = FIRST_BACKOFF
                 continue
@@ -170,7 +168,7 @@ class WorkerPool:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
 
-    async def _live(self) -> bool:
+    async def _run_worker(self) -> bool:
         """One worker process, from its start to its end. Returns whether it became ready."""
         mine, theirs = socket.socketpair()
         with mine:
@@ -186,24 +184,24 @@ class WorkerPool:
             worker = Worker(mine, process)
             self._workers.add(worker)
             loop = asyncio.get_running_loop()
-            loop.add_reader(worker.number, self._readable, worker)
+            loop.add_reader(worker.descriptor, self._readable, worker)
             assert self._setup is not None
             try:
                 ready = loop.create_future()
-                self._begin(worker, Task(self._setup, b"", START_SECONDS, False, ready))
+                self._start_job(worker, Task(self._setup, b"", START_SECONDS, False, ready))
                 await process.wait()
                 while not worker.pipe.closed and self._readable(worker):
-                    pass  # its last reply may still have been in the socket
+                    pass  # The socket may still contain its last reply.
             finally:
                 worker.kill()
-                self._lost(worker)
+                self._remove_worker(worker)
                 await process.wait()
         return worker.ready
 
-    def _lost(self, worker: Worker) -> None:
+    def _remove_worker(self, worker: Worker) -> None:
         loop = asyncio.get_running_loop()
-        loop.remove_reader(worker.number)
-        loop.remove_writer(worker.number)
+        loop.remove_reader(worker.descriptor)
+        loop.remove_writer(worker.descriptor)
         self._workers.discard(worker)
         if worker in self._idle:
             self._idle.remove(worker)
@@ -218,10 +216,10 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         """Give jobs to idle workers, the oldest first."""
-        while self._idle and (task := self._next()) is not None:
-            self._begin(self._idle.pop(), task)
+        while self._idle and (task := self._next_task()) is not None:
+            self._start_job(self._idle.pop(), task)
 
-    def _next(self) -> Task | None:
+    def _next_task(self) -> Task | None:
         heavy = sum(1 for worker in self._workers if worker.task is not None and worker.task.heavy)
         room = heavy < max(1, self.count - 1)
         for index, task in enumerate(self._queue):
@@ -229,18 +227,18 @@ class WorkerPool:
                 return self._queue.pop(index)
         return None
 
-    def _begin(self, worker: Worker, task: Task) -> None:
+    def _start_job(self, worker: Worker, task: Task) -> None:
         loop = asyncio.get_running_loop()
         worker.task = task
         if task.timer is not None:
             task.timer.cancel()
-        task.timer = loop.call_later(task.seconds, self._late, worker, task)
+        task.timer = loop.call_later(task.seconds, self._on_timeout, worker, task)
         if not worker.pipe.send(*frames(encode(task.job), task.payload)):
-            loop.add_writer(worker.number, self._writable, worker)
+            loop.add_writer(worker.descriptor, self._writable, worker)
 
     def _writable(self, worker: Worker) -> None:
         if worker.pipe.send():
-            asyncio.get_running_loop().remove_writer(worker.number)
+            asyncio.get_running_loop().remove_writer(worker.descriptor)
 
     def _readable(self, worker: Worker) -> bool:
         """Whether there was something to read."""
@@ -248,7 +246,7 @@ class WorkerPool:
         for data in found or ():
             self._replied(worker, data)
         if worker.pipe.closed:
-            asyncio.get_running_loop().remove_reader(worker.number)
+            asyncio.get_running_loop().remove_reader(worker.descriptor)
             worker.kill()
         return found is not None
 
@@ -259,7 +257,7 @@ class WorkerPool:
         task.timer.cancel()
         reply = decode_reply(data)
         if not worker.ready and not isinstance(reply, JobDone):
-            log.error("a worker process cannot be set up: %s", reply)
+            log.error("cannot set up a worker process: %s", reply)
             worker.kill()
             return
         worker.ready = True
@@ -271,13 +269,13 @@ class WorkerPool:
         settle(task, reply)
         self._dispatch()
 
-    def _late(self, worker: Worker, task: Task) -> None:
+    def _on_timeout(self, worker: Worker, task: Task) -> None:
         log.error("a job has taken %g s: its worker process is killed and replaced", task.seconds)
         self.replaced["timeout"] += 1
         task.fail(ApiError(408, "this input took too long to read: shorten it", "text_timeout"))
         worker.kill()
 
-    def _waited(self, task: Task) -> None:
+    def _on_queue_timeout(self, task: Task) -> None:
         if task in self._queue:
             self._queue.remove(task)
             task.fail(busy())

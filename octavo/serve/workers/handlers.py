@@ -18,7 +18,7 @@ import msgspec
 
 from octavo.errors import InvalidRequest
 from octavo.serve.api import prompt, protocol
-from octavo.serve.api.api_errors import bad, prompt_too_long
+from octavo.serve.api.api_errors import invalid_field, prompt_too_long
 from octavo.serve.api.parse import count_values, read_request
 from octavo.serve.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from octavo.serve.channel.jobs import (
@@ -110,7 +110,7 @@ def check_values(context: Context, request: msgspec.Struct) -> None:
     for name in request.__struct_fields__:
         left -= count_values(getattr(request, name), left)
         if left < 0:
-            raise bad(
+            raise invalid_field(
                 name,
                 f"the request holds more than {context.limits.values} values up to {name}: leave some out",
                 "param_out_of_range",
@@ -147,7 +147,7 @@ def packed_prompts(context: Context, request: CompletionRequest) -> list[Any]:
 
 def check_total(count: int, limits: Limits) -> None:
     if count > limits.prompt_tokens:
-        raise bad(
+        raise invalid_field(
             "prompt",
             f"the prompts of one request may have {limits.prompt_tokens} tokens in all: send fewer at a time",
             "param_out_of_range",
@@ -197,7 +197,7 @@ def blaming(template: str | None) -> Iterator[None]:
         about = error.param if isinstance(error, InvalidRequest) else None
         if template is None or about not in (None, "messages"):
             raise
-        raise bad("chat_template", str(error)[:500], "chat_template_error") from None
+        raise invalid_field("chat_template", str(error)[:500], "chat_template_error") from None
 
 
 def check_length(tokenizer: Tokenizer, text: str, job: Encode | EncodeChat) -> None:
@@ -250,9 +250,9 @@ def tokenize_reply(context: Context, ids: list[int], token_strs: bool) -> bytes:
 def detokenize(context: Context, job: Detokenize) -> Detokenized:
     request, unknown = read_request(job.data, DetokenizeRequest, context.limits)
     if request.tokens is None:
-        raise bad("tokens", "tokens must be a list of token ids")
+        raise invalid_field("tokens", "tokens must be a list of token ids")
     if len(request.tokens) > context.limits.prompt_tokens:
-        raise bad(
+        raise invalid_field(
             "tokens",
             f"tokens may have at most {context.limits.prompt_tokens} token ids, got {len(request.tokens)}",
             "param_out_of_range",
